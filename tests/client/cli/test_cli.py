@@ -112,7 +112,10 @@ def test_what_is_warned_of_is_one_line_on_stderr(capsys: pytest.CaptureFixture[s
         structlog.get_logger().info("nobody wants to know")
     finally:
         structlog.reset_defaults()
-    assert tuple(capsys.readouterr()) == ("", "warning: unknown key is ignored (key replicas)\n")
+    assert tuple(capsys.readouterr()) == (
+        "",
+        "warning: unknown key is ignored (key strategy.replicas)\n",
+    )
 
 
 @pytest.mark.parametrize("group", [(), ("certs",), ("token",)])

@@ -241,9 +241,21 @@ def test_unknown_keys_are_ignored_and_logged(monkeypatch: pytest.MonkeyPatch) ->
     written = DATA_PARALLEL | {"replicas": 3, "aggregation": {"method": "AllReduce", "x": 1}}
     assert parse_strategy(written) == s.DataParallel(2, s.AllReduce())
     assert [(each["key"], each["event"]) for each in logs.entries] == [
-        ("AllReduce.x", "unknown key is ignored"),
-        ("DataParallel.replicas", "unknown key is ignored; did you mean num_replicas?"),
+        ("strategy.aggregation.x", "unknown key is ignored"),
+        ("strategy.replicas", "unknown key is ignored; did you mean num_replicas?"),
     ]
+
+
+def test_no_key_of_another_form_is_taken_for_an_ignored_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logs = LogCapture()
+    monkeypatch.setattr(document, "_log", structlog.wrap_logger(None, processors=[logs]))
+    for text in EXAMPLES:
+        parse_strategy(text)
+    written = model_parallel() | {"partitions": [{**model_parallel()["partitions"][0], "nodes": 1}]}
+    parse_strategy(written)
+    assert [each["key"] for each in logs.entries] == ["strategy.partitions[0].nodes"]
 
 
 def test_a_missing_key_points_at_one_that_is_nearly_it() -> None:

@@ -9,7 +9,7 @@ per wrong field, in our words. Knows no document.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, dataclass_transform
 
 import structlog
@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaSerializer, core_schema
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.json_text import JSON, check_json, suggest
+from stratagem.common.schema.json_text import JSON, check_json, join, suggest
 from stratagem.common.schema.validation_errors import to_invalid_input
 
 _log = structlog.get_logger(__name__)
@@ -54,10 +54,14 @@ class Section(BaseModel):
     @classmethod
     def parse(cls, value: object) -> Self:
         """The section from plain values, as JSON, YAML or TOML give them."""
+        plain = check_json(value)
         try:
-            return cls.model_validate(check_json(value))
+            section = cls.model_validate(plain)
         except ValidationError as error:
             raise to_invalid_input(error, cls) from None
+        for key, hint in _ignored_keys(plain, section, ""):
+            _log.warning(f"unknown key is ignored{hint}", key=key)
+        return section
 
     def document(self) -> dict[str, JSON]:
         """The section as plain values: declared order, kwargs in key order, without what is
@@ -133,14 +137,9 @@ class DocumentValue(metaclass=_MadeInCode):
     @classmethod
     def _read(cls, value: object, read: Callable[[object], Self]) -> Self:
         try:
-            made = read(value)
+            return read(value)
         except ValidationError as error:
             raise to_invalid_input(error, cls) from None
-        for key in value if isinstance(value, Mapping) else ():
-            if key not in cls.__pydantic_fields__:
-                hint = suggest(str(key), cls.__pydantic_fields__)
-                _log.warning(f"unknown key is ignored{hint}", key=f"{cls.__name__}.{key}")
-        return made
 
     @classmethod
     def _write(cls, made: Self, write: Callable[[Self], dict[str, JSON]]) -> dict[str, JSON]:
@@ -153,6 +152,24 @@ class DocumentValue(metaclass=_MadeInCode):
             if not (has_nothing_left or (is_extras and is_default and not info.kw_only)):
                 written[name] = plain
         return written
+
+
+def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key of the document that nothing was made of, and a hint at the field
+    that may be meant."""
+    if isinstance(value, list) and isinstance(made, tuple):
+        for i, (item, own) in enumerate(zip(value, made, strict=True)):
+            yield from _ignored_keys(item, own, f"{path}[{i}]")
+    if not isinstance(value, Mapping) or not isinstance(made, Section | DocumentValue):
+        return
+    fields = type(made).__pydantic_fields__
+    if not value.keys() & fields.keys():
+        return  # a form of its own, such as {Tag: gpu}
+    for key, inside in value.items():
+        if key in fields:
+            yield from _ignored_keys(inside, getattr(made, key), join(path, key))
+        elif isinstance(made, DocumentValue):
+            yield join(path, key), suggest(key, fields)
 
 
 class NoOptions(DocumentValue, is_extras=True):
