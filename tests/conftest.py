@@ -5,12 +5,12 @@ import sys
 from collections.abc import Generator, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.postgres import Postgres
 
 # A busy machine is not a slow function.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 # A shell without job control starts what it puts in the background deaf to Ctrl-C.
