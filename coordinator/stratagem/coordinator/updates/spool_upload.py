@@ -192,15 +192,12 @@ class SpoolWriter:
         self,
         expected: Manifest,
         num_samples: int,
-        when_checked: Callable[[SpoolEntry], None] = lambda _entry: None,
         check_coded: Callable[[Manifest, SpoolEntry], None] | None = None,
     ) -> SpoolEntry:
         """Accept the update, durably, as one of num_samples.
 
         expected: the layout that it must have, unless it was announced as coded and there is
         `check_coded`, which then decides.
-        when_checked: called with the entry once its update is known to be right and is in its file,
-        before that is durable.
         Raises UpdateRejectedError, after which nothing of it is left; IntegrityError while bytes
         are missing; StaleError when a later upload of the same client has taken its place.
         """
@@ -226,7 +223,6 @@ class SpoolWriter:
             self.discard()
             raise
         self._refuse_if_replaced()
-        when_checked(entry)
         self._file.sync()
         if self._publish is not None:
             self._publish(entry)

@@ -19,14 +19,12 @@ from stratagem.common.rpc.tensor_transfer import push_frames
 from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
-from stratagem.coordinator.core.effects import Effect, TrainClient
-from stratagem.coordinator.core.facts import Fact, Member, UpdateReceived
+from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.facts import Fact, Member
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
-from stratagem.coordinator.core.state_machine.speculative_effects import foreseen
 from stratagem.coordinator.effects.execution.reported_errors import Told
-from stratagem.coordinator.effects.execution.speculative_fold import FoldsAhead
 from stratagem.coordinator.observe.event_feed import Feed
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogs
@@ -72,26 +70,11 @@ class EffectContext:
     """Updates of federated clients that do not count, since the start."""
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
     told: Told = field(default_factory=Told)
-    folds: FoldsAhead = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.folds = FoldsAhead(self._foresee)
 
     @property
     def state(self) -> CoordinatorState:
         """Return the newest durable state."""
         return self.loop.state
-
-    def _foresee(self, run_id: RunId, received: list[UpdateReceived]) -> frozenset[Effect]:
-        run = self.state.runs.get(run_id)
-        clients = {(fact.party, fact.client) for fact in received}
-        if run is None or any(
-            isinstance(effect, TrainClient) and (effect.party, effect.client) not in clients
-            for effect in pending_of(run)
-        ):
-            return frozenset()  # more updates are to come
-        loop = self.loop
-        return foreseen(loop.state, loop.world, run_id, received, loop.clock.now())
 
     def is_due(self, effect: Effect) -> bool:
         """Return True if the newest state still asks for the effect."""
@@ -198,7 +181,6 @@ class EffectContext:
 
     def forget(self, run_id: RunId) -> None:
         """Stop the transfers of a run that has ended to its workers, which forget the run now."""
-        self.folds.forget(run_id)
         self.told.forget(run_id)
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()

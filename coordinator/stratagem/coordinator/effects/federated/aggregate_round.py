@@ -4,7 +4,7 @@ import io
 import threading
 from dataclasses import replace
 
-from stratagem.common.base.errors import IntegrityError, StratagemError
+from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
@@ -12,7 +12,6 @@ from stratagem.common.tensors.safetensors_file import header_bytes, header_of, p
 from stratagem.coordinator.core.effects import AggregateRound, TrainClient
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.speculative_fold import Folded
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
 from stratagem.coordinator.updates.fold import fold_weighted_mean
@@ -23,10 +22,14 @@ from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 
+Folded = tuple[Digest, tuple[Digest, ...], tuple[Manifest, int]]
+"""The next state, the slots of a server optimizer, and the header of the state's file: what it is
+made of, and where its data start."""
+
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
-    digest, slots, header = await _folded_ahead(env, effect) or await _folded(env, effect)
+    digest, slots, header = await _folded(env, effect)
     failpoint("coordinator.round.folded")
     env.keep_header(digest, header)
     _bring_ahead(env, effect, digest)
@@ -43,26 +46,11 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     await env.report(effect.run_id, fact)
 
 
-async def _folded_ahead(env: EffectContext, effect: AggregateRound) -> Folded | None:
-    """Return the result of a fold that began before the round was closed; None without one of this
-    round.
-    """
-    begun = env.folds.take(effect)
-    if begun is None:
-        return None
-    try:
-        return await begun.task
-    except (StratagemError, FileNotFoundError):  # is in the log
-        return None
-    finally:
-        begun.cancelled.set()
-
-
 async def _folded(env: EffectContext, effect: AggregateRound) -> Folded:
     entries = await env.in_thread(lambda: _entries(env, effect))
     cancelled = threading.Event()
     try:
-        return await env.in_thread(lambda: fold(env, effect, entries, cancelled))
+        return await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
     except (IntegrityError, FileNotFoundError):
         env.spool.distrust(entries)  # where there is an object store, they are fetched again
         raise
@@ -100,7 +88,7 @@ def _entries(env: EffectContext, effect: AggregateRound) -> list[SpoolEntry]:
     return entries
 
 
-def fold(
+def _fold(
     env: EffectContext,
     effect: AggregateRound,
     entries: list[SpoolEntry],

@@ -7,7 +7,6 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -23,7 +22,7 @@ from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, record_of
-from stratagem.coordinator.effects.federated.aggregate_round import decoding_of, fold
+from stratagem.coordinator.effects.federated.aggregate_round import decoding_of
 from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
@@ -110,8 +109,7 @@ async def _collect(
     failpoint("coordinator.round.pulled")
     _close(env, effect)
     received = _received(effect, result, entry)
-    with env.folds.reporting(effect.run_id, received):
-        await report_update(env, effect, received)
+    await report_update(env, effect, received)
 
 
 def _close(env: EffectContext, effect: TrainClient) -> None:
@@ -202,16 +200,8 @@ async def _pull_to_spool(
             writers.append(env.spool.open(_key(env, effect), manifests[0], source=source))
         return writers[0]
 
-    loop = asyncio.get_running_loop()
-
-    def when_checked(entry: SpoolEntry) -> None:
-        received = _received(effect, result, entry)
-        fold_round = partial(fold, env)
-        loop.call_soon_threadsafe(env.folds.see, effect.run_id, received, entry, fold_round)
-
     def commit(writer: SpoolWriter) -> SpoolEntry:
-        num_samples = result.num_samples
-        return writer.commit(decoding.expected, num_samples, when_checked, decoding.check)
+        return writer.commit(decoding.expected, result.num_samples, decoding.check)
 
     offload = Offload(lambda offset, data: writer().write_at(offset, data))
 
