@@ -51,8 +51,9 @@ def test_it_is_the_norm_of_the_rule(sizes: list[int], dtype: torch.dtype) -> Non
     assert torch.equal(norm, gradient_norm(params_with(grads), CURRENT))
     exact = math.sqrt(math.fsum(each * each for grad in grads for each in grad.double().tolist()))
     assert math.isclose(norm.item(), exact, rel_tol=1e-13)
-    few = FewGradients([grad.shape for grad in grads])
-    assert torch.equal(norm, total_norm(few.parts(grads, CURRENT), CURRENT))
+    small = [grad for grad in grads if grad.numel() <= BLOCK]
+    few = FewGradients([grad.shape for grad in small])
+    assert all(map(torch.equal, few.parts(small, CURRENT), parts_of(small, CURRENT)))
 
 
 @settings(max_examples=20, deadline=None)

@@ -32,11 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["all at once", "as backward goes"])
+@pytest.fixture(params=[1 << 30, -1, 1000], ids=["all at once", "as backward goes", "some of each"])
 def _mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        single_member, "SMALL_BYTES", -1 if "backward" in request.param else 1 << 30
-    )
+    monkeypatch.setattr(single_member, "SMALL_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("_mode")

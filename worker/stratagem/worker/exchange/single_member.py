@@ -1,28 +1,34 @@
 """The exchange of a member that has no peers and only one shard.
 
-Its gradients are the sums already. They stay where autograd puts them, and large ones are divided
-and measured while they are warm, as backward finishes each; small ones all at once. The bits are
-those of the buckets. Used by one thread; only `cut` may come from another. Knows neither model nor
-optimizer.
+Its gradients are the sums already. They stay where autograd puts them. Large ones are divided and
+measured while they are warm, as backward finishes each, small ones all at once in the end. The bits
+are those of the buckets. Used by one thread; only `cut` may come from another. Knows neither model
+nor optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.worker.exchange.buckets.gradient_norm import FewGradients, divided
+from stratagem.worker.exchange.buckets.gradient_norm import (
+    BLOCK,
+    FewGradients,
+    divided,
+    parts_of,
+)
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.mesh.link import ExchangeError
 
 _AS_SUMMED: Final = (torch.float32, torch.float64)
 """Gradients of these are summed as they are; narrower ones need wider storage."""
 SMALL_BYTES: Final = 1 << 20
-"""Gradients of this size stay in a core's cache; calls cost more than memory."""
+"""Gradients of this size together stay in a core's cache; calls cost more than memory."""
 
 
 class SingleMemberReducer:
@@ -39,17 +45,13 @@ class SingleMemberReducer:
         self._is_last = self._is_divided = self._is_cut = False
         self._norms: list[Tensor | None] = []
         self._extras: StepScalars | None = None
-        is_cpu = all(param.device.type == "cpu" for param in self._params)
-        self._is_small = is_cpu and sum(param.nbytes for param in self._params) <= SMALL_BYTES
-        self._few = FewGradients([param.shape for param in self._params if self._is_small])
-        self._hooks = (
-            []
-            if self._is_small
-            else [
-                param.register_post_accumulate_grad_hook(self._make_hook(index))
-                for index, param in enumerate(self._params)
-            ]
-        )
+        self._small = _smallest(self._params)
+        self._few = FewGradients([self._params[index].shape for index in self._small])
+        self._large = [index for index in range(len(params)) if index not in set(self._small)]
+        self._hooks = [
+            self._params[index].register_post_accumulate_grad_hook(self._make_hook(index))
+            for index in self._large
+        ]
 
     @staticmethod
     def fits(params: Sequence[tuple[str, nn.Parameter]]) -> bool:
@@ -110,23 +112,30 @@ class SingleMemberReducer:
         if self._is_divided:
             return
         self._is_divided = True
-        if self._is_small:
-            torch._foreach_div_(self._gradients(), divisor)  # on the CPU the same calls, from C++
-            return
-        for index, param in enumerate(self._params):
-            if param.grad is not None and self._norms[index] is None:
-                self._norms[index] = divided(param.grad, divisor, self._numerics)
+        small = [grad for grad in self._small_gradients() if grad is not None]
+        if small:
+            torch._foreach_div_(small, divisor)  # on the CPU the same calls, from C++
+        for index in self._large:
+            grad = self._params[index].grad
+            if grad is not None and self._norms[index] is None:
+                self._norms[index] = divided(grad, divisor, self._numerics)
 
-    def norms(self) -> list[Tensor] | None:
-        """Returns the result of `gradient_norm.parts_of` for the gradients that exist; None where
-        it is not known."""
-        if self._is_small:
-            return self._few.parts([param.grad for param in self._params], self._numerics)
-        found = [norm for norm in self._norms if norm is not None]
-        return found if len(found) == sum(self.reached()) else None
+    def norms(self) -> list[Tensor]:
+        """Returns the result of `gradient_norm.parts_of` for the gradients that exist."""
+        small = self._few.parts(self._small_gradients(), self._numerics)
+        if not self._large:
+            return small
+        there = [index for index in self._small if self._params[index].grad is not None]
+        for index, norm in zip(there, small, strict=True):
+            self._norms[index] = norm
+        for index in self._large:
+            grad = self._params[index].grad
+            if grad is not None and self._norms[index] is None:
+                (self._norms[index],) = parts_of([grad], self._numerics)
+        return [norm for norm in self._norms if norm is not None]
 
-    def _gradients(self) -> list[Tensor]:
-        return [param.grad for param in self._params if param.grad is not None]
+    def _small_gradients(self) -> list[Tensor | None]:
+        return [self._params[index].grad for index in self._small]
 
     def discard(self) -> None:
         """Gives the step up: nothing of what was added stays in any gradient."""
@@ -160,3 +169,17 @@ class SingleMemberReducer:
             self._norms[index] = divided(param.grad, self._divisor, self._numerics)
 
         return hook
+
+
+def _smallest(params: Sequence[nn.Parameter]) -> list[int]:
+    """Returns the places, in order, of the smallest parameters whose gradients stay in the cache
+    together; none on other devices than the CPU."""
+    if any(param.device.type != "cpu" for param in params):
+        return []
+    order = sorted(range(len(params)), key=lambda index: params[index].nbytes)
+    totals = accumulate(params[index].nbytes for index in order)
+    return sorted(
+        index
+        for index, total in zip(order, totals, strict=True)
+        if total <= SMALL_BYTES and params[index].numel() <= BLOCK
+    )

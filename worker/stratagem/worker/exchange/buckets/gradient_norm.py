@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,9 @@ from torch import Tensor
 from stratagem.common.numerics.tree_sums import tree_sum
 
 BLOCK: Final = 65_536
-_FEW: Final = 64
+_NUM_AT_ONCE: Final = 4
+"""Blocks that one call measures: fewer calls, while a core's cache still holds them."""
+_FEW: Final = 256
 """Numbers that Python adds before numpy has begun."""
 
 
@@ -44,17 +47,17 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
     if not parts:
         return torch.zeros((), dtype=torch.float32 if numerics < 2 else torch.float64)
     device = parts[0].device
-    if any(part.device != device for part in parts):
-        parts = [part.to(device) for part in parts]
     if numerics < 2:
-        found: Tensor = torch.linalg.vector_norm(torch.stack(list(parts)), 2.0)
+        found: Tensor = torch.linalg.vector_norm(torch.stack([p.to(device) for p in parts]), 2.0)
         return found
-    if len(parts) <= _FEW and device.type == "cpu" and all(part.dim() == 0 for part in parts):
-        norms = [part.item() for part in parts]
+    if all([part.is_cpu for part in parts]):
+        norms: list[float] = []
+        for part in parts:
+            norms += part.tolist() if part.dim() else (part.item(),)
     else:
-        norms = torch.cat([part.reshape(-1) for part in parts]).tolist()
-    norm = torch.tensor(math.sqrt(_sum_of_squares(norms)), dtype=torch.float64)
-    return norm if device.type == "cpu" else norm.to(device)
+        norms = torch.cat([part.to(device).reshape(-1) for part in parts]).tolist()
+    norm = torch.scalar_tensor(math.sqrt(_sum_of_squares(norms)), dtype=torch.float64)
+    return norm if parts[0].is_cpu else norm.to(device)
 
 
 class FewGradients:
@@ -62,16 +65,14 @@ class FewGradients:
     where calls cost more than numbers: room for their copies is made once."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        """shapes: of at most one block each."""
         self._copies = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
-        self._is_few = all(shape.numel() <= BLOCK for shape in shapes)
 
     def parts(self, grads: Sequence[Tensor | None], numerics: int) -> list[Tensor]:
         """Returns the result of `parts_of` for the gradients that are not None."""
         here = [grad for grad in grads if grad is not None]
-        if numerics < 2:
+        if not here or numerics < 2:
             return list(torch._foreach_norm(here, 2.0)) if here else []
-        if not here or not self._is_few:
-            return parts_of(here, numerics)
         copies = self._copies
         if len(here) < len(grads):
             copies = [c for c, grad in zip(copies, grads, strict=True) if grad is not None]
@@ -80,24 +81,24 @@ class FewGradients:
 
 
 def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
-    """Returns the norm of each block; a divisor is applied first, block by block, while they are in
-    the cache."""
+    """Returns the norm of each block; a divisor is applied first, to some blocks at a time, while
+    they are in the cache."""
     flat = grad.detach().reshape(-1)
     if not grad.is_cpu:
-        return _of_blocks_there(flat)
+        return _norms(flat)
     # A cast inside the norm would take twice as long: its copy is a new one every time.
-    wide = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float64)
+    wide = torch.empty(min(_NUM_AT_ONCE * BLOCK, flat.numel()), dtype=torch.float64)
     norms = []
-    for block in torch.split(flat, BLOCK):
+    for some in torch.split(flat, wide.numel()):
         if divisor is not None:
-            block.div_(divisor)
-        room = wide if block.numel() == wide.numel() else wide[: block.numel()]
-        norms.append(torch.linalg.vector_norm(room.copy_(block)))
-    return norms[0] if len(norms) == 1 else torch.stack(norms)
+            some.div_(divisor)
+        room = wide if some.numel() == wide.numel() else wide[: some.numel()]
+        norms.append(_norms(room.copy_(some)))
+    return norms[0] if len(norms) == 1 else torch.cat([norm.reshape(-1) for norm in norms])
 
 
-def _of_blocks_there(flat: Tensor) -> Tensor:
-    """Returns the norm of each block, computed on the device for all blocks at once."""
+def _norms(flat: Tensor) -> Tensor:
+    """Returns the norm of each block, computed for all whole blocks at once."""
     if flat.numel() <= BLOCK:
         norm: Tensor = torch.linalg.vector_norm(flat, 2.0, dtype=torch.float64)
         return norm
@@ -115,7 +116,6 @@ def _sum_of_squares(norms: list[float]) -> float:
             return tree_sum(values * values)
     squares = [each * each for each in norms]
     while len(squares) > 1:  # as `tree_sum` does
-        if len(squares) % 2:
-            squares.append(0.0)
-        squares = [a + b for a, b in zip(squares[::2], squares[1::2], strict=True)]
+        above = list(map(add, squares[::2], squares[1::2]))
+        squares = above if len(squares) % 2 == 0 else [*above, squares[-1]]
     return squares[0]
