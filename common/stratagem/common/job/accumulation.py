@@ -64,7 +64,7 @@ class AccumulationSpec(Section):
 def check_accumulation(job: JobSpec) -> Iterator[Violation]:
     """Yield the contradictions between the section and the rest of the job."""
     spec = job.window
-    # A job that lacks its batch_size is told so beside this.
+    # That a job lacks its batch_size is another violation.
     for name in ("micro_batch_size", "steps"):
         value = getattr(spec, name)
         if value is not None and job.batch_size is not None and value > job.batch_size:

@@ -65,7 +65,7 @@ class CompressionSpec(Section):
 
     @model_validator(mode="after")
     def _options_fit_the_codec(self) -> Self:
-        found = [
+        violations = [
             Violation(
                 name, f"belongs to codec {' or '.join(owners)} only; the codec is {self.codec}"
             )
@@ -74,13 +74,13 @@ class CompressionSpec(Section):
             and getattr(self, name) != CompressionSpec.model_fields[name].default
         ]
         if self.error_feedback and self.codec == "none":
-            found.append(Violation("error_feedback", "has no meaning with codec none"))
+            violations.append(Violation("error_feedback", "has no meaning with codec none"))
         if self.error_feedback and self.stochastic:
             text = (
                 "does not go together with stochastic, which is unbiased: the residual would grow"
             )
-            found.append(Violation("error_feedback", text))
-        refuse(found)
+            violations.append(Violation("error_feedback", text))
+        refuse(violations)
         return self
 
     @property

@@ -33,30 +33,32 @@ _OF_TRAINING: Final = {
 
 def check_evaluating(job: JobSpec) -> list[Violation]:
     """Return what a job without gradients says that belongs to training, and what it lacks."""
-    found = [
+    violations = [
         Violation(name, f"{_WHY}: {reason}; leave it out")
         for name, reason in _OF_TRAINING.items()
         if getattr(job, name) is not None
     ]
     if job.checkpoint.every is not None:
-        found.append(Violation("checkpoint.every", f"{_WHY}: there is one state; leave it out"))
-    return [*found, *_evaluation(job), *_strategy(job)]
+        violations.append(
+            Violation("checkpoint.every", f"{_WHY}: there is one state; leave it out")
+        )
+    return [*violations, *_evaluation(job), *_strategy(job)]
 
 
 def _evaluation(job: JobSpec) -> list[Violation]:
     own = job.evaluation
     if own is None:
         return [Violation("evaluation", f"missing; {_WHY}, and it says what is evaluated")]
-    found = []
+    violations = []
     if own.best is not None:
-        found.append(Violation("evaluation.best", f"{_WHY}: there is one state; leave it out"))
+        violations.append(Violation("evaluation.best", f"{_WHY}: there is one state; leave it out"))
     if own.every != Every(1, "epoch"):
         text = f"{_WHY}: it is evaluated once; leave it out"
-        found.append(Violation("evaluation.every", text))
+        violations.append(Violation("evaluation.every", text))
     if "batch_size" in job.model_fields_set and job.batch_size != own.batch_size:
         text = f"is {job.batch_size}, and evaluation.batch_size {own.batch_size}; leave one out"
-        found.append(Violation("batch_size", text))
-    return found
+        violations.append(Violation("batch_size", text))
+    return violations
 
 
 def _strategy(job: JobSpec) -> list[Violation]:
@@ -71,14 +73,14 @@ def _strategy(job: JobSpec) -> list[Violation]:
         case Local():
             return []
         case DataParallel(aggregation=AllReduce(), options=options):
-            found = []
+            violations = []
             if not isinstance(options.inner, Local | None):
                 text = f"{_WHY}: a replica is one worker; leave it out"
-                found.append(Violation("strategy.options.inner", text))
+                violations.append(Violation("strategy.options.inner", text))
             if options.all_reduce != DIRECT_ALL_REDUCE:
                 text = f"{_WHY}: there is nothing to add up; leave it out"
-                found.append(Violation("strategy.options.all_reduce", text))
-            return found
+                violations.append(Violation("strategy.options.all_reduce", text))
+            return violations
         case Stages():
             if job.evaluation is None or not job.evaluation.predictions:
                 return []

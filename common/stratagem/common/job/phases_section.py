@@ -121,18 +121,18 @@ class PhasesSpec(Section):
 
     @model_validator(mode="after")
     def _lengths_lie_within_their_limits(self) -> Self:
-        found: list[Violation] = []
+        violations: list[Violation] = []
         for name, value, (least, most) in (
             ("full_steps", self.full_steps, self.full_limits),
             ("predict_steps", self.predict_steps, self.predict_limits),
         ):
             if value < least:
                 text = f"{least} is more than {name}, {value}"
-                found.append(Violation(f"adaptive.min_{name}", text))
+                violations.append(Violation(f"adaptive.min_{name}", text))
             if value > most:
                 text = f"{most} is less than {name}, {value}"
-                found.append(Violation(f"adaptive.max_{name}", text))
-        refuse(found)
+                violations.append(Violation(f"adaptive.max_{name}", text))
+        refuse(violations)
         return self
 
 

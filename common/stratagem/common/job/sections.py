@@ -139,20 +139,20 @@ class OptimizerSpec(Section):
     def _gather_kwargs(cls, value: object) -> object:
         if not isinstance(value, Mapping):
             return value
-        own = {key: each for key, each in value.items() if key in cls.model_fields}
-        further = {key: each for key, each in value.items() if key not in cls.model_fields}
+        own = {key: item for key, item in value.items() if key in cls.model_fields}
+        further = {key: item for key, item in value.items() if key not in cls.model_fields}
         given = own.get("kwargs", {})
         if not isinstance(given, Mapping):
             return value
-        found = [Violation(key, "is also in kwargs") for key in further if key in given]
-        found += [
+        violations = [Violation(key, "is also in kwargs") for key in further if key in given]
+        violations += [
             Violation(f"kwargs.{key}", "is not a keyword of torch's here")
             for key in ("params", *cls.model_fields)
             if key in given
         ]
         if "params" in further:
-            found.append(Violation("params", "come from the model"))
-        refuse(found)
+            violations.append(Violation("params", "come from the model"))
+        refuse(violations)
         return {**own, "kwargs": {**given, **further}}
 
 
@@ -182,15 +182,15 @@ class EvaluationSpec(Section):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:
-        found = [
+        violations = [
             Violation(f"metrics[{i}]", f"{name!r} is in the list already")
             for i, name in enumerate(self.metrics)
             if name in self.metrics[:i]
         ]
         if self.best is not None and self.best not in (*self.metrics, "loss"):
             known = ", ".join(dict.fromkeys((*self.metrics, "loss")))
-            found.append(Violation("best", f"{self.best!r} is not measured; one of {known}"))
-        refuse(found)
+            violations.append(Violation("best", f"{self.best!r} is not measured; one of {known}"))
+        refuse(violations)
         return self
 
 
@@ -217,15 +217,15 @@ class PartitionSpec(Section):
 
     @model_validator(mode="after")
     def _settings_fit_the_method(self) -> Self:
-        found = []
+        violations = []
         if self.method != "by_label" and self.labels_per_client is not None:
-            found.append(Violation("labels_per_client", "belongs to method by_label only"))
+            violations.append(Violation("labels_per_client", "belongs to method by_label only"))
         if self.method != "dirichlet" and self.alpha != PartitionSpec.model_fields["alpha"].default:
-            found.append(Violation("alpha", "belongs to method dirichlet only"))
+            violations.append(Violation("alpha", "belongs to method dirichlet only"))
         if (self.client is None) != (self.num_clients is None):
-            found.append(Violation("client", "goes together with num_clients"))
+            violations.append(Violation("client", "goes together with num_clients"))
         elif self.client is not None and self.client >= (self.num_clients or 0):
             text = f"{self.client} must be below num_clients, {self.num_clients}"
-            found.append(Violation("client", text))
-        refuse(found)
+            violations.append(Violation("client", text))
+        refuse(violations)
         return self

@@ -179,18 +179,20 @@ def _length(job: JobSpec) -> list[Violation]:
 
 
 def _federated_only(job: JobSpec) -> list[Violation]:
-    found = []
+    violations = []
     federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
     if job.partition and not federated and job.partition.client is None:
-        found.append(Violation("partition", f"belongs to Federated only; the strategy is {kind}"))
+        violations.append(
+            Violation("partition", f"belongs to Federated only; the strategy is {kind}")
+        )
     if job.partition and federated and job.partition.client is not None:
-        found.append(Violation("partition.client", "has no meaning under Federated itself"))
+        violations.append(Violation("partition.client", "has no meaning under Federated itself"))
     if job.data.worker_local and not federated:
         text = f"belongs to Federated only; the strategy is {kind}"
-        found.append(Violation("data.worker_local", text))
+        violations.append(Violation("data.worker_local", text))
     if job.partition and job.data.worker_local and federated:
-        found.append(Violation("partition", "worker_local data is divided by where it is"))
-    return found
+        violations.append(Violation("partition", "worker_local data is divided by where it is"))
+    return violations
 
 
 def _population_only(job: JobSpec) -> list[Violation]:
@@ -206,24 +208,24 @@ def _population_only(job: JobSpec) -> list[Violation]:
 
 
 def _population_needs(job: JobSpec) -> list[Violation]:
-    found = []
+    violations = []
     if job.search_space is None or not job.search_space.dimensions:
         text = "missing; PopulationBased needs hyperparameters to explore"
-        found.append(Violation("search_space", text))
+        violations.append(Violation("search_space", text))
     if job.steps_per_generation is None:
         text = "missing; the optimizer steps of one generation"
-        found.append(Violation("steps_per_generation", text))
+        violations.append(Violation("steps_per_generation", text))
     if job.evaluation is None or job.evaluation.best is None:
         text = "missing; PopulationBased needs a metric to compare members by"
-        found.append(Violation("evaluation.best", text))
+        violations.append(Violation("evaluation.best", text))
     if job.checkpoint.every is not None:
         text = "is not allowed; members are committed after every generation"
-        found.append(Violation("checkpoint.every", text))
-    return found
+        violations.append(Violation("checkpoint.every", text))
+    return violations
 
 
 def _units(job: JobSpec) -> list[Violation]:
-    found = []
+    violations = []
     federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
     allowed: tuple[Unit, ...] = ("round",) if federated else ("step", "epoch")
     if isinstance(job.strategy, PopulationBased):
@@ -236,8 +238,10 @@ def _units(job: JobSpec) -> list[Violation]:
     ):
         if every is not None and every.unit not in allowed:
             units = " or ".join(f"{unit}s" for unit in allowed)
-            found.append(Violation(name, f"'{every}' is not allowed; {kind} counts in {units}"))
-    return found
+            violations.append(
+                Violation(name, f"'{every}' is not allowed; {kind} counts in {units}")
+            )
+    return violations
 
 
 def _order_of_sums(job: JobSpec) -> list[Violation]:
@@ -255,21 +259,21 @@ def _compression(job: JobSpec) -> list[Violation]:
 
 
 def _execution(job: JobSpec) -> list[Violation]:
-    found = []
+    violations = []
     if job.evaluation and job.evaluation.predictions and not job.only_evaluates:
         text = "belongs to a job that only evaluates: set execution.gradient to None"
-        found.append(Violation("evaluation.predictions", text))
+        violations.append(Violation("evaluation.predictions", text))
     own = job.accumulation
     if job.execution.accumulation_steps is not None and own is not None:
         for name in ("micro_batch_size", "steps"):
             if getattr(own, name) is not None:
                 text = f"Accumulated says what accumulation.{name} says already; leave one out"
-                found.append(Violation("execution.gradient", text))
+                violations.append(Violation("execution.gradient", text))
     if job.execution.parallelism != "None" and not isinstance(job.strategy, Local):
         kind = type(job.strategy).__name__
         text = f"chooses the strategy, which is {kind} already; leave one of the two out"
-        found.append(Violation("execution.parallelism", text))
-    return found
+        violations.append(Violation("execution.parallelism", text))
+    return violations
 
 
 def _phases(job: JobSpec) -> list[Violation]:

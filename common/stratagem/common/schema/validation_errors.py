@@ -100,7 +100,7 @@ def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:
 
 def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
     """Says which of several classes an object may stand for; the class is named under a key."""
-    tag = next(each.discriminator for each in metadata_of(info) if _has_discriminator(each))
+    tag = next(part.discriminator for part in metadata_of(info) if _has_discriminator(part))
     value, context = details["input"], details.get("ctx", {})
     names = re.findall(r"'([^']*)'", context.get("expected_tags", "")) or _tags(info, str(tag))
     if not isinstance(value, Mapping):
