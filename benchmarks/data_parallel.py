@@ -40,6 +40,7 @@ from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, bind_tls, make_server
 from stratagem.v1 import peer_pb2_grpc
 from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
+from stratagem.worker.exchange.buckets.step_scalars import num_scalars
 from stratagem.worker.mesh import Link, SharedGroup, form_gloo
 from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
@@ -124,7 +125,8 @@ def make_our_step(
     optimizer: torch.optim.Optimizer,
     variant: str,
 ) -> Callable[[], None]:
-    buckets = GradientBuckets(list(model.named_parameters()), num_extras=3)
+    params = list(model.named_parameters())
+    buckets = GradientBuckets(params, num_extras=num_scalars(len(params), 0))
     all_reduce = variant if variant in UNORDERED else "direct"
     exchange = mesh_exchange(buckets, form(variant, setup), setup.size, all_reduce=all_reduce)
     rank, steps, total = setup.rank, itertools.count(), float(GLOBAL_BATCH[setup.name])
@@ -135,7 +137,7 @@ def make_our_step(
         exchange.begin_shard(rank)
         loss = loss_of() * weight
         loss.backward()
-        exchange.end_shard(rank, StepScalars([weight, loss.item(), 0.0], NO_MORE))
+        exchange.end_shard(rank, StepScalars(weight, loss.item(), 0.0, exchange.reached(), NO_MORE))
         exchange.finish()
         optimizer.step()
 

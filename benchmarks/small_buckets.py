@@ -25,7 +25,9 @@ from benchmarks.data_parallel import Setup, form
 from stratagem.common.process.malloc import tune_malloc
 from stratagem.worker.exchange import GradientBuckets, StepScalars, mesh_exchange
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
+from stratagem.worker.exchange.buckets.step_scalars import num_scalars
 
+NO_SCALARS = StepScalars(0.0, 0.0, 0.0, [1.0], torch.zeros(0, dtype=torch.float64))
 NEVER, ALWAYS = 0, 2**60
 WAYS = {"gather": (ALWAYS, ALWAYS), "tree": (ALWAYS, 1), "direct": (NEVER, 1)}
 """(SMALL_BYTES, MAX_GATHER_MEMBERS)"""
@@ -42,13 +44,13 @@ def run_member(pipe: Connection, engine: str, rank: int, size: int, num_steps: i
                 max_members,
             )
             params = [("p", nn.Parameter(torch.ones(size_bytes // 4)))]
-            buckets = GradientBuckets(params, num_extras=0)
+            buckets = GradientBuckets(params, num_extras=num_scalars(1, 0))
             exchange = mesh_exchange(buckets, form(engine, Setup("", rank, size, pipe)), size)
             for step in range(num_steps):
                 begun = time.perf_counter()
                 exchange.begin_step(step, range(rank, rank + 1), size)
                 exchange.begin_shard(rank)
-                exchange.end_shard(rank, StepScalars([], torch.zeros(0, dtype=torch.float64)))
+                exchange.end_shard(rank, NO_SCALARS)
                 exchange.finish()
                 if step >= num_steps // 4:
                     pipe.send(time.perf_counter() - begun)

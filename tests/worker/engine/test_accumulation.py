@@ -16,7 +16,7 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.worker.engine import ClientRunner, Trainer
-from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from tests.reference.gossip_loop import gossip_loop
@@ -32,6 +32,7 @@ from tests.worker.engine.support import (
     train,
     trainer_of,
 )
+from tests.worker.exchange.cases import buckets_of, no_scalars
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
 TOKENS: dict[str, Any] = {
@@ -219,9 +220,8 @@ def test_buckets_leave_during_the_last_backward_of_several() -> None:
     kinds = [torch.float32, torch.float64] * 2  # so that each parameter has its own bucket
     params = [(f"p{i}", nn.Parameter(torch.ones(4, dtype=kind))) for i, kind in enumerate(kinds)]
     recorder = Recorder()
-    exchange = GradientReducer(
-        GradientBuckets(params, num_extras=1), ShardOwners(0, 1, 1), recorder
-    )
+    buckets = buckets_of(params)
+    exchange = GradientReducer(buckets, ShardOwners(0, 1, 1), recorder)
     notes: list[tuple[int, list[int]]] = []
     for index, (_, param) in enumerate(params):
         param.register_post_accumulate_grad_hook(
@@ -241,7 +241,7 @@ def test_buckets_leave_during_the_last_backward_of_several() -> None:
     assert recorder.launched == [0, 1]
     with pytest.raises(RuntimeError, match="no further micro-batch"):
         exchange.next_micro_batch()
-    exchange.end_shard(0, StepScalars([], torch.zeros(1, dtype=torch.float64)))
+    exchange.end_shard(0, no_scalars(buckets))
     assert recorder.launched == list(range(5))
     exchange.finish()
     assert [param.grad is not None for _, param in params] == [True] * 4
@@ -255,13 +255,13 @@ def test_a_shard_with_micro_batches_to_come_cannot_end() -> None:
     exchange.begin_step(1, range(1), 1)
     exchange.begin_shard(0, num_micro_batches=2)
     with pytest.raises(RuntimeError, match="1 micro-batches are still to be computed"):
-        exchange.end_shard(0, StepScalars([], torch.zeros(trainer.num_extras, dtype=torch.float64)))
+        exchange.end_shard(0, no_scalars(buckets_of(trainer.params)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
     param = nn.Parameter(torch.ones(5, dtype=dtype))
-    exchange = solo_exchange(GradientBuckets([("p", param)], num_extras=0), 1)
+    exchange = solo_exchange(buckets_of([("p", param)]), 1)
     exchange.begin_step(1, range(1), 1)
     exchange.begin_shard(0, num_micro_batches=3)
     grads = [1.0, 2.0**-9, 2.0**-9]  # each vanishes beside 1 in bfloat16; both together do not
@@ -269,7 +269,7 @@ def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
         if number:
             exchange.next_micro_batch()
         (param * torch.tensor(grad, dtype=dtype)).sum().backward()
-    exchange.end_shard(0, StepScalars([], torch.zeros(0, dtype=torch.float64)))
+    exchange.end_shard(0, no_scalars(exchange.buckets))
     exchange.finish()
     assert exchange.buckets.tensors(0)[0][:5].tolist() == [sum(grads)] * 5
 

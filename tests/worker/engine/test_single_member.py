@@ -80,14 +80,14 @@ def test_misuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange.finish()
     exchange.begin_shard(0, num_micro_batches=2)
     with pytest.raises(RuntimeError, match="1 micro-batches are still to be computed"):
-        exchange.end_shard(0, StepScalars([], torch.zeros(3)))
+        exchange.end_shard(0, StepScalars(1.0, 0.0, 0.0, [1.0], torch.zeros(3)))
     exchange.next_micro_batch()
     with pytest.raises(RuntimeError, match="no further micro-batch"):
         exchange.next_micro_batch()
     param.sum().backward()
     with pytest.raises(RuntimeError, match="p got a gradient again after it was divided"):
         param.sum().backward()
-    exchange.end_shard(0, StepScalars([], torch.zeros(3)))
+    exchange.end_shard(0, StepScalars(1.0, 0.0, 0.0, [1.0], torch.zeros(3)))
     exchange.cut()
     with pytest.raises(ExchangeError, match="cut"):
         exchange.finish()

@@ -195,10 +195,10 @@ def test_failed_step_leaves_no_trace() -> None:
     before = trainer.fingerprint()
     exchange = solo(trainer, 2)
 
-    def fail(num_head: int) -> StepScalars:
+    def fail() -> StepScalars:
         raise LostPeerError
 
-    exchange.finish = fail  # type: ignore[method-assign, assignment]
+    exchange.finish = fail  # type: ignore[method-assign]
     with pytest.raises(LostPeerError):
         trainer.train_step(exchange, range(2), 2)
     assert trainer.fingerprint() == before

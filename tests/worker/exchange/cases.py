@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from stratagem.common.numerics.batch_shards import Node, tree_sum
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
+from stratagem.worker.exchange.buckets.step_scalars import num_scalars
 
 torch.set_num_threads(1)  # in the processes of a party, too
 
@@ -30,7 +31,7 @@ class Case:
     num_live: int
     sizes: tuple[int, ...] = ODD
     dtype: torch.dtype = torch.float32
-    num_extras: int = 3
+    num_rest: int = 3
     divisor: float | None = None
     piece_bytes: int = all_reduce_schedule.PIECE_BYTES
     way: str = ""
@@ -50,9 +51,16 @@ class Case:
         generator = torch.Generator().manual_seed(1000 * step + 100 * shard + index)
         return torch.randn(self.sizes[index], generator=generator).to(self.dtype)
 
+    @property
+    def num_extras(self) -> int:
+        return num_scalars(len(self.sizes), self.num_rest)
+
     def extras(self, shard: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * step + 100 * shard + 99)
         return torch.randn(self.num_extras, generator=generator, dtype=torch.float64)
+
+    def scalars(self, shard: int, step: int) -> StepScalars:
+        return StepScalars.of(self.extras(shard, step), len(self.sizes))
 
     def expected(self, step: int) -> list[bytes]:
         """Every gradient and the extras, added in one process."""
@@ -76,6 +84,17 @@ class Case:
         return params, GradientBuckets(named, num_extras=self.num_extras)
 
 
+def buckets_of(params: list[tuple[str, nn.Parameter]]) -> GradientBuckets:
+    """Buckets with room for scalars without a rest."""
+    return GradientBuckets(params, num_extras=num_scalars(len(params), 0))
+
+
+def no_scalars(buckets: GradientBuckets) -> StepScalars:
+    """Zeros."""
+    flat = torch.zeros(buckets.num_extras, dtype=torch.float64)
+    return StepScalars.of(flat, len(buckets.layout.slots))
+
+
 def raw(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -89,14 +108,14 @@ def compute(exchange: GradientReducer, params: list[nn.Parameter], case: Case, s
             grads = [case.gradient(shard, i, step).to(case.device) for i in range(len(params))]
             terms = [(p * grad).sum() for p, grad in zip(params, grads, strict=True)]
             torch.stack(terms).sum().backward()
-            exchange.end_shard(shard, StepScalars([], case.extras(shard, step)))
+            exchange.end_shard(shard, case.scalars(shard, step))
 
 
 def one_step(
     exchange: GradientReducer, params: list[nn.Parameter], case: Case, step: int
 ) -> list[bytes]:
     compute(exchange, params, case, step)
-    extras = exchange.finish().rest
+    extras = exchange.finish().flat()
     grads = []
     for p in params:
         assert p.grad is not None

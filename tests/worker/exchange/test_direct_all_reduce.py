@@ -73,7 +73,7 @@ def volunteers() -> Iterator[list[Member]]:
 
 SMALL = (0, 1, 7, 10_003)
 WAYS = [
-    (size, Case(num_shards, num_live, sizes, num_extras=2, divisor=3.0, way=way))
+    (size, Case(num_shards, num_live, sizes, num_rest=2, divisor=3.0, way=way))
     for way in ("direct", "gather", "tree")
     for size, num_shards, num_live, sizes in [
         (1, 2, 2, SMALL),
@@ -116,13 +116,13 @@ def test_sums_from_a_gpu_have_the_same_bits(volunteers: list[Member], way: str) 
         (2, Case(3, 3, dtype=torch.bfloat16, divisor=7.0)),
         (3, Case(3, 3, divisor=3.0)),
         (2, Case(5, 2, dtype=torch.float64)),
-        (2, Case(2, 2, sizes=(8_000_000,), num_extras=0)),
+        (2, Case(2, 2, sizes=(8_000_000,), num_rest=0)),
         (2, Case(2, 2, piece_bytes=1 << 18)),
         (3, Case(4, 4, piece_bytes=1 << 18)),
         (3, Case(4, 4)),
         (3, Case(3, 2)),
         (3, Case(4, 1, dtype=torch.bfloat16)),
-        (3, Case(3, 3, num_extras=40_001)),
+        (3, Case(3, 3, num_rest=40_001)),
         (4, Case(4, 4)),
         (4, Case(6, 3)),
         (4, Case(4, 4, divisor=3.0)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.worker.exchange import GradientBuckets, GradientReducer, StepScalars, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.bucket_layout import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -14,7 +14,7 @@ from stratagem.worker.exchange.buckets.bucket_layout import (
 )
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, plan_step
-from tests.worker.exchange.cases import ODD, Case, one_step
+from tests.worker.exchange.cases import ODD, Case, buckets_of, no_scalars, one_step
 
 
 def named(
@@ -66,7 +66,7 @@ def test_a_frozen_parameter_is_refused() -> None:
 
 
 def test_storage_and_slots_are_aligned() -> None:
-    buckets = GradientBuckets(named([1, 7, 100]), num_extras=1)
+    buckets = buckets_of(named([1, 7, 100]))
     solo_step(buckets)
     assert all(t.data_ptr() % 64 == 0 for t in buckets.tensors(0) if t.numel())
     assert all(view.data_ptr() % 64 == 0 for view in buckets._views[0])
@@ -76,7 +76,7 @@ def solo_step(buckets: GradientBuckets) -> None:
     exchange = solo_exchange(buckets, 1)
     exchange.begin_step(0, range(1), 1)
     exchange.begin_shard(0)
-    exchange.end_shard(0, StepScalars([], torch.zeros(buckets.num_extras, dtype=torch.float64)))
+    exchange.end_shard(0, no_scalars(buckets))
     exchange.finish()
 
 
@@ -92,7 +92,7 @@ def test_one_member_adds_in_the_tree(num_shards: int, num_live: int, dtype: torc
 
 def test_parameters_without_gradient_count_as_zero() -> None:
     params = named([3, 4])
-    buckets = GradientBuckets(params, num_extras=0)
+    buckets = buckets_of(params)
     exchange = solo_exchange(buckets, 2)
     for step in range(2):
         exchange.begin_step(step, range(2), 2)
@@ -100,7 +100,7 @@ def test_parameters_without_gradient_count_as_zero() -> None:
             exchange.begin_shard(shard)
             if shard == step:
                 (params[0][1].sum() * 2).backward()
-            exchange.end_shard(shard, StepScalars([], torch.zeros(0, dtype=torch.float64)))
+            exchange.end_shard(shard, no_scalars(buckets))
         exchange.finish()
         assert params[0][1].grad is not None
         assert params[1][1].grad is not None
@@ -132,10 +132,9 @@ class Recorder(SoloTransport):
 def test_buckets_launch_in_order_and_within_the_last_backward() -> None:
     kinds = [torch.float32, torch.float64] * 2  # so that each parameter has its own bucket
     params = [(f"p{i}", nn.Parameter(torch.ones(4, dtype=kind))) for i, kind in enumerate(kinds)]
-    buckets = GradientBuckets(params, num_extras=1)
+    buckets = buckets_of(params)
     recorder = Recorder()
     exchange = GradientReducer(buckets, ShardOwners(0, 2, 4), recorder)
-    extras = torch.zeros(1, dtype=torch.float64)
 
     def forward() -> Tensor:
         """Backward reaches p3, p1, p2, p0 in this order."""
@@ -154,7 +153,7 @@ def test_buckets_launch_in_order_and_within_the_last_backward() -> None:
         forward().backward()
         if shard == 0:
             assert recorder.notes == []
-        exchange.end_shard(shard, StepScalars([], extras))
+        exchange.end_shard(shard, no_scalars(buckets))
     launches = [note for note in recorder.notes if note.startswith("launch")]
     assert launches == [f"launch {bucket}" for bucket in range(5)]
     # Bucket 1 (p2) and bucket 2 (p1): p1 is done first but waits for p2.

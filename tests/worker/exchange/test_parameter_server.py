@@ -83,7 +83,7 @@ async def serve_step(transports: list[ServerTransport], case: Case) -> None:
         (2, Case(2, 2, divisor=3.0)),
         (2, Case(5, 5, dtype=torch.float64)),
         (3, Case(4, 2)),
-        (3, Case(4, 4, dtype=torch.bfloat16, num_extras=0)),
+        (3, Case(4, 4, dtype=torch.bfloat16, num_rest=0)),
     ],
 )
 async def test_sums_through_the_coordinator_have_the_bits_of_the_tree(
@@ -124,7 +124,7 @@ async def test_sums_from_a_gpu_have_the_same_bits(size: int) -> None:
 
 
 async def test_a_stream_may_begin_again_but_not_skip_or_end_early() -> None:
-    case = Case(1, 1, sizes=(100,), num_extras=1)
+    case = Case(1, 1, sizes=(100,), num_rest=1)
     with members(case, 1) as (transports, steps):
         transport = transports[0]
         await transport.partials(7, 1)

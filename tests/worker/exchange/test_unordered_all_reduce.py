@@ -89,8 +89,8 @@ CASES = [
     (2, Case(2, 2)),
     (2, Case(5, 3, divisor=3.0)),
     (3, Case(3, 3, sizes=(0, 1, 7, 100_003))),
-    (4, Case(6, 2, sizes=(0, 1, 7, 100_003), num_extras=2)),
-    (5, Case(5, 5, sizes=(0, 1, 7), num_extras=0, divisor=5.0)),
+    (4, Case(6, 2, sizes=(0, 1, 7, 100_003), num_rest=2)),
+    (5, Case(5, 5, sizes=(0, 1, 7), num_rest=0, divisor=5.0)),
 ]
 
 

@@ -16,6 +16,7 @@ from stratagem.common.job import CompressionSpec
 from stratagem.common.numerics.batch_shards import Node
 from stratagem.worker.exchange.buckets.bucket_layout import plan_layout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
 from stratagem.worker.exchange.coded.codec_groups import Portion
 from stratagem.worker.exchange.coded.coded_all_gather import Summing
 from stratagem.worker.exchange.coded.device_coder import DeviceCoder
@@ -30,6 +31,7 @@ DOCUMENTS: dict[str, Any] = {
     **{name: CODECS[name] for name in NAMES if name in CODECS},
     "ternary-plain": {"codec": "ternary", "error_feedback": False},
 }
+NUM_EXTRAS = num_scalars(len(SHAPES), 0)
 pytestmark = [
     pytest.mark.usefixtures("fused"),
     pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def compressor_of(name: str, device: torch.device, *, may_skip: bool = False) ->
         (each, nn.Parameter(torch.zeros(shape, device=device))) for each, shape in SHAPES.items()
     ]
     spec = CompressionSpec.parse(DOCUMENTS[name])
-    return Compressor(spec, params, num_extras=2, seed=3, may_skip=may_skip)
+    return Compressor(spec, params, num_extras=NUM_EXTRAS, seed=3, may_skip=may_skip)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +79,7 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def whole(compressor: Compressor) -> Portion:
     """All tensors at once, as on a device."""
     parameters = [(each.name, torch.float32, torch.Size(each.shape)) for each in compressor.layout]
-    (portion,) = compressor.portions(plan_layout(parameters, num_extras=2))
+    (portion,) = compressor.portions(plan_layout(parameters, num_extras=NUM_EXTRAS))
     return portion
 
 
@@ -103,7 +105,8 @@ class Pair:
         for shard in range(num_shards):
             plain = gradients(10 * step + shard, scale)
             moved = [each.to(self.device, copy=True) for each in plain]
-            extras = torch.tensor([3.0, step], dtype=torch.float64)
+            extras = torch.full((NUM_EXTRAS,), float(step), dtype=torch.float64)
+            extras[0] = 3.0
             code(self.host, shard, plain, extras)
             code(self.there, shard, moved, extras)
             message = self.host.message(shard)
@@ -154,12 +157,12 @@ def test_messages_are_added_where_the_sum_lies(
         compressor.begin_step(1, range(5))
     decoded = [gradients(shard) for shard in range(5)]
     for shard, each in enumerate(decoded):
-        code(pair.host, shard, each, torch.full((2,), float(shard), dtype=torch.float64))
+        code(pair.host, shard, each, torch.full((NUM_EXTRAS,), float(shard), dtype=torch.float64))
     for compressor, where in ((pair.host, torch.device("cpu")), (pair.there, pair.device)):
         params = [
             (each, nn.Parameter(torch.zeros(shape, device=where))) for each, shape in SHAPES.items()
         ]
-        buckets = GradientBuckets(params, num_extras=2)
+        buckets = GradientBuckets(params, num_extras=NUM_EXTRAS)
         partials = {}
         for shard in own:
             flats, views = buckets.scratch(buckets.all)
@@ -180,12 +183,13 @@ def test_what_is_not_finite_is_refused_by_name(name: str, place: str) -> None:
     spoiled = [each.to(place) for each in gradients(0)]
     spoiled[3][6] = float("nan")
     with pytest.raises(UserCodeError, match="non-finite gradient of bias at step 2"):
-        code(compressor, 0, spoiled, torch.ones(2, dtype=torch.float64))
+        code(compressor, 0, spoiled, torch.ones(NUM_EXTRAS, dtype=torch.float64))
     skipping = compressor_of(name, torch.device(place), may_skip=True)
     skipping.begin_step(2, range(1))
-    extras = torch.ones(2, dtype=torch.float64)
+    extras = torch.ones(NUM_EXTRAS, dtype=torch.float64)
     code(skipping, 0, spoiled, extras)
-    assert extras.isnan().tolist() == [True, False]
+    assert StepScalars.of(extras, len(SHAPES)).is_spoiled
+    assert extras.isnan().sum() == 1
     assert not any(each.any() for each in spoiled)
 
 

@@ -9,7 +9,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.numerics.batch_shards import Node, tree_sum
 from stratagem.worker.engine import build_trainer
-from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
@@ -105,7 +105,7 @@ class Replicas:
         names = live[0].gradients
         answer = StageGradients(
             {name: total([each.gradients[name] for each in live]) for name in names},
-            total([each.extras for each in live]),
+            StepScalars.of(total([each.scalars.flat() for each in live]), len(names)),
         )
         self._barrier.wait(PATIENCE_S)
         return answer

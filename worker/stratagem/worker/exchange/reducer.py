@@ -118,12 +118,12 @@ class GradientReducer:
         self._step = None
         self.buckets.discard()
 
-    def end_shard(self, shard: int, extras: StepScalars) -> None:
-        """Completes the shard's gradients; extras (num_extras in all) go with them."""
+    def end_shard(self, shard: int, scalars: StepScalars) -> None:
+        """Completes the shard's gradients; the scalars (num_extras in all) go with them."""
         plan = self._current()
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
-        own_set, flat = plan.sets[self._num_done], extras.flat()
+        own_set, flat = plan.sets[self._num_done], scalars.flat()
         self.buckets.end(own_set, flat)
         if self._compressor is not None:
             while self._num_coded < len(self._portions):
@@ -138,16 +138,15 @@ class GradientReducer:
         self._full = [True] * len(self._full)
         self._launch()
 
-    def finish(self, num_head: int = 0) -> StepScalars:
+    def finish(self) -> StepScalars:
         """Waits for all sums. Afterwards every param.grad is the sum over shards; returns the
-        summed extras, so many of them in their head. Raises ExchangeError when a peer is lost or
-        silent, or after cut."""
+        summed scalars. Raises ExchangeError when a peer is lost or silent, or after cut."""
         plan = self._current()
         if self._num_done < len(plan.live):
             raise RuntimeError(f"shards {plan.live[self._num_done :]} are still to be computed")
         self.transport.finish()
         self._step = None
-        return StepScalars.of(self.buckets.expose(), num_head)
+        return StepScalars.of(self.buckets.expose(), len(self.buckets.layout.slots))
 
     def free_gradients(self) -> None:
         """Gives the storage of gradients back, after the update; a lone member can."""

@@ -44,7 +44,7 @@ class SingleMemberReducer:
         self._num_to_come = 0
         self._is_last = self._is_divided = self._is_cut = False
         self._norms: list[Tensor | None] = []
-        self._extras: StepScalars | None = None
+        self._scalars: StepScalars | None = None
         self._small = _smallest(self._params)
         self._few = FewGradients([self._params[index].shape for index in self._small])
         self._large = [index for index in range(len(params)) if index not in set(self._small)]
@@ -65,7 +65,7 @@ class SingleMemberReducer:
         """Starts a step as `GradientReducer.begin_step` does; the one shard is always live."""
         if owned != range(1) or num_live != 1:
             raise ValueError(f"one shard is owned here, not {owned} of {num_live}")
-        self._divisor, self._extras, self._is_divided = divisor, None, False
+        self._divisor, self._scalars, self._is_divided = divisor, None, False
 
     def begin_shard(self, shard: int, *, num_micro_batches: int = 1) -> None:
         """Begins the shard: the next backward is its first."""
@@ -90,22 +90,22 @@ class SingleMemberReducer:
         """Returns for each parameter whether backward has reached it in this shard."""
         return [param.grad is not None for param in self._params]
 
-    def end_shard(self, shard: int, extras: StepScalars) -> None:
-        """Completes the gradients; extras go with them."""
+    def end_shard(self, shard: int, scalars: StepScalars) -> None:
+        """Completes the gradients; the scalars go with them."""
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
-        self._is_last, self._extras = False, extras
+        self._is_last, self._scalars = False, scalars
 
-    def finish(self, num_head: int = 0) -> StepScalars:
-        """Divides what is not divided yet and returns the extras as they came. Raises ExchangeError
-        after cut."""
+    def finish(self) -> StepScalars:
+        """Divides what is not divided yet and returns the scalars as they came. Raises
+        ExchangeError after cut."""
         if self._is_cut:
             raise ExchangeError("the exchange was cut")
-        if self._extras is None:
+        if self._scalars is None:
             raise RuntimeError("the shard is still to be computed")
         if self._divisor is not None:
             self.divide(self._divisor)
-        return self._extras
+        return self._scalars
 
     def divide(self, divisor: float) -> None:
         """Divides the gradients that were not divided in the last backward."""

@@ -8,7 +8,6 @@ have said that their gradients are finite. Must not know gRPC and the coordinato
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +19,20 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart
-from stratagem.worker.engine.optim.finite_gradients import not_finite, what_is_wrong
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
-from stratagem.worker.engine.optim.optimizers import clip, make_optimizer, update
+from stratagem.worker.engine.optim.finite_gradients import StepSummary
+from stratagem.worker.engine.optim.learning_rate import learning_rate
+from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format as state
+from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
+from stratagem.worker.engine.step.forward_backward import Counted
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
 from stratagem.worker.pipeline.forward_only import Begins, evaluate
 from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 from stratagem.worker.pipeline.schedule_choice import Schedules
-from stratagem.worker.pipeline.step_agreement import Agreement, Verdict
-from stratagem.worker.user_code.entrypoints import user_code
-
-# Places of the extras, as in the data-parallel trainer: [weight, sum of the loss, wish to stop,
-# one per parameter, buffers].
-WEIGHT, LOSS, STOP, FIXED = 0, 1, 2, 3
+from stratagem.worker.pipeline.step_agreement import Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +40,11 @@ class StageGradients:
     """The contribution of a shard to a step: the interface for data parallelism around a pipeline.
 
     gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
-    reach. extras: float64 [weight, loss sum, wish to stop, 1 per parameter that was reached,
-    buffers], to be added in the same order as gradients.
+    reach. scalars: to be added in the same order as gradients.
     """
 
     gradients: Mapping[str, Tensor]
-    extras: Tensor
+    scalars: StepScalars
 
 
 Reduce = Callable[[int, Iterator[StageGradients]], StageGradients]
@@ -75,7 +71,9 @@ class StageRunner:
             else None
         )
         self._buffers = Buffers(self.model, gather.device)
-        self.num_extras = FIXED + len(self._own) + self._buffers.num_elements
+        params = [param for _, param in self.params]
+        self._policy = StepPolicy(self._job, setup.execution, params, self.optimizer, self._buffers)
+        self.num_extras = num_scalars(len(self._own), self._buffers.num_elements)
         num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
         self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed)
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
@@ -128,35 +126,33 @@ class StageRunner:
             computed = self._compute_all(
                 range(shards.start, min(shards.stop, len(live))), live, stop
             )
-            extras = self._take((reduce or _only)(len(live), computed))
-            verdict = self._divide_and_agree(extras)
+            scalars = self._take((reduce or _only)(len(live), computed))
+            summary, must_stop = self._divide_and_agree(scalars)
         except BaseException:
             self._undo()
             self._lane.transport.cut()
             raise
-        weight, scale = float(extras[WEIGHT]), self._setup.execution.scale
-        loss = float(extras[LOSS] / extras[WEIGHT]) if weight else math.nan
-        is_clipped = self._job.optimizer.clip_norm is not None
-        what = what_is_wrong(loss, weight, verdict.norm, verdict.is_finite, is_clipped=is_clipped)
-        if what:
-            self._undo()
-            if not (scale.absorbs(what) or self._job.window.may_skip):
-                step = self.step + 1
-                raise not_finite(what, f"training step {step}", step)
-            self.step += 1
-        else:
-            scale.keep()
-            failpoint("worker.stages.before_apply")
-            self._apply(extras, len(live), verdict.norm)
-            failpoint("worker.stages.after_apply")
+        failpoint("worker.stages.before_apply")
+        number = self.step + 1
+        is_applied = apply_step(
+            summary,
+            self._policy,
+            rate=learning_rate(self._job.optimizer, self.step, self.num_steps),
+            activity=f"training step {number}",
+            number=number,
+        )
+        if is_applied:
+            self._buffers.apply(scalars.rest, len(live))
+        self.step = number
+        failpoint("worker.stages.after_apply")
         return StepReport(
-            step=self.step,
-            loss=loss,
-            weight=0.0 if what else weight,
+            step=number,
+            loss=summary.loss,
+            weight=summary.weight if is_applied else 0.0,
             num_rows=len(indices),
-            stop=verdict.stop,
-            grad_norm=verdict.norm.item(),
-            num_skipped=int(bool(what)),
+            stop=must_stop,
+            grad_norm=summary.norm.item(),
+            num_skipped=int(not is_applied),
             micro_batch_losses=tuple(self._losses),
         )
 
@@ -234,10 +230,10 @@ class StageRunner:
     ) -> StageGradients:
         """Does forward and backward of all micro-batches of a shard."""
         activity = f"training step {self.step + 1}"
-        totals = torch.zeros(2, dtype=torch.float64)
+        weight = loss_sum = 0.0
         losses: list[float] = []
-        for each in self._setup.trained:
-            each.forget()
+        for trained in self._setup.trained:
+            trained.forget()
 
         def begin(micro_batch: int) -> None:
             key = (self._job.seed, self.step, shard, micro_batch)
@@ -248,11 +244,12 @@ class StageRunner:
             return *gather(self._setup.data["train"], rows, activity), len(rows)
 
         def lose(output: Any, y: Any, num_rows: int, micro_batch: int) -> Tensor:
+            nonlocal weight, loss_sum
             value = self._setup.evaluator.loss(output, y, num_rows)
-            totals[WEIGHT] += value.weight
             mean = float(value.mean.detach())
             losses.append(mean)
-            totals[LOSS] += mean * value.weight
+            weight += float(value.weight)
+            loss_sum += mean * value.weight
             return self._setup.execution.scale.up(value.mean * value.weight)
 
         lane, count, number = self._lane, len(micro_batches), self._next_pass()
@@ -265,51 +262,34 @@ class StageRunner:
             actions = self.schedules.of(count)[lane.rank]
             one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
         self._randomness.end()
-        totals, losses = self._agreement.share_totals(totals, losses)
-        self._losses += losses
+        counted = self._agreement.share_loss(Counted(loss_sum, weight, tuple(losses)))
+        self._losses += counted.losses
         reached = self._agreement.sum_tied()
-        extras = torch.zeros(self.num_extras, dtype=torch.float64)
-        extras[:STOP], extras[STOP] = totals, float(stop)
-        extras[FIXED : FIXED + len(reached)] = torch.tensor(reached, dtype=torch.float64)
-        if count:
-            extras[FIXED + len(reached) :] = self._buffers.contribution(shard, num_live)
+        changes = self._buffers.contribution(shard, num_live)
+        scalars = StepScalars(counted.weight, counted.loss_sum, float(stop), reached, changes)
         gradients = {
             name: torch.zeros_like(param) if param.grad is None else param.grad
             for name, param in self.params
         }
-        return StageGradients(gradients, extras)
+        return StageGradients(gradients, scalars)
 
-    def _take(self, total: StageGradients) -> Tensor:
+    def _take(self, total: StageGradients) -> StepScalars:
         """Makes the sum the gradient of each parameter that any shard reached; returns its
-        extras."""
-        reached = total.extras[FIXED : FIXED + len(self.params)].tolist()
-        for (name, param), count in zip(self.params, reached, strict=True):
+        scalars."""
+        for (name, param), count in zip(self.params, total.scalars.reached, strict=True):
             param.grad = total.gradients[name] if count else None
-        return total.extras
+        return total.scalars
 
-    def _divide_and_agree(self, extras: Tensor) -> Verdict:
-        weight = float(extras[WEIGHT])
+    def _divide_and_agree(self, scalars: StepScalars) -> tuple[StepSummary, bool]:
+        weight = scalars.weight
         grads = [param.grad for _, param in self.params if param.grad is not None]
         if weight and self._job.window.must_divide:
             for grad in grads:
                 grad.div_(weight)
         self._setup.execution.scale.unscale(param for _, param in self.params)
-        verdict = self._agreement.verdict(stop=bool(extras[STOP] > 0))
+        agreed = self._agreement.summarize(scalars)
         self._lane.transport.end(self._lane.timeout_s)
-        return verdict
-
-    def _apply(self, extras: Tensor, num_live: int, norm: Tensor) -> None:
-        self._buffers.apply(extras[FIXED + len(self._own) :], num_live)
-        if self.optimizer is not None:
-            rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
-            set_learning_rate(self.optimizer, rate)
-            clip([param for _, param in self.params], self._job.optimizer.clip_norm, norm)
-            with user_code(f"training step {self.step + 1}"):
-                update(self.optimizer)
-        if self._setup.execution.frees_gradients:
-            for each in self._setup.trained:
-                each.forget()
-        self.step += 1
+        return agreed
 
     def _undo(self) -> None:
         self._randomness.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratagem.worker.exchange import GradientReducer, StepScalars
+from stratagem.worker.exchange import GradientReducer
 from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
 
 
@@ -23,10 +23,10 @@ class SumOverReplicas:
         exchange, owned = self._exchange, self._exchange.party.owned
         self._num_steps += 1
         exchange.begin_step(self._num_steps, owned, num_live)
-        for shard, found in enumerate(shards, owned.start):
+        for shard, computed in enumerate(shards, owned.start):
             exchange.begin_shard(shard)
-            exchange.buckets.fill(list(found.gradients.values()))
-            exchange.end_shard(shard, StepScalars([], found.extras))
-        extras = exchange.finish().rest
+            exchange.buckets.fill(list(computed.gradients.values()))
+            exchange.end_shard(shard, computed.scalars)
+        scalars = exchange.finish()
         sums = {name: param.grad for name, param in self._runner.params if param.grad is not None}
-        return StageGradients(sums, extras)
+        return StageGradients(sums, scalars)

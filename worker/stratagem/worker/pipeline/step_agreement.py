@@ -9,14 +9,16 @@ a single process. No round makes the first stage wait, which ends last.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from stratagem.worker.engine.optim.finite_gradients import are_finite
+from stratagem.worker.engine.optim.finite_gradients import StepSummary, are_finite
+from stratagem.worker.engine.step.forward_backward import Counted
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.models.model_nodes import Trained
 from stratagem.worker.models.run_program import add_uses
 from stratagem.worker.pipeline.rank_pass import StageChannel
@@ -25,16 +27,6 @@ from stratagem.worker.pipeline.stage_message import Address, Message
 _TOTALS: Final = 0
 _TIED: Final = 1
 _VERDICT: Final = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a step, equal on all ranks."""
-
-    is_finite: bool
-    stop: bool
-    norm: Tensor
-    """2-norm of all gradients of the model, 0-d."""
 
 
 class Agreement:
@@ -70,17 +62,17 @@ class Agreement:
                 yield self._address(_TIED, rank, self._lane.rank)
             yield self._address(_VERDICT, rank, self._lane.rank)
 
-    def share_totals(self, totals: Tensor, losses: Sequence[float]) -> tuple[Tensor, list[float]]:
-        """Returns [weight, sum of the loss], and the loss of each micro-batch, as the last stage
-        found them."""
+    def share_loss(self, counted: Counted) -> Counted:
+        """Returns the loss as the last stage counted it."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
-            totals, *more = self._recv(_TOTALS, last).tensors
-            return totals, [each for found in more for each in found.tolist()]
+            totals, *losses = [sent.tolist() for sent in self._recv(_TOTALS, last).tensors]
+            weight, loss_sum = totals
+            return Counted(loss_sum, weight, tuple(chain.from_iterable(losses)))
         for rank in self._others:
-            each = torch.tensor(losses, dtype=torch.float64)
-            self._send(_TOTALS, rank, Message([totals, each]))
-        return totals, list(losses)
+            sent = ([counted.weight, counted.loss_sum], counted.losses)
+            self._send(_TOTALS, rank, Message([torch.tensor(s, dtype=torch.float64) for s in sent]))
+        return counted
 
     def sum_tied(self) -> list[bool]:
         """Leaves the gradient of each own parameter in the .grad of its first copy here; returns
@@ -100,15 +92,16 @@ class Agreement:
             each.param.grad = total
         return [total is not None for total in totals]
 
-    def verdict(self, *, stop: bool) -> Verdict:
-        """Returns the verdict of all ranks together. Norms are of the .grad of the first copies."""
+    def summarize(self, scalars: StepScalars) -> tuple[StepSummary, bool]:
+        """Returns the summary of all ranks together, and whether one of them wishes to stop. Norms
+        are of the .grad of the first copies."""
         grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
         found = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
         own = total_norm(list(found.values()), self._numerics)
         is_finite = are_finite(own, list(grads.values()))
         firsts = {each.name for each in self.own if self.is_first(each)}
         norms = {name: norm for name, norm in found.items() if name in firsts}
-        words = {"is_finite": is_finite, "stop": stop, "names": list(norms)}
+        words = {"is_finite": is_finite, "stop": scalars.stop > 0, "names": list(norms)}
         mine = Message(list(norms.values()), words)
         for rank in self._others:
             self._send(_VERDICT, rank, mine)
@@ -119,11 +112,9 @@ class Agreement:
         ordered = [by_name[each.name] for each in self._trained if each.name in by_name]
         device = (self.own[0].param if self.own else torch.zeros(())).device
         norm = total_norm([each.to(device) for each in ordered], self._numerics)
-        return Verdict(
-            all(message.words["is_finite"] for message in said),
-            any(message.words["stop"] for message in said),
-            norm,
-        )
+        is_finite = all(message.words["is_finite"] for message in said)
+        stop = any(message.words["stop"] for message in said)
+        return StepSummary(scalars.loss, scalars.weight, norm, is_finite), stop
 
     def _rank_of(self, node: str) -> int:
         return self._lane.rank_of[self._lane.plan.stage_of[node]]

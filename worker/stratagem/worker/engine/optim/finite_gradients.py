@@ -1,7 +1,6 @@
-"""The check that a step may be applied: its loss and all its gradients must be finite numbers.
+"""The check that the gradients of a step are finite numbers.
 
-Finding their norm is the one pass over the gradients: it is reported, and clipping uses it. What
-becomes of a step that is not finite is the job's `accumulation.non_finite`.
+Finding their norm is the one pass over the gradients: it is reported, and clipping uses it.
 """
 
 from __future__ import annotations
@@ -13,17 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 
 
 @dataclass(frozen=True, slots=True)
-class GradientCheck:
-    """The result of a check: what is not finite ("" for nothing), and the gradients' 2-norm."""
+class StepSummary:
+    """What all members know of a step before they apply it."""
 
-    what: str
+    loss: float
+    """Mean over `weight` rows or tokens."""
+    weight: float
     norm: Tensor
-    """0-d. Before clipping."""
+    """2-norm of the whole gradient, 0-d, before clipping."""
+    is_finite: bool
+    """Whether all elements of the gradients are finite."""
 
 
 def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
@@ -34,39 +36,13 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
     return math.isfinite(norm.item()) or all(bool(torch.isfinite(grad).all()) for grad in grads)
 
 
-def inspect(
+def summarize(
     loss: float,
     weight: float,
     grads: Sequence[Tensor],
-    *,
-    is_clipped: bool,
     numerics: int,
     norms: Sequence[Tensor] | None = None,
-) -> GradientCheck:
-    """Looks at a step's mean loss, its weight and its gradients; norms: what `parts_of` says of
-    them, if it is known already.
-
-    is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
-    """
+) -> StepSummary:
+    """Summarizes a step with these gradients; norms: what `parts_of` says of them, if known."""
     norm = total_norm(parts_of(grads, numerics) if norms is None else norms, numerics)
-    is_finite = are_finite(norm, grads)
-    return GradientCheck(what_is_wrong(loss, weight, norm, is_finite, is_clipped=is_clipped), norm)
-
-
-def what_is_wrong(
-    loss: float, weight: float, norm: Tensor, has_finite_gradients: bool, *, is_clipped: bool
-) -> str:
-    """Returns the words for what is not finite; "" when all is well."""
-    if not math.isfinite(loss):
-        return "loss" if weight else "loss (nothing was counted)"
-    if not has_finite_gradients:
-        return "gradient"
-    if is_clipped and not math.isfinite(norm.item()):
-        return "gradient norm"
-    return ""
-
-
-def not_finite(what: str, activity: str, step: int | None = None) -> UserCodeError:
-    """The error that ends a run; step counts from 1."""
-    where = "" if step is None else f" at step {step}"
-    return UserCodeError("FloatingPointError", f"non-finite {what}{where}", activity=activity)
+    return StepSummary(loss, weight, norm, are_finite(norm, grads))

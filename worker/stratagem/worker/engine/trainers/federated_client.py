@@ -26,9 +26,10 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Key, Passes, Rows, Window
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
@@ -80,10 +81,9 @@ class ClientRunner:
         loss, gather = make_loss(job.loss, entrypoints), make_gather(job, device)
         randomness = KeyedRandomness(self._model, device)
         self._execution = prepare(self._model, job, device, randomness)
-        passes = Passes(self._model, loss, gather, randomness, self._execution)
+        self._passes = Passes(self._model, loss, gather, randomness, self._execution)
         self._randomness = randomness
-        buffers = Buffers(self._model, device)
-        self._local_step = LocalStep(job, self._params, passes, buffers, numerics)
+        self._buffers, self._numerics = Buffers(self._model, device), numerics
         live = self._model.state_dict(keep_vars=True).items()
         trained = (name for name, tensor in live if tensor.requires_grad)
         self._trained = frozenset(f"{state_format.MODEL}{name}" for name in trained)
@@ -103,11 +103,8 @@ class ClientRunner:
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
-        optimizer = make_optimizer(
-            self._job.optimizer, self._params, fused=self._job.execution.fusion
-        )
-        rounds = self._strategy.rounds
-        set_learning_rate(optimizer, learning_rate(self._job.optimizer, round_num - 1, rounds))
+        local_step = self._fresh_step()
+        rate = learning_rate(self._job.optimizer, round_num - 1, self._strategy.rounds)
         self._model.train()
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
@@ -122,7 +119,8 @@ class ClientRunner:
                     key = (self._job.seed, "client", client, round_num, num_steps)
                     num_steps += 1
                     activity = f"round {round_num}, client {client}, step {num_steps}"
-                    report = self._step(optimizer, anchors, Rows(data, indices, activity), key)
+                    rows = Rows(data, indices, activity)
+                    report = self._step(local_step, rate, anchors, rows, key)
                     if report.is_skipped:
                         num_skipped += 1
                         continue
@@ -160,8 +158,15 @@ class ClientRunner:
             )
         return splits["train"]
 
+    def _fresh_step(self) -> LocalStep:
+        """Returns the steps of one round, with an optimizer of their own."""
+        job, params = self._job, self._params
+        optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
+        policy = StepPolicy(job, self._execution, params, optimizer, self._buffers)
+        return LocalStep(policy, self._passes, job.window.must_divide, self._numerics)
+
     def _step(
-        self, optimizer: torch.optim.Optimizer, anchors: list[Tensor], rows: Rows, key: Key
+        self, local_step: LocalStep, rate: float, anchors: list[Tensor], rows: Rows, key: Key
     ) -> LocalReport:
         """One local update."""
         self._execution.begin_batch(len(rows.indices))
@@ -177,7 +182,7 @@ class ClientRunner:
             self._job.window.cut(len(rows.indices)),
             key=lambda micro_batch: (*key, micro_batch) if micro_batch else key,
         )
-        return self._local_step.run(optimizer, rows, window, pull=pull)
+        return local_step.run(rows, window, rate=rate, pull=pull)
 
 
 def run_client_round(

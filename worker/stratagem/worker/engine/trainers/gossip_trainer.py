@@ -24,9 +24,10 @@ from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
@@ -180,7 +181,6 @@ class GossipTrainer:
     def _local_step(self, number: int, node: _Node, rows: Tensor, rate: float) -> LocalReport:
         """One optimizer step with the mean gradient of the node's rows."""
         node.model.train()
-        set_learning_rate(node.optimizer, rate)
         window = Window(
             self._job.window.cut(len(rows)),
             key=lambda micro_batch: (self._job.seed, self.step, number, micro_batch),
@@ -189,7 +189,7 @@ class GossipTrainer:
         step = self.step + 1
         what = Rows(self._setup.data["train"], rows, f"training step {step}")
         try:
-            return node.local_step.run(node.optimizer, what, window, step=step)
+            return node.local_step.run(what, window, rate=rate, number=step)
         finally:
             node.local_step.passes.randomness.end()
 
@@ -317,9 +317,8 @@ def _node(setup: Setup, model: nn.Module) -> _Node:
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.loss, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
-    local_step = LocalStep(
-        setup.job, [param for _, param in params], passes, buffers, setup.numerics
-    )
+    policy = StepPolicy(setup.job, execution, [p for _, p in params], optimizer, buffers)
+    local_step = LocalStep(policy, passes, setup.job.window.must_divide, setup.numerics)
     return _Node(model, params, optimizer, local_step)
 
 

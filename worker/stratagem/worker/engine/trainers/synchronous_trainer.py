@@ -7,24 +7,25 @@ Knows no gRPC, no members and no coordinator.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from functools import partial
 
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.losses import counts_rows
-from stratagem.worker.engine.optim.finite_gradients import GradientCheck, inspect, not_finite
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
-from stratagem.worker.engine.optim.optimizers import clip, make_optimizer, update
+from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
+from stratagem.worker.engine.optim.learning_rate import learning_rate
+from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format as state
+from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window, part
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import StepReport
@@ -32,16 +33,11 @@ from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
-from stratagem.worker.exchange.buckets.step_scalars import StepScalars
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
 from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
 from stratagem.worker.exchange.reducer import GradientReducer
 from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
-from stratagem.worker.user_code.entrypoints import user_code
-
-_FIXED: Final = 3
-"""How many extras come before those of the parameters: [weight, sum of the loss, wish to stop, one
-per parameter that says whether it was reached; buffers, and with phases the state's checksum]."""
 
 
 class Trainer:
@@ -69,13 +65,12 @@ class Trainer:
             self.phases = PhaseTraining(job.phases, self.params, setup.numerics)
         self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
         self._replicas = ReplicaCheck(self.phases)
-        num_extras = _FIXED + len(self.params) + self._buffers.num_elements
-        self.num_extras = num_extras + self._replicas.num_extras
+        num_rest = self._buffers.num_elements + self._replicas.num_extras
+        self.num_extras = num_scalars(len(self.params), num_rest)
         self.compressor = compressor_of(
             job,
             self.params,
             self.num_extras,
-            mark=_FIXED,
             absorbs=self._execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
@@ -87,6 +82,8 @@ class Trainer:
             self.phases,
             self.compressor,
         )
+        params = [param for _, param in self.params]
+        self._policy = StepPolicy(job, execution, params, self.optimizer, self._buffers)
         self.step = 0
         self._window, self._counts_rows = job.window, counts_rows(job.loss)
         self._is_training = False
@@ -131,11 +128,14 @@ class Trainer:
                 self._losses += counted.losses
                 changes = self._buffers.contribution(shard, len(live))
                 changes = self._replicas.with_checksum(changes)
-                head = [counted.weight, counted.loss_sum, float(stop), *exchange.reached()]
-                exchange.end_shard(shard, StepScalars(head, changes))
+                scalars = StepScalars(
+                    counted.weight, counted.loss_sum, float(stop), exchange.reached(), changes
+                )
+                exchange.end_shard(shard, scalars)
             waits_since_s = time.perf_counter()
-            totals = exchange.finish(_FIXED + len(self.params))
+            sums = exchange.finish()
             self._wait_s = time.perf_counter() - waits_since_s
+            self._replicas.compare(sums.rest, len(live), self.step + 1)
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
             exchange.discard()
@@ -144,7 +144,7 @@ class Trainer:
         finally:
             self._passes.randomness.end()
         failpoint("worker.step.before_apply")
-        report = self._apply(exchange, totals, len(live), num_rows, must_divide=must_weigh)
+        report = self._apply(exchange, sums, len(live), num_rows, must_divide=must_weigh)
         if self._execution.frees_gradients:
             exchange.free_gradients()
         failpoint("worker.step.after_apply")
@@ -231,93 +231,74 @@ class Trainer:
     def _apply(
         self,
         exchange: GradientReducer | SingleMemberReducer,
-        totals: StepScalars,
+        sums: StepScalars,
         num_live: int,
         num_rows: int,
         *,
         must_divide: bool,
     ) -> StepReport:
         """Turns the sums into one update, or leaves everything as it is and says so."""
-        weight, loss_sum, wishes, *reached = totals.head
-        loss = loss_sum / weight if weight else math.nan
-        try:
-            self._replicas.compare(totals.rest, num_live, self.step + 1)
-        except UserCodeError:
-            exchange.discard()
-            self._buffers.restore()
-            raise
+        scale_before = self._execution.scale.value
         if must_divide:
-            exchange.divide(weight * self._execution.scale.value)
+            exchange.divide(sums.weight * scale_before)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
         # optimizers then leave it alone, weight decay and all.
-        for (_, param), count in zip(self.params, reached, strict=True):
+        params = self._policy.params
+        for param, count in zip(params, sums.reached, strict=True):
             if count == 0:
                 param.grad = None
-        grads = [param.grad for _, param in self.params if param.grad is not None]
-        found = self._inspect(loss, weight, grads, exchange.norms())
-        if math.isnan(reached[0]) and not found.what:  # the compressor's mark
-            found = replace(found, what="gradient")
-        scale_before = self._execution.scale.value
-        phase = "" if self.phases is None else self.phases.phase
-        if found.what:
-            exchange.discard()
-            self._buffers.restore()
-            if not (self._execution.scale.absorbs(found.what) or self._window.may_skip):
-                raise self._not_finite(found)
-        else:
-            self._execution.scale.keep()
-            self._buffers.apply(totals.rest, num_live)
-            norm = found.norm if self.phases is None else self._take(self.phases, loss, found.norm)
-            self._update(norm)
-            if self.compressor is not None:
+        grads = [param.grad for param in params if param.grad is not None]
+        numerics, norms = self.setup.numerics, exchange.norms()
+        summary = summarize(sums.loss, sums.weight, grads, numerics, norms)
+        if sums.is_spoiled:
+            summary = replace(summary, is_finite=False)
+        phase, correct = "", None
+        if self.phases is not None:
+            phase, correct = self.phases.phase, partial(self._take, self.phases, summary.loss)
+        is_applied = self._update(summary, self._policy, correct)
+        if is_applied:
+            self._buffers.apply(sums.rest, num_live)
+        if self.compressor is not None:
+            if is_applied:
                 self.compressor.applied()
-        if self.compressor is not None and self._execution.scale.value != scale_before:
-            self.compressor.rescale(self._execution.scale.value / scale_before)
-        self.step += 1
+            if self._execution.scale.value != scale_before:
+                self.compressor.rescale(self._execution.scale.value / scale_before)
         return StepReport(
             step=self.step,
-            loss=loss,
-            weight=0.0 if found.what else weight,
+            loss=summary.loss,
+            weight=summary.weight if is_applied else 0.0,
             num_rows=num_rows,
-            stop=wishes > 0,
-            grad_norm=found.norm.item(),
-            num_skipped=int(bool(found.what)),
+            stop=sums.stop > 0,
+            grad_norm=summary.norm.item(),
+            num_skipped=int(not is_applied),
             phase=phase,
             micro_batch_losses=tuple(self._losses),
             exchange_wait_s=self._wait_s,
         )
 
-    def _inspect(
+    def _update(
         self,
-        loss: float,
-        weight: float,
-        grads: Sequence[Tensor],
-        norms: Sequence[Tensor] | None = None,
-    ) -> GradientCheck:
-        return inspect(
-            loss,
-            weight,
-            grads,
-            is_clipped=self.job.optimizer.clip_norm is not None,
-            numerics=self.setup.numerics,
-            norms=norms,
+        summary: StepSummary,
+        policy: StepPolicy,
+        correct: Callable[[Tensor], Tensor] | None = None,
+    ) -> bool:
+        """Ends the step with the gradients in `.grad`; returns whether it was applied."""
+        number = self.step + 1
+        is_applied = apply_step(
+            summary,
+            policy,
+            rate=learning_rate(self.job.optimizer, self.step, self.num_steps),
+            activity=f"training step {number}",
+            number=number,
+            correct=correct,
         )
-
-    def _update(self, norm: Tensor) -> None:
-        """Clips the gradients in `.grad`, whose norm is given, and makes one optimizer step."""
-        spec = self.job.optimizer
-        set_learning_rate(self.optimizer, learning_rate(spec, self.step, self.num_steps))
-        clip([param for _, param in self.params], spec.clip_norm, norm)
-        with user_code(f"training step {self.step + 1}"):
-            update(self.optimizer)
-
-    def _not_finite(self, found: GradientCheck) -> UserCodeError:
-        return not_finite(found.what, f"training step {self.step + 1}", self.step + 1)
+        self.step = number
+        return is_applied
 
     # ---- phase training ----
 
     def _take(self, phases: PhaseTraining, loss: float, norm: Tensor) -> Tensor:
-        """Shows an exact gradient to the phases; its norm, which a correction changes."""
+        """Shows an exact gradient to the phases; returns its norm, which a correction changes."""
         is_correction = phases.phase is TrainingPhase.CORRECT
         grads = [param.grad for _, param in self.params]
         phases.take(grads, loss)
@@ -331,26 +312,24 @@ class Trainer:
     def _predicted_step(self, phases: PhaseTraining) -> StepReport:
         """An update with a gradient that every member predicts for itself, from the same history to
         the same bits."""
-        phase, gradients = phases.phase, phases.predict()
-        for (_, param), gradient in zip(self.params, gradients, strict=True):
+        phase, predicted = phases.phase, phases.predict()
+        for (_, param), gradient in zip(self.params, predicted, strict=True):
             param.grad = gradient
-        grads = [gradient for gradient in gradients if gradient is not None]
-        found = self._inspect(phases.last_loss, 1.0, grads)
-        if not found.what:
-            self._update(found.norm)
-        elif not self._window.may_skip:
-            raise self._not_finite(found)
-        self.step += 1
+        grads = [gradient for gradient in predicted if gradient is not None]
+        summary = summarize(phases.last_loss, 1.0, grads, self.setup.numerics)
+        # There was no forward pass, and no loss that was scaled.
+        execution = replace(self._execution, scale=LossScale(is_dynamic=False))
+        is_applied = self._update(summary, replace(self._policy, execution=execution, buffers=None))
         phases.end_predicted()
         self._timer.end_predicted_step(phases)
         failpoint("worker.phases.predicted")
         return StepReport(
             step=self.step,
-            loss=phases.last_loss,
+            loss=summary.loss,
             weight=0.0,
             num_rows=0,
             stop=False,
-            grad_norm=found.norm.item(),
-            num_skipped=int(bool(found.what)),
+            grad_norm=summary.norm.item(),
+            num_skipped=int(not is_applied),
             phase=phase,
         )

@@ -25,6 +25,7 @@ from stratagem.common.compression.error_feedback import RESIDUAL
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
+from stratagem.worker.exchange.buckets.step_scalars import FIRST_REACHED
 from stratagem.worker.exchange.coded.codec_groups import Portion, plan_portions
 from stratagem.worker.exchange.coded.gradient_coder import State, coder_of
 from stratagem.worker.mesh.device_staging import to_host
@@ -65,11 +66,10 @@ class Compressor:
         num_extras: int,
         seed: int,
         may_skip: bool = False,
-        mark: int = 0,
         numerics: int = CURRENT,
     ) -> None:
-        """may_skip: gradients that are not finite do not end the run but spoil their step: the
-        extra number `mark` becomes NaN."""
+        """may_skip: gradients that are not finite do not end the run but spoil their step;
+        see `StepScalars.reached`."""
         wide = [name for name, param in params if param.dtype == torch.float64]
         if wide:
             text = f"{spec.codec} codes float32; these parameters are float64: {', '.join(wide)}"
@@ -83,7 +83,7 @@ class Compressor:
         self._device = params[0][1].device if params else torch.device("cpu")
         self._coder = coder_of(spec, layout, self._codec, self._device, numerics)
         self._portions: dict[str, list[Portion]] = {}
-        self._may_skip, self._mark, self._numerics = may_skip, mark, numerics
+        self._may_skip, self._numerics = may_skip, numerics
         self._seed = seed if spec.seed is None else spec.seed
         self._num_extras = num_extras
         self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
@@ -143,7 +143,7 @@ class Compressor:
         """Completes the message of a shard of which all is coded. Marks the extras where something
         was not finite, by which all members know."""
         if self._coded[shard].is_spoiled:
-            extras[self._mark] = torch.nan
+            extras[FIRST_REACHED] = torch.nan
         self._coded[shard].extras = extras.clone()
 
     def piece(self, shard: int, portion: Portion, *, is_last: bool) -> Tensor:
@@ -286,7 +286,6 @@ def compressor_of(
     params: Sequence[tuple[str, nn.Parameter]],
     num_extras: int,
     *,
-    mark: int,
     absorbs: bool,
     numerics: int,
 ) -> Compressor | None:
@@ -302,7 +301,6 @@ def compressor_of(
         num_extras=num_extras,
         seed=job.seed,
         may_skip=may_skip,
-        mark=mark,
         numerics=numerics,
     )
 

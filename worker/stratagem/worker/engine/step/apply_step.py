@@ -1,0 +1,103 @@
+"""The end of a training step, once its gradients are reduced: the same for every kind of trainer.
+
+A step whose loss or gradients are not finite changes nothing but the scale of the loss; any other
+one becomes one update of the parameters. Must not know how gradients were made and reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import UserCodeError
+from stratagem.common.job import JobSpec
+from stratagem.worker.engine.numerics.prepare_model import ModelExecution
+from stratagem.worker.engine.optim.finite_gradients import StepSummary
+from stratagem.worker.engine.optim.learning_rate import set_learning_rate
+from stratagem.worker.engine.optim.optimizers import clip, update
+from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.user_code.entrypoints import user_code
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """What the steps of one model change, and the settings by which they do."""
+
+    job: JobSpec
+    execution: ModelExecution
+    params: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    """None where this process holds no parameters."""
+    buffers: Buffers | None
+    """Restored with a step that is skipped; None for steps without a forward pass."""
+
+    def begin(self) -> None:
+        """Drops the gradients of an earlier step and remembers the buffers."""
+        self.drop_gradients()
+        if self.buffers is not None:
+            self.buffers.snapshot()
+
+    def undo(self) -> None:
+        """Drops the gradients and restores the buffers."""
+        self.drop_gradients()
+        if self.buffers is not None:
+            self.buffers.restore()
+
+    def drop_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def apply_step(
+    summary: StepSummary,
+    policy: StepPolicy,
+    *,
+    rate: float,
+    activity: str,
+    number: int | None = None,
+    correct: Callable[[Tensor], Tensor] | None = None,
+) -> bool:
+    """Makes one update with the gradients in `.grad`; returns False for a step that is skipped
+    because loss or gradients are not finite.
+
+    rate: the learning rate. activity and number (from 1): the step, for error messages. correct: is
+    given the norm of gradients that will be applied, may change them, and returns their norm then.
+    Raises UserCodeError for a step that is not finite and may not be skipped.
+    """
+    scale, clip_norm = policy.execution.scale, policy.job.optimizer.clip_norm
+    what = _not_finite(summary, is_clipped=clip_norm is not None)
+    if what:
+        policy.undo()
+        if not (scale.absorbs(what) or policy.job.window.may_skip):
+            where = "" if number is None else f" at step {number}"
+            text = f"non-finite {what}{where}"
+            raise UserCodeError("FloatingPointError", text, activity=activity)
+        return False
+    scale.keep()
+    norm = summary.norm if correct is None else correct(summary.norm)
+    if policy.optimizer is not None:
+        set_learning_rate(policy.optimizer, rate)
+        clip(policy.params, clip_norm, norm)
+        with user_code(activity):
+            update(policy.optimizer)
+    if policy.execution.frees_gradients:
+        policy.drop_gradients()
+    return True
+
+
+def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:
+    """Returns the words for what is not finite; "" when all is well.
+
+    is_clipped: an infinite norm is then no good either, as scaling by it would erase the step.
+    """
+    if not math.isfinite(summary.loss):
+        return "loss" if summary.weight else "loss (nothing was counted)"
+    if not summary.is_finite:
+        return "gradient"
+    if is_clipped and not math.isfinite(summary.norm.item()):
+        return "gradient norm"
+    return ""
