@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
 TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/common/job \
-	--ignore=tests/common/job/test_nested_strategies.py
+	tests/common/pipeline
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
 from stratagem.common.base.errors import (
@@ -76,11 +75,12 @@ def test_status_tells_what_the_coordinator_knows(client: Client) -> None:
 
 
 def test_result_gives_the_final_status_and_the_model(client: Client) -> None:
+    pytest.importorskip("torch")
     result = client.submit(JOB).result()
     assert result.metrics["test.accuracy"] == 0.97
     state = result.state_dict()
     assert list(state) == ["weight", "bias"]
-    assert torch.equal(state["bias"], torch.tensor([1.5, -2.0]))
+    assert state["bias"].tolist() == [1.5, -2.0]
 
 
 def test_a_failed_run_raises_its_reason(client: Client, fake: FakeCoordinator) -> None:
@@ -234,7 +234,7 @@ def test_a_download_resumes_where_it_was_cut(
     path = client.submit(JOB).download(tmp_path / "model.safetensors")
     assert fake.downloaded_from == [0, SMALL_CHUNK_BYTES, 5 * SMALL_CHUNK_BYTES]
     tensors = load_file(path)
-    assert torch.equal(tensors["model/weight"], torch.arange(1_000_000, dtype=torch.float32))
+    assert np.array_equal(tensors["model/weight"], np.arange(1_000_000, dtype=np.float32))
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -263,6 +263,7 @@ def test_inline_data_are_uploaded_and_named_by_digest(
 
 
 def test_tensors_and_arrays_have_the_same_digest(client: Client) -> None:
+    torch = pytest.importorskip("torch")
     x, y = np.random.default_rng(0).random((7, 3)), np.arange(7)
     digests = {
         client.submit(JOB, data=data).status().job["data"]["inline"]

@@ -12,7 +12,7 @@ from stratagem.common.model.graph import GraphSpec
 from stratagem.common.model.program import chain, flatten
 from stratagem.common.model.stage_partition import plan_stages
 from stratagem.common.pipeline.transfer_tags import MAX_TAG, base_of, control_tag, tag_of
-from tests.worker.pipeline.support import BRANCHES, NESTED, SKIPS
+from tests.worker.pipeline.graphs import BRANCHES, NESTED, SKIPS
 
 pytestmark = pytest.mark.core
 

@@ -13,19 +13,8 @@ from stratagem.worker.pipeline.build_stages import StageAssignment
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
-from tests.worker.pipeline.support import (
-    ADAM,
-    ALLOWED,
-    BRANCHES,
-    NESTED,
-    SGD,
-    SKIPS,
-    Party,
-    cut,
-    edges,
-    job,
-    linear,
-)
+from tests.worker.pipeline.graphs import BRANCHES, NESTED, SKIPS, edges, linear
+from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, job
 
 DEEP = [str(i) for i in range(8)]
 

@@ -12,7 +12,8 @@ from stratagem.worker.pipeline.hop_measurement import Hops, Meter, measure_hops
 from stratagem.worker.pipeline.stage_message import Address, Message
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from tests.reference.loops import sharded_loop
-from tests.worker.pipeline.support import ALLOWED, BRANCHES, SKIPS, Party, cut, job
+from tests.worker.pipeline.graphs import BRANCHES, SKIPS
+from tests.worker.pipeline.support import ALLOWED, Party, cut, job
 
 DEEP = [str(i) for i in range(8)]
 THREE = StageAssignment(cut(DEEP, 2, 3, 3), (0, 1, 2), 2)

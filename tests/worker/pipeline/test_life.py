@@ -17,7 +17,8 @@ from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits, evaluated
-from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, SGD, Party, cut, job
+from tests.worker.pipeline.graphs import BRANCHES
+from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, job
 
 CPU = torch.device("cpu")
 DEEP = [str(i) for i in range(8)]

@@ -39,8 +39,9 @@ from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
 from tests.worker.mesh.engines import hub_in_a_thread, slot_links
+from tests.worker.pipeline.graphs import SKIPS
 from tests.worker.pipeline.s3_server import s3_server, s3_settings
-from tests.worker.pipeline.support import ADAM, ALLOWED, SKIPS, Party, cut, job
+from tests.worker.pipeline.support import ADAM, ALLOWED, Party, cut, job
 
 BASE = torch.arange(60.0).reshape(6, 10)
 TENSORS = {

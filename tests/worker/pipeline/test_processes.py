@@ -16,7 +16,8 @@ from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.mesh.engines import grpc_link_over, hub_in_a_thread
 from tests.worker.mesh.party import introduce, party, rendezvous_over
-from tests.worker.pipeline.support import ADAM, ALLOWED, BRANCHES, cut, job
+from tests.worker.pipeline.graphs import BRANCHES
+from tests.worker.pipeline.support import ADAM, ALLOWED, cut, job
 
 DEEP = [str(i) for i in range(8)]
 CASES = {
