@@ -1,8 +1,11 @@
 # Everything a developer or CI runs. Nothing beyond Python >= 3.11 and the package index is needed.
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
-TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/common/job \
-	tests/common/pipeline
+NEED_TORCH := tests/common/compression/test_coded_updates.py \
+	tests/common/tensors/test_tensor_codec.py
+TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/common/test_shards.py \
+	$(addprefix tests/common/,base compression files job model pipeline strategy tensors) \
+	$(addprefix --ignore=,$(NEED_TORCH))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
