@@ -54,6 +54,7 @@ def summary_of(found: Found) -> str:
     for run in runs:
         del run["jobJson"]  # gains a line with every new default
         run.pop("endedAtS", None)
+        run.pop("dataPlane", None)  # of the workers that are there when a run is looked at
         for commit in run.get("commits", ()):  # which the first summaries do not say
             commit.pop("member", None)
             commit.pop("schedule", None)

@@ -72,7 +72,7 @@ def doctor(
         print(tables.many_to_json(findings))
     else:
         make_console().print(_table(findings))
-    if any(each.level is Level.FAIL for each in findings):
+    if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(FAILED)
 
 
@@ -92,9 +92,11 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
 
 def _table(findings: Sequence[Finding]) -> Table:
     table = Table("check", "of", "", "found, and what to do", box=box.SIMPLE)
-    for each in findings:
-        told = Text(each.found)
-        if each.advice:
-            told.append(f"\n-> {each.advice}", style="bold")
-        table.add_row(each.check, each.about, Text(each.level, style=COLOURS[each.level]), told)
+    for finding in findings:
+        told = Text(finding.found)
+        if finding.advice:
+            told.append(f"\n-> {finding.advice}", style="bold")
+        table.add_row(
+            finding.check, finding.about, Text(finding.level, style=COLOURS[finding.level]), told
+        )
     return table

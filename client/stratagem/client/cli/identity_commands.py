@@ -193,8 +193,8 @@ def revoke_certs(
 
     with reporting():
         named = [
-            fingerprint(Path(each).read_bytes()) if Path(each).is_file() else _holder(each)
-            for each in holders
+            fingerprint(Path(holder).read_bytes()) if Path(holder).is_file() else _holder(holder)
+            for holder in holders
         ]
         add_revoked(revoked_file, named)
         complain(f"{revoked_file} names: {', '.join(named)}")
@@ -222,7 +222,7 @@ def create_token(
     at once.
     """
     with reporting():
-        wanted = [_scope(each) for each in scopes.split(",")]
+        wanted = [_scope(part) for part in scopes.split(",")]
         seconds = _seconds(expires)
         secret, known = new_token(name, wanted, None if seconds is None else time.time() + seconds)
         add_token(tokens_file, known)
@@ -235,8 +235,10 @@ def list_tokens(tokens_file: TokensFileOption) -> None:
     """Print names, scopes and expiry of the tokens in a file."""
     with reporting():
         table = Table("name", "scopes", "expires", box=None, pad_edge=False)
-        for each in read_tokens(tokens_file):
-            table.add_row(each.name, ", ".join(each.scopes), _when(each.expires_s))
+        for read_token in read_tokens(tokens_file):
+            table.add_row(
+                read_token.name, ", ".join(read_token.scopes), _when(read_token.expires_s)
+            )
         PlainConsole(highlight=False).print(table if table.row_count else "no tokens")
 
 

@@ -125,10 +125,10 @@ def with_proof(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options that make its parameter `proof`, after `coordinator`."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     shown: list[inspect.Parameter] = []
-    for each in parameters:
-        if each.name != "proof":
-            shown.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-        if each.name == "coordinator":
+    for parameter in parameters:
+        if parameter.name != "proof":
+            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        if parameter.name == "coordinator":
             shown += [
                 inspect.Parameter(
                     name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

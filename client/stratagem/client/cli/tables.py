@@ -106,12 +106,12 @@ def print_runs(console: Console, runs: Iterable[RunStatus]) -> None:
 def print_workers(console: Console, workers: Iterable[Worker]) -> None:
     names = ("worker", "state", "address", "device", "threads", "data plane", "tags", "runs")
     table = _table(*names, "reason")
-    for each in workers:
-        state = "alive" if each.is_alive else f"silent for {each.silent_s:.0f} s"
+    for worker in workers:
+        state = "alive" if worker.is_alive else f"silent for {worker.silent_s:.0f} s"
         table.add_row(
-            *(each.worker_id, state, each.address, f"{each.device} ({each.device_name})"),
-            *(str(each.num_threads), each.data_plane, ", ".join(each.tags)),
-            *(", ".join(each.run_ids), each.reason),
+            *(worker.worker_id, state, worker.address, f"{worker.device} ({worker.device_name})"),
+            *(str(worker.num_threads), worker.data_plane, ", ".join(worker.tags)),
+            *(", ".join(worker.run_ids), worker.reason),
         )
     console.print(table if table.row_count else "no workers")
 

@@ -85,7 +85,7 @@ class ProcessSupervisor:
     """Why the thread has ended by itself."""
 
     def __post_init__(self) -> None:
-        self._children = {each.name: _Child(each) for each in self.commands}
+        self._children = {command.name: _Child(command) for command in self.commands}
         self._wake = os.pipe()
         # Children die with the thread that started them, so one thread starts all of them and
         # lives as long as they do. Daemon: an interpreter that exits does not wait for it.

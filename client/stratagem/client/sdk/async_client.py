@@ -129,7 +129,7 @@ class AsyncClient:
         request = pb.ListRunsRequest()
         while True:
             response = await connection.call(connection.stub.ListRuns, request)
-            found += [views.run_status(each) for each in response.runs]
+            found += [views.run_status(run) for run in response.runs]
             if not response.next_page_token:
                 return tuple(found)
             request.page_token = response.next_page_token
@@ -138,7 +138,7 @@ class AsyncClient:
         """All registered workers, alive or not."""
         connection = self._connection
         response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
-        return tuple(views.worker(each) for each in response.workers)
+        return tuple(views.worker(worker) for worker in response.workers)
 
 
 class AsyncRun:

@@ -112,9 +112,9 @@ def _worker(worker: pb.WorkerDiagnosis, now_s: float) -> Iterator[Finding]:
 def _versions(measured: Measured) -> Iterator[Finding]:
     processes = {"client": measured.client, "coordinator": measured.answer.environment}
     workers = {
-        each.info.worker_id: each.environment
-        for each in measured.answer.workers
-        if each.info.is_alive and not each.problem
+        worker.info.worker_id: worker.environment
+        for worker in measured.answer.workers
+        if worker.info.is_alive and not worker.problem
     }
     processes |= workers
     yield from findings.versions(processes)

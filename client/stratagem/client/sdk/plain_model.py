@@ -22,7 +22,7 @@ class PlainModel:
 
     def __init__(self, manifest: Manifest, file: IO[bytes]) -> None:
         """Writes the header. Raises InvalidInputError for a state without a model."""
-        found = [each for each in manifest.tensors if each.name.startswith(MODEL_PREFIX)]
+        found = [tensor for tensor in manifest.tensors if tensor.name.startswith(MODEL_PREFIX)]
         if not found:
             raise InvalidInputError.at("plain", "there is no model in this file of the run")
         plain = build_manifest(

@@ -110,13 +110,15 @@ class RunStatus:
         """The commit that `download(which)` would fetch, if there is one."""
         match which:
             case "final":
-                finals = [each for each in self.commits if each.is_final]
+                finals = [commit for commit in self.commits if commit.is_final]
                 newest = max(self.commits, key=lambda each: each.segment, default=None)
                 return finals[-1] if finals else newest
             case "best":
-                return next((each for each in self.commits if each.is_best), None)
+                return next((commit for commit in self.commits if commit.is_best), None)
             case _:
-                return next((each for each in self.commits if str(each.segment) == which), None)
+                return next(
+                    (commit for commit in self.commits if str(commit.segment) == which), None
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ def run_status(info: pb.RunInfo) -> RunStatus:
         num_segments=info.num_segments,
         submitted_at_s=info.submitted_at_s,
         ended_at_s=info.ended_at_s or None,
-        commits=tuple(_commit(each) for each in info.commits),
+        commits=tuple(_commit(commit) for commit in info.commits),
         metrics=dict(info.metrics),
         worker_ids=tuple(info.worker_ids),
         error=_user_error(info.error) if info.HasField("error") else None,

@@ -51,7 +51,7 @@ class InvalidInputError(StratagemError, ValueError):
 
     def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
         self.violations = tuple(islice(violations, MAX_VIOLATIONS))
-        super().__init__(message or "; ".join(str(each) for each in self.violations))
+        super().__init__(message or "; ".join(str(violation) for violation in self.violations))
 
     @classmethod
     def at(cls, field: str, message: str) -> Self:

@@ -11,7 +11,7 @@ from stratagem.common.base.errors import StratagemError
 def leaves(error: BaseException) -> list[BaseException]:
     """The exceptions themselves, without the groups around them, in order."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in leaves(each)]
+        return [leaf for exception in error.exceptions for leaf in leaves(exception)]
     return [error]
 
 
@@ -25,7 +25,7 @@ def sole(error: BaseException) -> BaseException:
 def told(error: BaseException) -> str:
     """Describe an exception in words, each once: our own errors by their sentence, others with
     their type."""
-    return "; ".join(dict.fromkeys(_words(each) for each in leaves(error)))
+    return "; ".join(dict.fromkeys(_words(leaf) for leaf in leaves(error)))
 
 
 def _words(error: BaseException) -> str:

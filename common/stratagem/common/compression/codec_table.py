@@ -58,5 +58,7 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
             )
         case "top_k":
             return lambda numel: TopK(numel, k_fraction=spec.k_fraction)
-        case _:
+        case "none":
             return Plain
+        case _:
+            raise AssertionError(f"codec {spec.codec!r} has no implementation here")

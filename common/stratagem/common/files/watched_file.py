@@ -19,7 +19,7 @@ Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
 
 def stamp_of(*paths: str | PathLike[str]) -> Stamp:
     """Return a stamp that changes when the file has been written or replaced. Raises OSError."""
-    found = [os.stat(each) for each in paths]
+    found = [os.stat(path) for path in paths]
     return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
 
 

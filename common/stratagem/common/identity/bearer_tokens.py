@@ -48,7 +48,7 @@ ALL_SCOPES: Final = frozenset(Scope)
 def with_included(scopes: Iterable[Scope]) -> frozenset[Scope]:
     """The scopes and those that they include."""
     order = list(Scope)
-    highest = max((order.index(each) for each in scopes), default=-1)
+    highest = max((order.index(scope) for scope in scopes), default=-1)
     return frozenset(order[: highest + 1])
 
 
@@ -81,7 +81,7 @@ def new_token(
 def add_token(path: Path, known: KnownToken) -> None:
     """Write a tokens file with one more; it is replaced whole, and only its owner can read it."""
     tokens = read_tokens(path) if path.exists() else ()
-    if known.name in {each.name for each in tokens}:
+    if known.name in {token.name for token in tokens}:
         raise AlreadyExistsError(f"{path} has a token {known.name!r} already; revoke it first")
     _write(path, (*tokens, known))
 
@@ -89,9 +89,9 @@ def add_token(path: Path, known: KnownToken) -> None:
 def remove_token(path: Path, name: str) -> None:
     """Write the tokens file without one; InvalidInputError when there is none of this name."""
     tokens = read_tokens(path)
-    left = tuple(each for each in tokens if each.name != name)
+    left = tuple(token for token in tokens if token.name != name)
     if left == tokens:
-        there = ", ".join(each.name for each in tokens) or "none"
+        there = ", ".join(token.name for token in tokens) or "none"
         raise InvalidInputError.at("name", f"{path} has no token {name!r}; there are: {there}")
     _write(path, left)
 
@@ -179,7 +179,7 @@ def _known(entry: Any) -> KnownToken:
 
 
 def _write(path: Path, tokens: tuple[KnownToken, ...]) -> None:
-    text = json.dumps({"tokens": [asdict(each) for each in tokens]}, indent=2)
+    text = json.dumps({"tokens": [asdict(token) for token in tokens]}, indent=2)
     with whole_file(path, mode=0o600) as file:
         file.write(f"{text}\n".encode())
         if path.exists():

@@ -54,8 +54,8 @@ def chain_of(
     """whose: the file of the first certificate, and of those between it and the authorities."""
     current = certificates[0]
     links = [_link(whose, current, is_authority=False)]
-    known = [(whose, each) for each in certificates[1:]]
-    known += [(ca_file, each) for each in authorities]
+    known = [(whose, certificate) for certificate in certificates[1:]]
+    known += [(ca_file, authority) for authority in authorities]
     while len(links) < _MAX_LINKS and current.issuer != current.subject:
         signers = [(file, each) for file, each in known if _has_signed(each, current)]
         if not signers:

@@ -228,9 +228,9 @@ def _named(
 ) -> list[tuple[Role, str]]:
     """Whom certificates are wanted for. Raises InvalidInputError for what is no name."""
     return [
-        *((Role.WORKER, check_worker_id(each)) for each in workers),
-        *((Role.WORKER, of_pool(check_worker_id(each))) for each in pools),
-        *((Role.CLIENT, check_worker_id(each)) for each in clients),
+        *((Role.WORKER, check_worker_id(worker)) for worker in workers),
+        *((Role.WORKER, of_pool(check_worker_id(pool))) for pool in pools),
+        *((Role.CLIENT, check_worker_id(client)) for client in clients),
     ]
 
 
@@ -275,7 +275,7 @@ def show(path: Path) -> list[Shown]:
         raise InvalidInputError.at(
             "file", f"{path} holds no PEM certificate: {plainly(error)}"
         ) from None
-    return [_shown(path, each) for each in certificates]
+    return [_shown(path, certificate) for certificate in certificates]
 
 
 def _shown(path: Path, certificate: x509.Certificate) -> Shown:

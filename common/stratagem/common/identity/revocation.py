@@ -58,7 +58,7 @@ def read_revoked(path: Path) -> frozenset[str]:
 def add_revoked(path: Path, entries: Iterable[str]) -> None:
     """Add to a file, in one rename; it is made where it is not there."""
     known = read_revoked(path) if path.exists() else frozenset()
-    new = [each for each in entries if check_entry(each) not in known]
+    new = [entry for entry in entries if check_entry(entry) not in known]
     before = path.read_text() if path.exists() else ""
     before += "" if before.endswith("\n") or not before else "\n"
     with whole_file(path) as file:

@@ -234,7 +234,7 @@ def names_of(certificate: x509.Certificate, kind: type[x509.GeneralName]) -> lis
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return [str(each.value) for each in names if isinstance(each, kind)]
+    return [str(name.value) for name in names if isinstance(name, kind)]
 
 
 def _read(field: str, path: File) -> bytes:

@@ -86,21 +86,25 @@ class GraphSpec(Section):
 
     def node_ids(self) -> list[str]:
         """The ids of the nodes, then of the subgraphs, as declared."""
-        return [each.id for each in self.nodes] + [each.id for each in self.subgraphs]
+        return [node.id for node in self.nodes] + [subgraph.id for subgraph in self.subgraphs]
 
     def input_ids(self) -> list[str]:
         """The nodes that receive the input of the graph."""
         targets = {edge.target for edge in self.edges}
-        return list(self.inputs) or [each for each in self.node_ids() if each not in targets]
+        return list(self.inputs) or [
+            node_id for node_id in self.node_ids() if node_id not in targets
+        ]
 
     def output_ids(self) -> list[str]:
         """The nodes whose outputs are the output of the graph."""
         sources = {edge.source for edge in self.edges}
-        return list(self.outputs) or [each for each in self.node_ids() if each not in sources]
+        return list(self.outputs) or [
+            node_id for node_id in self.node_ids() if node_id not in sources
+        ]
 
     def num_nodes(self) -> int:
         """Return the number of nodes of all levels, each subgraph counted as a node as well."""
-        return len(self.nodes) + sum(1 + each.graph.num_nodes() for each in self.subgraphs)
+        return len(self.nodes) + sum(1 + subgraph.graph.num_nodes() for subgraph in self.subgraphs)
 
     def topological_order(self) -> list[str]:
         """All ids so that every edge points forward; ties in the order of declaration."""
@@ -127,15 +131,15 @@ def effective_strategy(
     """
     strategy = graph.training_strategy or inherited or Local()
     for part in path.split("/") if path else ():
-        graph = next((each.graph for each in graph.subgraphs if each.id == part), None) or _absent(
-            graph, path, part
-        )
+        graph = next(
+            (subgraph.graph for subgraph in graph.subgraphs if subgraph.id == part), None
+        ) or _absent(graph, path, part)
         strategy = graph.training_strategy or strategy
     return strategy
 
 
 def _absent(graph: GraphSpec, path: str, part: str) -> GraphSpec:
-    known = [each.id for each in graph.subgraphs]
+    known = [subgraph.id for subgraph in graph.subgraphs]
     raise NotFoundError(
         f"subgraph {path}: no {part!r} among {', '.join(known) or 'no subgraphs'}"
         f"{suggest(part, known)}"

@@ -116,7 +116,7 @@ def leaves(source: Source) -> Iterator[FromNode | ModelInput]:
 def _inline(graph: GraphSpec, prefix: str, given: tuple[Source, ...], calls: list[Call]) -> Source:
     inputs = graph.input_ids()
     fed = dict(zip(inputs, _split(given, len(inputs), prefix), strict=True))
-    subgraphs = {each.id: each.graph for each in graph.subgraphs}
+    subgraphs = {subgraph.id: subgraph.graph for subgraph in graph.subgraphs}
     edges = sorted(graph.edges, key=lambda edge: edge.port)
     values: dict[str, Source] = {}
     for name in graph.topological_order():

@@ -58,11 +58,11 @@ class StagePlan:
 
     def before(self, stage: int) -> tuple[Boundary, ...]:
         """The boundaries that a stage receives activations over."""
-        return tuple(each for each in self.boundaries if each.target == stage)
+        return tuple(boundary for boundary in self.boundaries if boundary.target == stage)
 
     def after(self, stage: int) -> tuple[Boundary, ...]:
         """The boundaries that a stage sends activations over."""
-        return tuple(each for each in self.boundaries if each.source == stage)
+        return tuple(boundary for boundary in self.boundaries if boundary.source == stage)
 
     def dependencies(self) -> tuple[tuple[int, ...], ...]:
         """Return for each stage the stages whose activations it needs."""

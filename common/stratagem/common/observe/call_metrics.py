@@ -25,7 +25,7 @@ class CallStats:
     def __init__(self, methods: Iterable[str] = ()) -> None:
         """methods: those that the server has. They are told as never called, and their defects as
         none, because a count that appears as 1 has not risen for its reader."""
-        self.seconds = {each: Durations(BOUNDS_S) for each in methods}
+        self.seconds = {method: Durations(BOUNDS_S) for method in methods}
         self.num_open = Counter[str](dict.fromkeys(self.seconds, 0))
         self.refused = Counter[tuple[str, str, str]]({(m, *DEFECT): 0 for m in self.seconds})
 

@@ -87,7 +87,7 @@ def _is_wanted(environment: Mapping[str, str]) -> bool:
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return False
-    return any(environment.get(each) for each in ENDPOINTS)
+    return any(environment.get(endpoint) for endpoint in ENDPOINTS)
 
 
 @contextmanager

@@ -182,5 +182,7 @@ def _details(error: grpc.RpcError) -> _Details:
                 retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     except (ValueError, DecodeError):  # the sender's details contradict its code: go by the code
         return _Details(error_details_pb2.ErrorInfo())
-    violations = tuple(Violation(each.field, each.description) for each in request.field_violations)
+    violations = tuple(
+        Violation(violation.field, violation.description) for violation in request.field_violations
+    )
     return _Details(info, violations, retry_after_s)

@@ -122,7 +122,9 @@ def join(path: str, name: str) -> str:
 
 def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
     """The violations of an inner value, as seen from the document that holds it at `path`."""
-    return tuple(Violation(join(path, each.field), each.message) for each in violations)
+    return tuple(
+        Violation(join(path, violation.field), violation.message) for violation in violations
+    )
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

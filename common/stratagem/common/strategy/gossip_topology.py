@@ -90,7 +90,7 @@ def _graph(edges: Iterable[tuple[int, int]], num_nodes: int) -> Graph:
         if i != j:
             neighbours[i].add(j)
             neighbours[j].add(i)
-    return tuple(tuple(sorted(each)) for each in neighbours)
+    return tuple(tuple(sorted(neighbour)) for neighbour in neighbours)
 
 
 def _torus_shape(argument: str, num_nodes: int) -> tuple[int, int]:

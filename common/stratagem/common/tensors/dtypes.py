@@ -38,9 +38,9 @@ DTYPES: Final = (
     DTypeInfo("bool", tensor_pb2.D_TYPE_BOOL, 1, "BOOL", False),
 )
 
-_BY_NAME: Final = {each.name: each for each in DTYPES}
-_BY_WIRE: Final = {int(each.wire): each for each in DTYPES}
-_BY_SAFETENSORS: Final = {each.safetensors: each for each in DTYPES}
+_BY_NAME: Final = {dtype.name: dtype for dtype in DTYPES}
+_BY_WIRE: Final = {int(dtype.wire): dtype for dtype in DTYPES}
+_BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES}
 
 
 def dtype_named(name: str) -> DTypeInfo:

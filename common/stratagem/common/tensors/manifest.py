@@ -95,7 +95,7 @@ class Manifest:
 
     def stored(self) -> tuple[TensorSpec, ...]:
         """The tensors that have bytes of their own, in the order of their bytes."""
-        return tuple(each for each in self.tensors if each.alias_of is None)
+        return tuple(tensor for tensor in self.tensors if tensor.alias_of is None)
 
 
 def build_manifest(
@@ -236,14 +236,14 @@ def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
     message = tensor_pb2.Manifest(
         tensors=[
             tensor_pb2.TensorSpec(
-                name=each.name,
-                dtype=dtype_named(each.dtype).wire,
-                shape=each.shape,
-                offset=each.offset,
-                size_bytes=each.size_bytes,
-                alias_of=each.alias_of or "",
+                name=tensor.name,
+                dtype=dtype_named(tensor.dtype).wire,
+                shape=tensor.shape,
+                offset=tensor.offset,
+                size_bytes=tensor.size_bytes,
+                alias_of=tensor.alias_of or "",
             )
-            for each in manifest.tensors
+            for tensor in manifest.tensors
         ],
         total_bytes=manifest.total_bytes,
         purpose=tensor_pb2.Purpose.ValueType(int(manifest.purpose)),
@@ -277,14 +277,14 @@ def from_proto(
     manifest = Manifest(
         tensors=tuple(
             TensorSpec(
-                each.name,
-                dtype_on_wire(each.dtype).name,
-                tuple(each.shape),
-                each.offset,
-                each.size_bytes,
-                each.alias_of or None,
+                tensor.name,
+                dtype_on_wire(tensor.dtype).name,
+                tuple(tensor.shape),
+                tensor.offset,
+                tensor.size_bytes,
+                tensor.alias_of or None,
             )
-            for each in message.tensors
+            for tensor in message.tensors
         ),
         total_bytes=message.total_bytes,
         purpose=_purpose(message.purpose, purpose),

@@ -40,14 +40,14 @@ def header_bytes(manifest: Manifest) -> bytes:
     """All of the file that stands before the data: the 8-byte length and the header."""
     metadata = dict(manifest.metadata)
     entries: dict[str, Any] = {}
-    for each in manifest.tensors:
-        if each.alias_of is not None:
-            metadata[ALIAS_PREFIX + each.name] = each.alias_of
+    for tensor in manifest.tensors:
+        if tensor.alias_of is not None:
+            metadata[ALIAS_PREFIX + tensor.name] = tensor.alias_of
             continue
-        entries[each.name] = {
-            "dtype": dtype_named(each.dtype).safetensors,
-            "shape": list(each.shape),
-            "data_offsets": [each.offset, each.offset + each.size_bytes],
+        entries[tensor.name] = {
+            "dtype": dtype_named(tensor.dtype).safetensors,
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.offset, tensor.offset + tensor.size_bytes],
         }
     document = {RESERVED_NAME: dict(sorted(metadata.items()))} if metadata else {}
     text = json.dumps(document | entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -89,15 +89,15 @@ def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]
     }
 
     def finish() -> dict[str, Tensor]:
-        return {each.name: stored[each.alias_of or each.name] for each in manifest.tensors}
+        return {tensor.name: stored[tensor.alias_of or tensor.name] for tensor in manifest.tensors}
 
     return _scatter(manifest, stored), finish
 
 
 def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
     specs = [each for each in manifest.stored() if each.size_bytes]
-    starts = [each.offset for each in specs]
-    views = [bytes_of(stored[each.name]) for each in specs]
+    starts = [spec.offset for spec in specs]
+    views = [bytes_of(stored[spec.name]) for spec in specs]
 
     def write(offset: int, data: Data) -> None:
         index = bisect_right(starts, offset) - 1

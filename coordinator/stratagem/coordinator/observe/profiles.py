@@ -58,7 +58,7 @@ class Profiles:
         party, worker = _UNSAFE.sub("_", recording.party), _UNSAFE.sub("_", recording.worker_id)
         path = folder / f"{recording.segment:08}-{party}-{worker}"
         others = (each for each in _kept(folder) if each != path)
-        used = sum(Recording.head_in(each).num_bytes for each in others)
+        used = sum(Recording.head_in(other).num_bytes for other in others)
         if used + recording.num_bytes > MAX_RUN_BYTES:
             return
         with whole_file(path, durable=False) as file:

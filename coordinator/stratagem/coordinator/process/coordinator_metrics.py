@@ -257,7 +257,7 @@ def _counted(
             ("rejected",): facts["UpdateRejected"],
         },
     )
-    yield REFUSED, {(each.value,): refused[each] for each in _CAUSES}
+    yield REFUSED, {(cause.value,): refused[cause] for cause in _CAUSES}
     yield EFFECT_FAILURES, {(kind,): failures[kind] for kind in _EFFECTS}
 
 

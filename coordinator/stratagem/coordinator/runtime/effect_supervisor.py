@@ -159,7 +159,7 @@ class RunSupervisor:
             await self._perform(effect)
         except Exception as error:  # the task supervisor
             reason = told(error)
-            if all(isinstance(each, StratagemError) for each in leaves(error)):
+            if all(isinstance(leaf, StratagemError) for leaf in leaves(error)):
                 bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
             else:
                 bound.exception("effect raised, trying again", reason=reason, pause_s=pause_s)

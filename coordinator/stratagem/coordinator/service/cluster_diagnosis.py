@@ -70,8 +70,8 @@ async def _worker(
         found.problem = worker.reason or "is lost"
         return found
     probes = [
-        types_pb2.PeerProbe(worker_id=each.member.worker_id, address=each.address)
-        for each in neighbours
+        types_pb2.PeerProbe(worker_id=neighbour.member.worker_id, address=neighbour.address)
+        for neighbour in neighbours
     ]
     request = worker_pb2.DescribeRequest(with_environment=True, probes=probes)
     try:

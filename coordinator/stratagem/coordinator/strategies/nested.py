@@ -50,7 +50,7 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
     try:
         found = check(child_job(), strategies)
     except InvalidInputError as error:
-        reasons = "; ".join(str(each) for each in error.violations)
+        reasons = "; ".join(str(violation) for violation in error.violations)
         return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
     return [replace(each, field=_inside(each.field)) for each in found]
 

@@ -144,7 +144,7 @@ class Spool:
         if self._shared is None or (entry is not None and digest in (None, entry.digest)):
             return entry
         updates = self._updates(key, is_fresh=digest is not None).get(key.client, [])
-        wanted = [each for each in updates if digest in (None, each.digest)]
+        wanted = [update for update in updates if digest in (None, update.digest)]
         return self._fetch(key, wanted[-1]) if wanted else None
 
     def entries(self, run: SpoolRun, party: Party, round_num: int) -> Mapping[int, SpoolEntry]:
@@ -302,7 +302,7 @@ class Spool:
         """
         if self._shared is not None:
             self._shared.delete(folder, is_meant)
-            below = [each for each in self._of_others if Path(each).is_relative_to(folder)]
+            below = [other for other in self._of_others if Path(other).is_relative_to(folder)]
             for seen in filter(is_meant, below):
                 self._of_others.pop(seen, None)
 

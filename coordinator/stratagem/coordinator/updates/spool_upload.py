@@ -253,7 +253,7 @@ class SpoolWriter:
 
     @property
     def _is_coded(self) -> bool:
-        return any(each.name == PAYLOAD for each in self.upload.manifest.tensors)
+        return any(tensor.name == PAYLOAD for tensor in self.upload.manifest.tensors)
 
     @property
     def _note_path(self) -> Path:

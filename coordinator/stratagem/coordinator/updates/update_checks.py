@@ -56,7 +56,9 @@ def check_layout(found: Manifest, expected: Manifest) -> None:
 
 
 def _aliases(manifest: Manifest) -> dict[str, str]:
-    return {each.name: each.alias_of for each in manifest.tensors if each.alias_of is not None}
+    return {
+        tensor.name: tensor.alias_of for tensor in manifest.tensors if tensor.alias_of is not None
+    }
 
 
 def check_finite(spec: TensorSpec, values: Raw) -> None:

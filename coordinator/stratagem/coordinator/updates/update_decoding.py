@@ -53,7 +53,7 @@ class CodedLayout:
         """
         self.stored = expected.stored()
         self._ends = [each.offset + each.size_bytes for each in self.stored]
-        self.given = {each.name: each for each in found.tensors}
+        self.given = {tensor.name: tensor for tensor in found.tensors}
         """The tensors that are in the file as they are, and the payload."""
         self.coded = [each for each in self.stored if each.name not in self.given]
         self._check_given()

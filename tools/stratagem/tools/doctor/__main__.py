@@ -167,7 +167,9 @@ def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
         yield Finding("advertise", settings.name, Level.WARN, found, advice)
         return
     elsewhere = [
-        each for each in split_addresses(settings.coordinator) if not is_loopback(_host(each))
+        address
+        for address in split_addresses(settings.coordinator)
+        if not is_loopback(_host(address))
     ]
     if elsewhere and is_loopback(host):
         found = f"others are told to dial {host}, which is themselves; {elsewhere[0]} is elsewhere"

@@ -45,7 +45,7 @@ def _data_dir(settings: WorkerSettings) -> Iterator[Finding]:
     folder = settings.data_dir
     if folder is None or folder.is_dir():
         return
-    there = next(each for each in folder.absolute().parents if each.exists())
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         yield Finding("disk", settings.worker_id, Level.OK, f"{folder} will be made in {there}")
     else:

@@ -87,7 +87,7 @@ def _told(error: StratagemError) -> dict[str, Any]:
     """Return an error as plain values."""
     match error:
         case InvalidInputError(violations=violations) if violations:
-            return {"violations": [asdict(each) for each in violations]}
+            return {"violations": [asdict(violation) for violation in violations]}
         case UserCodeError():
             return {
                 "type": error.type,

@@ -132,7 +132,7 @@ def _recommended(
         fits=fits,
         micro_batch=attempt.estimate.rows,
         accumulation_steps=execution.accumulation_steps or 1,
-        reasons=tuple(each for each in sentences if each),
+        reasons=tuple(sentence for sentence in sentences if sentence),
     )
 
 
@@ -157,11 +157,11 @@ def _fleet(
     chosen = Fleet(tuple(members[: num_workers or len(members)]))
     if memory_bytes is not None:
         # Each has so much for itself, even on a shared host.
-        shares = Counter(each.host for each in chosen.members if not each.on_cuda)
+        shares = Counter(member.host for member in chosen.members if not member.on_cuda)
         chosen = Fleet(
             tuple(
-                replace(each, memory_bytes=memory_bytes * max(1, shares[each.host]))
-                for each in chosen.members
+                replace(member, memory_bytes=memory_bytes * max(1, shares[member.host]))
+                for member in chosen.members
             )
         )
     if chosen.memory_bytes <= 0:

@@ -78,7 +78,7 @@ class Fleet:
     def memory_bytes(self) -> int:
         """Return the bytes that each worker may use: the least of all workers, after those of one
         host have shared its memory."""
-        return min((self._own(each) for each in self.members), default=0)
+        return min((self._own(member) for member in self.members), default=0)
 
     @classmethod
     def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> Fleet:
@@ -92,7 +92,7 @@ class Fleet:
 
     @property
     def has_one_host(self) -> bool:
-        return len({each.host for each in self.members}) == 1
+        return len({member.host for member in self.members}) == 1
 
     @property
     def link(self) -> str:
@@ -181,7 +181,7 @@ def _estimate_replicas(job: JobSpec, site: Site, number: int) -> StepMemory:
 def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> StrategyChoice:
     estimate = _estimate_replicas(job, site, 1)
     flops = (1 + BACKWARD_COST) * play_forward(job, site, job.batch_size).flops
-    speed = min(each.flops for each in fleet.members)
+    speed = min(member.flops for member in fleet.members)
     bandwidth = SAME_HOST_BYTES_PER_S if fleet.has_one_host else NETWORK_BYTES_PER_S
 
     def seconds(number: int) -> float:

@@ -129,7 +129,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
         x, _ = gather(data[_split(job)], torch.arange(num_rows), "running the model")
         with FlopCounterMode(display=False) as counter:
             output = model(x)
-        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         state = live.size_of(_tensors_of(model))
         del cached
     return Reading(

@@ -1,4 +1,4 @@
-"""Selects the rows of each step's batch, as a pure function of the step.
+"""Selects and shuffles the rows of each step's batch, as a pure function of the step.
 
 The position in the data derives from the number of applied steps alone, so it needs no state of
 its own and a resumed run continues exactly. Must not know data sets.

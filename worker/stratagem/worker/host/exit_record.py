@@ -228,7 +228,9 @@ def _shown_frames(frames: list[str]) -> list[str]:
 
     The user's is the first that is in no installed package and in no library of Python.
     """
-    own = next((each for each in frames if not any(part in each for part in _NOT_THE_USERS)), None)
+    own = next(
+        (frame for frame in frames if not any(part in frame for part in _NOT_THE_USERS)), None
+    )
     shown = frames[:MAX_FRAMES]
     if own is None or own == frames[0]:
         return shown

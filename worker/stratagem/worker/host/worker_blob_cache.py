@@ -198,7 +198,7 @@ class ReceivedBlobs:
             self._uploads.pop((run_id, digest)).drop()
 
     def _check_uploads(self) -> None:
-        num_open = sum(each.is_open for each in self._uploads.values())
+        num_open = sum(upload.is_open for upload in self._uploads.values())
         if num_open >= self._max_uploads:
             raise LimitError(
                 f"max_uploads: {num_open} uploads are open, the limit is {self._max_uploads}",

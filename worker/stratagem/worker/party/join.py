@@ -100,7 +100,7 @@ def _meet(
 
     def exchange_offers(offer: bytes) -> list[bytes]:
         members.extend(meet(work, view, offer))
-        return [each.endpoint for each in members]
+        return [member.endpoint for member in members]
 
     group = Group(
         work.key.run_id,

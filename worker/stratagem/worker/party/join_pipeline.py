@@ -198,7 +198,7 @@ def _runner(
 ) -> StageRunner:
     communication = spec.communication
     placement = StageAssignment(
-        partitions=tuple(each.node_ids for each in spec.partitions),
+        partitions=tuple(partition.node_ids for partition in spec.partitions),
         ranks=tuple(plan.ranks),
         micro_batch_size=(
             communication.micro_batch_size if isinstance(communication, Pipeline) else None

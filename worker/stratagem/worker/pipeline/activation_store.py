@@ -105,8 +105,8 @@ class ActivationStore:
         transports = self._opened.pop(run_id, [])
 
         def clear() -> None:
-            for each in transports:
-                each.close()
+            for transport in transports:
+                transport.close()
             self._delete(f"{run_id}/", lambda _: True)
             if self._url.startswith("file://"):
                 # What a killed worker was writing is no object yet: no listing names it.

@@ -22,14 +22,17 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
         return
     try:
         program = program_of(model, job)
-        plan = plan_stages(program, [each.node_ids for each in spec.partitions])
+        plan = plan_stages(program, [partition.node_ids for partition in spec.partitions])
         check_not_shared(model, plan.stage_of, program)
     except InvalidInputError as error:
         found = [
             Violation(
-                f"{field}.{each.field}" if "partitions" in each.field else each.field, each.message
+                f"{field}.{violation.field}"
+                if "partitions" in violation.field
+                else violation.field,
+                violation.message,
             )
-            for each in error.violations
+            for violation in error.violations
         ]
         raise InvalidInputError(violations=found) from None
 

@@ -70,7 +70,10 @@ def _begin_from(work: ExecutionContext, initial: InitialSpec, model: nn.Module) 
         if initial.trained_with is None:
             raise
         why = f"the state was trained with {values_text(initial.trained_with)}; give the job these"
-        found = [replace(each, message=f"{each.message}; {why}") for each in error.violations]
+        found = [
+            replace(violation, message=f"{violation.message}; {why}")
+            for violation in error.violations
+        ]
         raise InvalidInputError(violations=found) from None
 
 

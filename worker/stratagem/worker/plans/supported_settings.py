@@ -19,7 +19,7 @@ def check_supported(execution: ExecutionSpec) -> None:
             Violation(
                 f"execution.{name}",
                 f"{getattr(execution, name)} is not carried out by this worker; "
-                f"it does {', '.join(getattr(each, '__name__', str(each)) for each in values)}",
+                f"it does {', '.join(getattr(value, '__name__', str(value)) for value in values)}",
             )
             for name, values in _SUPPORTED.items()
             if not {getattr(execution, name), type(getattr(execution, name))} & {*values}

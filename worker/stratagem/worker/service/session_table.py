@@ -156,7 +156,11 @@ class Sessions:
     def check_member(self, ref: types_pb2.SessionRef, caller: Caller) -> None:
         """Refuse a worker that is in no party of this session as it is now formed."""
         session = self._sessions.get(key_from(ref))
-        views = [each.work.control.view for each in session.executions.values()] if session else []
+        views = (
+            [execution.work.control.view for execution in session.executions.values()]
+            if session
+            else []
+        )
         parties = [view for view in views if view.members]
         newest = max(parties, key=lambda view: view.membership, default=None)
         ids = [member.worker_id for member in newest.members] if newest is not None else []
@@ -213,7 +217,11 @@ class Sessions:
 
     def num_executions(self) -> tuple[int, int]:
         """Return the numbers of executions (queued or running, parked) just now."""
-        active = [each for each in self._executions() if each.phase is ExecutionPhase.ACTIVE]
+        active = [
+            execution
+            for execution in self._executions()
+            if execution.phase is ExecutionPhase.ACTIVE
+        ]
         num_parked = sum(each.is_parked for each in active)
         return len(active) - num_parked, num_parked
 

@@ -20,7 +20,7 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import parties_o
 def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[JournalEntry, ...]:
     """Return the fact that forgets the workers beyond the limits, if there are any."""
     lost = sorted(
-        (each for each in state.workers.values() if not each.is_alive),
+        (worker for worker in state.workers.values() if not worker.is_alive),
         key=lambda each: (each.lost_s, each.member.worker_id),
     )
     num_old = sum(each.lost_s < command.lost_before_s for each in lost)

@@ -40,7 +40,7 @@ def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     assert nesting is not None
     assert fact.from_segment is not None
     base = Base(fact.from_segment, fact.step, fact.digest)
-    commits = tuple(each for each in run.commits if each.segment <= base.segment)
+    commits = tuple(commit for commit in run.commits if commit.segment <= base.segment)
     if nesting.returned is not None:
         value = nesting.returned(run.job, run.value, base, commits[-1].metrics)
     else:

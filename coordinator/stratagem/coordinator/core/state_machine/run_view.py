@@ -88,7 +88,7 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
         commits=_commits(run, status),
         metrics=run.metrics,
         predictions=run.predictions,
-        worker_ids=() if run.ended else tuple(each.worker_id for each in status.members),
+        worker_ids=() if run.ended else tuple(member.worker_id for member in status.members),
         error=run.error,
         job_json=run.job.canonical_json(),
         num_facts=run.num_facts,

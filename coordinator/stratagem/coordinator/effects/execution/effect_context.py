@@ -184,7 +184,7 @@ class EffectContext:
         self.told.forget(run_id)
         for key in [key for key in self.pushes if key[1] == run_id]:
             self.pushes[key].cancel()
-        for run_party in [each for each in self.job_texts if each[0] == run_id]:
+        for run_party in [text for text in self.job_texts if text[0] == run_id]:
             del self.job_texts[run_party]
         for member_run in [each for each in self.brought if each[1] == run_id]:
             del self.brought[member_run]

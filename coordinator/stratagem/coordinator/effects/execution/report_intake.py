@@ -125,14 +125,14 @@ def _plan_of(descriptor: Descriptor) -> _Plan:
     fields = list(descriptor.fields)
     strings = [each for each in fields if each.type == FieldDescriptor.TYPE_STRING]
     messages = [each for each in fields if each.message_type is not None]
-    maps = [each for each in messages if _entry_of(each) is not None]
-    others = [each for each in messages if each not in maps]
+    maps = [message for message in messages if _entry_of(message) is not None]
+    others = [message for message in messages if message not in maps]
     return _Plan(
-        tuple(_rule_of(each) for each in strings if not each.is_repeated),
-        tuple(_rule_of(each) for each in strings if each.is_repeated),
+        tuple(_rule_of(string) for string in strings if not string.is_repeated),
+        tuple(_rule_of(string) for string in strings if string.is_repeated),
         tuple(each.name for each in maps if _is_by_name(each)),
-        tuple(each.name for each in others if not each.is_repeated),
-        tuple(each.name for each in others if each.is_repeated),
+        tuple(other.name for other in others if not other.is_repeated),
+        tuple(other.name for other in others if other.is_repeated),
     )
 
 

@@ -26,7 +26,7 @@ async def build(env: EffectContext, effect: Build) -> None:
     at = WorkerSession(effect.member, effect.run_id, party, effect.membership)
     plan = worker_pb2.BuildPlan(variants=_variants(env, effect))
     request = env.request(effect.party, at, 0, build=plan)
-    asked = {each.name for each in plan.variants}
+    asked = {variant.name for variant in plan.variants}
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "error" if may_move(job):

@@ -1,4 +1,5 @@
-"""The lead of a journal: one row that says who may write, and under which term.
+"""The lead of a journal, which fences former leaders: one row that says who may write, and under
+which term.
 
 Owns how the lead is taken, kept and lost. The fence is the term: it stands in the row, which every
 transaction of the leader reads, and locks, before it writes. Knows no events.

@@ -59,7 +59,7 @@ def _upgrade(connection: Connection, found: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(FOLDER))
     config.attributes["connection"] = connection
-    known = [each.revision for each in ScriptDirectory.from_config(config).walk_revisions()]
+    known = [revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()]
     if found and found not in known:
         raise ConflictError(
             f"the journal has revision {found!r}, written by a newer version; "

@@ -224,7 +224,7 @@ def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) ->
     """Return the effects that the round needs, with the clients' parties in place of their
     training."""
     of_rounds = federated.pending(run_id, job, value.rounds, horizon)
-    effects = set[Effect](each for each in of_rounds if not isinstance(each, TrainClient))
+    effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in _in_training(value).values():
         effects |= nested.pending(run_id, child)
     return frozenset(effects | _collecting(run_id, value))

@@ -121,13 +121,19 @@ def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:
     """Ask for a value of every dimension, in order, so that each has its own place in the
     stream."""
-    return active_values(space, {_name(each): value_of(plain(each)) for each in space.dimensions})
+    return active_values(
+        space, {_name(dimension): value_of(plain(dimension)) for dimension in space.dimensions}
+    )
 
 
 def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
     """Return, from one value for each dimension, those whose conditions are met, and what is
     frozen."""
-    conditions = {each.name: each for each in space.dimensions if isinstance(each, Conditional)}
+    conditions = {
+        dimension.name: dimension
+        for dimension in space.dimensions
+        if isinstance(dimension, Conditional)
+    }
 
     def is_active(name: str) -> bool:
         condition = conditions.get(name)
@@ -137,7 +143,11 @@ def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
         parent_name = _name(parent) if parent else condition.parent
         return is_active(condition.parent) and values[parent_name] in condition.parent_values
 
-    active = {_name(each): values[_name(each)] for each in space.dimensions if is_active(each.name)}
+    active = {
+        _name(dimension): values[_name(dimension)]
+        for dimension in space.dimensions
+        if is_active(dimension.name)
+    }
     return {**space.frozen, **active}
 
 

@@ -64,7 +64,7 @@ def check_params(job: JobSpec) -> list[Violation]:
     """Return the violations of a search space: every hyperparameter must be a field of the job that
     can be varied."""
     space = space_of(job)
-    names = [plain(each).name for each in space.dimensions]
+    names = [plain(dimension).name for dimension in space.dimensions]
     found = [each for name in (*names, *space.frozen) for each in _check_name(job, name)]
     if found:
         return found
@@ -72,8 +72,12 @@ def check_params(job: JobSpec) -> list[Violation]:
         if each.name in BY_DEFINITION and each.options.structural is False:
             text = "must not be false: it decides what the optimizer keeps"
             return [Violation(f"search_space.{each.name}.structural", text)]
-    found = [violation for each in space.dimensions for violation in _check_values(job, each)]
-    return found or [each for at in space.dimensions for each in _check_optimizers(job, at)]
+    found = [
+        violation for dimension in space.dimensions for violation in _check_values(job, dimension)
+    ]
+    return found or [
+        optimizer for at in space.dimensions for optimizer in _check_optimizers(job, at)
+    ]
 
 
 def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
@@ -85,7 +89,7 @@ def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
         yield Violation(where, text)
     elif name.removeprefix(_PHASES) not in _OF_PHASES:
         reason = _WHY_NOT.get(name.removeprefix(_PHASES), "it has no meaning by itself")
-        allowed = ", ".join(f"{_PHASES}{each}" for each in _OF_PHASES)
+        allowed = ", ".join(f"{_PHASES}{phase}" for phase in _OF_PHASES)
         yield Violation(where, f"cannot be varied: {reason}; {allowed} can")
     elif job.phases is None:
         yield Violation(where, "the job has no phases; add that section, empty for its defaults")
@@ -161,5 +165,5 @@ def _why_not(job: JobSpec, params: Params) -> str:
     try:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError as error:
-        return "; ".join(each.message for each in error.violations) or str(error)
+        return "; ".join(violation.message for violation in error.violations) or str(error)
     return "; ".join(each.message for each in check_optimizer(optimizer)) if optimizer else ""

@@ -83,7 +83,7 @@ def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
                 if value != params[name]:
                     tried = active_values(space, {**first, **params, name: value})
                     fields = {each: thawed(tried[each]) for each in _changed(tried, params)}
-                    left = (each for each in params if each not in tried)
+                    left = (param for param in params if param not in tried)
                     yield Variant(name, fields | {each: _given(document, each) for each in left})
 
 

@@ -100,8 +100,10 @@ def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
         )
         return [Violation("strategy.aggregation.method", message)]
     return [
-        Violation(each.field.replace("strategy", "strategy.options.inner", 1), each.message)
-        for each in model_parallel.check_partitions(job, inner)
+        Violation(
+            partition.field.replace("strategy", "strategy.options.inner", 1), partition.message
+        )
+        for partition in model_parallel.check_partitions(job, inner)
     ]
 
 

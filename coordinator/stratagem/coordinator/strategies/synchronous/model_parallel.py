@@ -41,9 +41,12 @@ def check_partitions(job: JobSpec, spec: ModelParallel) -> list[Violation]:
     if job.model.graph is None:
         return []
     try:
-        plan_stages(flatten(job.model.graph), [each.node_ids for each in spec.partitions])
+        plan_stages(flatten(job.model.graph), [partition.node_ids for partition in spec.partitions])
     except InvalidInputError as error:
-        return [Violation(f"strategy.{each.field}", each.message) for each in error.violations]
+        return [
+            Violation(f"strategy.{violation.field}", violation.message)
+            for violation in error.violations
+        ]
     return []
 
 

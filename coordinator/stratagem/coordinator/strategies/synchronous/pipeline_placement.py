@@ -35,14 +35,16 @@ def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) ->
             replicas = []
         ranks = run.ranks if replicas else ()
         while len(replicas) < num_replicas:
-            found = _replica(spec, workers, {m.worker_id for each in replicas for m in each}, ranks)
+            found = _replica(
+                spec, workers, {m.worker_id for replica in replicas for m in replica}, ranks
+            )
             if found is None:
                 break
             members, ranks = found
             replicas.append(members)
         if len(replicas) < min_replicas:
             return Placed(())
-        return Placed(tuple(member for each in replicas for member in each), ranks)
+        return Placed(tuple(member for replica in replicas for member in replica), ranks)
 
     return place
 

@@ -111,7 +111,7 @@ def check_able(
         f"{kind} ({', '.join(layers[kind][:NUM_NAMES])}): {reason}"
         for kind, reason in missing.items()
     )
-    able = [str(each) for each in ALL_NUMBERS if not _missing(each, layers, device, trains)]
+    able = [str(number) for number in ALL_NUMBERS if not _missing(number, layers, device, trains)]
     raise InvalidInputError.at(
         "execution.precision",
         f"this worker's {device_name(device)} cannot compute {asked}: {told}; "

@@ -179,7 +179,9 @@ class GradientBuckets:
     def _make_flats(self, which: range) -> list[Tensor]:
         # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
         buckets = self.layout.buckets[which.start : which.stop]
-        return [torch.zeros(each.numel, dtype=each.dtype, device=self.device) for each in buckets]
+        return [
+            torch.zeros(bucket.numel, dtype=bucket.dtype, device=self.device) for bucket in buckets
+        ]
 
     def _add_set(self, flats: list[Tensor]) -> None:
         self._sets.append(flats)

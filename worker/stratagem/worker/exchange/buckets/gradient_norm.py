@@ -114,7 +114,7 @@ def _sum_of_squares(norms: list[float]) -> float:
         values = np.array(norms)
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sum
             return tree_sum(values * values)
-    squares = [each * each for each in norms]
+    squares = [norm * norm for norm in norms]
     while len(squares) > 1:  # as `tree_sum` does
         above = list(map(add, squares[::2], squares[1::2]))
         squares = above if len(squares) % 2 == 0 else [*above, squares[-1]]

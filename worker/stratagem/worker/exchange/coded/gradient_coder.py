@@ -69,7 +69,9 @@ class HostCoder:
         return {name: torch.from_numpy(x) for name, x in self._codec.initial_state().items()}
 
     def code(self, gradients: Sequence[Tensor], state: State, key: int) -> tuple[Tensor, State]:
-        copies = [to_host(_flat(each)) for each in gradients]  # all under way before one is read
+        copies = [
+            to_host(_flat(gradient)) for gradient in gradients
+        ]  # all under way before one is read
         values = [copy.wait().numpy() for copy in copies]
         before = {name: tensor.numpy() for name, tensor in state.items()}
         encoded, after = self._codec.encode(values, before, key)

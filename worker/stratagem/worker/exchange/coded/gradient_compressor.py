@@ -178,7 +178,7 @@ class Compressor:
         *payloads, extras = torch.split(message, [*sizes, 8 * self._num_extras])
         last, *others = payloads
         weight = extras[:8].clone().view(torch.float64)
-        beside = [self._with_weight(each, weight) for each in reversed(others)]
+        beside = [self._with_weight(other, weight) for other in reversed(others)]
         return [*beside, torch.cat([last, extras])]
 
     def decode(
@@ -198,7 +198,7 @@ class Compressor:
         if its == 1.0:
             portion.coder.decode(payload, key, gradients, adds=adds)
         else:
-            said = [torch.empty_like(each) for each in gradients] if adds else gradients
+            said = [torch.empty_like(gradient) for gradient in gradients] if adds else gradients
             portion.coder.decode(payload, key, said, adds=False)
             torch._foreach_mul_(list(said), its)
             if adds:

@@ -251,7 +251,7 @@ class GossipExchange:
         mixed = self._flat(-1, 0, bucket, device)
         buffers = [self._buffer(i, device) for i in range(4)]
         for part in _slices(bucket.numel):
-            acc, value, own, away = (each[: part.stop - part.start] for each in buffers)
+            acc, value, own, away = (buffer[: part.stop - part.start] for buffer in buffers)
             own.copy_(flats[node][part])
             for place, (j, weight) in enumerate(self._weights[node].items()):
                 # Product and sum apart, so that none of them is fused: the bits must not depend

@@ -25,4 +25,4 @@ def neighbour_distance(distances: Sequence[Distances]) -> float:
     so with the eigenvalues 1 > λ₂ ≥ … ≥ λ_N of the mixing matrix it is between sqrt(1 - λ₂) and
     sqrt(1 - λ_N) times their distance to the mean; of a complete graph it is that distance.
     """
-    return math.sqrt(math.fsum(each.apart for each in distances) / (2 * len(distances)))
+    return math.sqrt(math.fsum(distance.apart for distance in distances) / (2 * len(distances)))

@@ -142,7 +142,7 @@ class PublicCopies:
 
 
 def _flats(tensors: Sequence[Tensor]) -> list[FloatArray]:
-    copies = [to_host(each.detach().reshape(-1)) for each in tensors]
+    copies = [to_host(tensor.detach().reshape(-1)) for tensor in tensors]
     return [copy.wait().numpy() for copy in copies]  # all were under way before one is read
 
 

@@ -71,7 +71,7 @@ class SumFreight:
     def __init__(self, layout: BucketLayout, rank: int, device: torch.device) -> None:
         """device: where the buckets are."""
         self._rank = rank
-        self.inbox = [host_room((each.numel,), each.dtype, device) for each in layout.buckets]
+        self.inbox = [host_room((bucket.numel,), bucket.dtype, device) for bucket in layout.buckets]
         self._nodes: tuple[Node, ...] = ()
         self._sets: Sequence[Sequence[Tensor]] = ()
         self._divisor: float | None = None
