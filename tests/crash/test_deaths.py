@@ -54,7 +54,11 @@ def test_a_job_that_kills_its_process_is_not_tried_for_ever(rig: Rig) -> None:
     assert f"ended by SIGKILL and {PRINTED}" in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", [LOCAL, ALL_REDUCE], ids=["Local", "AllReduce"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(LOCAL, marks=pytest.mark.sweep), ALL_REDUCE],
+    ids=["Local", "AllReduce"],
+)
 def test_all_workers_killed_at_once_five_times_in_a_segment_fail_no_run(
     rig: Rig, strategy: Job
 ) -> None:

@@ -353,7 +353,7 @@ a_round.fold(entries, [2, 1])
 """
 
 
-@pytest.mark.parametrize("num_passed", [0, 1])
+@pytest.mark.parametrize("num_passed", [pytest.param(0, marks=pytest.mark.sweep), 1])
 @pytest.mark.parametrize(
     "failpoint",
     [
