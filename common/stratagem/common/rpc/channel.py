@@ -7,6 +7,7 @@ tasks between a caller and every message of a stream. Deadlines and retries are 
 """
 
 import time
+from abc import abstractmethod
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Final, Self
@@ -103,14 +104,14 @@ class DelegatingChannel(grpc.aio.Channel):
     """Base of our channels: each call, and each question about the state, goes to another channel;
     leaving the context closes it."""
 
+    @abstractmethod
     def _present(self) -> grpc.aio.Channel:
         """Return the channel that is used now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what makes the calls of one method. kind: the method of a channel that makes it of
         these arguments, such as "unary_unary"."""
-        raise NotImplementedError
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return self._calls("unary_unary", args, kwargs)
