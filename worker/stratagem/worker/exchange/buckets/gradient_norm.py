@@ -20,8 +20,6 @@ from torch import Tensor
 from stratagem.common.numerics.tree_sums import tree_sum
 
 BLOCK: Final = 65_536
-_NUM_AT_ONCE: Final = 4
-"""Blocks that one call measures: fewer calls, while a core's cache still holds them."""
 _FEW: Final = 256
 """Numbers that Python adds before numpy has begun."""
 
@@ -81,20 +79,20 @@ class FewGradients:
 
 
 def _of_blocks(grad: Tensor, divisor: float | None = None) -> Tensor:
-    """Returns the norm of each block; a divisor is applied first, to some blocks at a time, while
-    they are in the cache."""
+    """Returns the norm of each block; a divisor is applied first, block by block, while they are in
+    the cache."""
     flat = grad.detach().reshape(-1)
     if not grad.is_cpu:
         return _norms(flat)
     # A cast inside the norm would take twice as long: its copy is a new one every time.
-    wide = torch.empty(min(_NUM_AT_ONCE * BLOCK, flat.numel()), dtype=torch.float64)
+    wide = torch.empty(min(BLOCK, flat.numel()), dtype=torch.float64)
     norms = []
-    for some in torch.split(flat, wide.numel()):
+    for block in torch.split(flat, BLOCK):
         if divisor is not None:
-            some.div_(divisor)
-        room = wide if some.numel() == wide.numel() else wide[: some.numel()]
-        norms.append(_norms(room.copy_(some)))
-    return norms[0] if len(norms) == 1 else torch.cat([norm.reshape(-1) for norm in norms])
+            block.div_(divisor)
+        room = wide if block.numel() == wide.numel() else wide[: block.numel()]
+        norms.append(torch.linalg.vector_norm(room.copy_(block)))
+    return norms[0] if len(norms) == 1 else torch.stack(norms)
 
 
 def _norms(flat: Tensor) -> Tensor:
