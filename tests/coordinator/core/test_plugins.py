@@ -4,6 +4,7 @@ import sys
 import types
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -114,6 +115,17 @@ def test_a_package_that_cannot_be_imported_is_named() -> None:
     custom = {"type": "Custom", "coordinator": "Broken", "config": None}
     reason = "'Broken' cannot be imported: ModuleNotFoundError: No module named"
     with pytest.raises(InvalidInputError, match=reason):
+        simulation.tell(SubmitRun(RUN, job(custom), 0.0))
+
+
+def test_a_package_that_exits_while_it_is_imported_is_named_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    simulation = Simulation(with_plugins([EntryPoint("Exits", "exits_at_import:it", GROUP)]))
+    custom = {"type": "Custom", "coordinator": "Exits", "config": None}
+    with pytest.raises(InvalidInputError, match=r"'Exits' cannot be imported: .*no licence"):
         simulation.tell(SubmitRun(RUN, job(custom), 0.0))
 
 

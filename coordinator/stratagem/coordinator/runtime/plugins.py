@@ -54,7 +54,7 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
             continue
         try:
             strategy = point.load()
-        except Exception as error:  # code of another package
+        except (Exception, SystemExit) as error:  # code of another package
             broken[point.name] = f"{point.name!r} cannot be imported: {told(error)}"
         else:
             if isinstance(strategy, Strategy) and strategy.version == VERSION:
