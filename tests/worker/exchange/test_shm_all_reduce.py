@@ -69,7 +69,7 @@ def test_all_members_see_the_same_memory() -> None:
 def test_a_fast_member_may_be_a_whole_step_ahead() -> None:
     with groups_of(2) as (fast, slow):
         for _ in range(10_000):  # more than fit into the socket
-            fast.tell()
+            fast.send_token()
         hearing = threading.Thread(target=slow.hear, args=(10_000, 10_000, PATIENCE_S))
         hearing.start()
         with pytest.raises(ExchangeError, match=r"nothing from member 1 within 0\.5 s"):
@@ -81,13 +81,13 @@ def test_a_fast_member_may_be_a_whole_step_ahead() -> None:
 def test_a_member_that_left_after_its_last_token_is_not_missed() -> None:
     with groups_of(3) as (first, second, third):
         for _ in range(2):
-            second.tell()
+            second.send_token()
         second.close()
-        third.tell()
+        third.send_token()
         first.hear(1, 2, PATIENCE_S)
         with pytest.raises(ExchangeError, match="member 1 has left"):
             first.hear(2, 3, PATIENCE_S)
-        third.tell()
+        third.send_token()
         first.hear(2, 2, PATIENCE_S)
 
 
@@ -104,7 +104,7 @@ def test_strangers_are_turned_away() -> None:
         ]
         groups = [each.result() for each in formed]
         assert stranger.recv(1) == b""
-    groups[0].tell()
+    groups[0].send_token()
     groups[1].hear(1, 1, PATIENCE_S)
     for group in groups:
         group.close()

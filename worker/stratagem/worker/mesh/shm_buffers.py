@@ -80,7 +80,7 @@ class SharedGroup:
                 os.close(each)
         return [segments[rank] for rank in range(self.size)]
 
-    def tell(self) -> None:
+    def send_token(self) -> None:
         """Sends one token to each other member. Never blocks and never fails: an ended peer is
         noticed by `hear`."""
         for peer in self._owed:

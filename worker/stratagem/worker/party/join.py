@@ -46,7 +46,7 @@ def join(
     leave(work)
     if view.size > 1 and view.membership <= holding.spent:
         raise ExchangeError(f"the exchange of membership {view.membership} was given up")
-    work.be("waiting")
+    work.set_activity("waiting")
     link, members = _meet(work, plan, view)
     failpoint("worker.rendezvous.joined")
     try:
@@ -152,7 +152,7 @@ def _exchange(
     if link is None:
         return solo_exchange(holding.buckets, plan.num_shards, trainer.compressor)
     if work.job.execution.memory == "MinimalPeak":
-        work.tell(
+        work.warn(
             [
                 "execution.memory: under MinimalPeak the gradients of several workers keep their "
                 "storage between steps; it belongs to their exchange"

@@ -69,6 +69,6 @@ def _load_base(
         weights=weights,
         numerics=work.numerics,
     )
-    work.tell(trainer.notes)
+    work.warn(trainer.notes)
     trainer.load_state(tensors, metadata)
     work.holding.trainer, work.holding.tally = trainer, Tally(work.segment)

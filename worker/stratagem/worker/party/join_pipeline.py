@@ -84,7 +84,7 @@ def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) ->
     if isinstance(spec.communication, DataStore):
         check = asyncio.to_thread(work.host.activations.check, work.host.worker_id)
         work.control.wait(check, view.membership)
-    work.be("waiting")
+    work.set_activity("waiting")
     lines = _connect(work, where, spec)
     failpoint("worker.stages.joined")
     try:
@@ -215,7 +215,7 @@ def _runner(
         fresh=False,
         sources=work.sources(),
     )
-    work.tell(runner.notes)
+    work.warn(runner.notes)
     return runner
 
 

@@ -27,7 +27,7 @@ def evaluate_state(
     Ends early, with a result that is not used, once another share is asked for.
     """
     membership = work.control.view.membership
-    work.be("evaluating")
+    work.set_activity("evaluating")
     inference = _inference(work, plan.base.digest)
     evaluator = inference.evaluator
     share = evaluator.share(plan.splits, plan.rank, max(plan.size, 1), max(plan.count, 1))

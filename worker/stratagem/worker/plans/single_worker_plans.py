@@ -41,7 +41,7 @@ MAX_RUNNERS: Final = 4
 def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     """Build the model from the seed, or load the state that the job begins from; its state waits
     as the snapshot of segment 0."""
-    work.be("building")
+    work.set_activity("building")
     initial = work.job.initial
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
     built = make(fresh=initial is None)
@@ -80,7 +80,7 @@ def _begin_from(work: ExecutionContext, initial: InitialSpec, model: nn.Module) 
 def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:
     """Train one client from the base; the update waits as the snapshot of the round."""
     started_s = time.monotonic()
-    work.be("training")
+    work.set_activity("training")
     base, _ = work.blob(plan.base.digest)
     with StepRecorder(work) as recorder:
         steps, timer = count(1), ClientSteps(work.host.stats)
@@ -142,7 +142,7 @@ def _runner(work: ExecutionContext) -> ClientRunner:
         runners[text] = ClientRunner(
             work.job, work.host.entrypoints, work.host.device, work.sources(), work.numerics
         )
-        work.tell(runners[text].notes)
+        work.warn(runners[text].notes)
     runners.move_to_end(text)
     return runners[text]
 

@@ -47,7 +47,7 @@ def _train_under(
 ) -> HeldStages:
     held = join_stages(work, plan, view)
     runner, segment.engine = held.runner, held.engine
-    work.be("training")
+    work.set_activity("training")
     with StepRecorder(work) as recorder:
         while runner.step < plan.to_step:
             work.control.check()
@@ -83,7 +83,7 @@ def _conclude(
     failpoint("worker.stages.kept")
     parts: list[EvaluationPart] = []
     if held.replica == 0 and plan.evaluate_splits:
-        work.be("evaluating")
+        work.set_activity("evaluating")
         with StepRecorder(work, EVALUATING) as recorder:
             for split in plan.evaluate_splits:
                 work.control.check()

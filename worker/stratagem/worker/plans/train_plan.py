@@ -102,7 +102,7 @@ def _train_under(
     segment.engine = exchange.name
     if isinstance(trainer, GossipTrainer) and trainer.public is not None:
         segment.engine += f", {trainer.public.name}"
-    work.be("training")
+    work.set_activity("training")
     with StepRecorder(work) as recorder:
         while trainer.step < plan.to_step:
             _look_up(work, plan, view)
@@ -119,7 +119,7 @@ def _train_under(
             segment.is_stepping = False
             account(work, plan, segment, report)
             if isinstance(trainer, Trainer) and trainer.phases is not None and view.rank == 0:
-                work.tell(trainer.phases.take_news())
+                work.warn(trainer.phases.take_news())
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step. Those that stay continue under the next view.
                 work.control.check()
@@ -195,7 +195,7 @@ def _conclude(
         work.post(work.states.keep, work.segment, freeze(*state))
         segment.snapshot_taken = True
         failpoint("worker.snapshot.taken")
-    work.be("evaluating")
+    work.set_activity("evaluating")
     parts = _evaluate(work, plan, view, segment, trainer) if plan.evaluate_splits else []
     tally, summary = work.holding.tally, segment.summary
     may_skip = work.job.window.may_skip

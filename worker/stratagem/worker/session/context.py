@@ -224,12 +224,12 @@ class ExecutionContext:
         """Have the event loop make a call, after all that were posted before it."""
         self.host.loop.call_soon_threadsafe(call, *arguments)
 
-    def be(self, activity: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """Set the activity that Describe and errors report."""
         self.holding.activity = activity
-        self.post(self.outbox.be, activity)
+        self.post(self.outbox.set_activity, activity)
 
-    def tell(self, notes: Iterable[str]) -> None:
+    def warn(self, notes: Iterable[str]) -> None:
         """Write sentences to the run's log, as warnings."""
         for text in notes:
             line = pb.LogLine(
@@ -273,7 +273,7 @@ class ExecutionContext:
             sources=self.sources(),
             numerics=self.numerics,
         )
-        self.tell(trainer.setup.notes)
+        self.warn(trainer.setup.notes)
         return trainer
 
     def new_inference(self, *, fresh: bool) -> Inference:
@@ -285,7 +285,7 @@ class ExecutionContext:
             fresh=fresh,
             sources=self.sources(),
         )
-        self.tell(inference.setup.notes)
+        self.warn(inference.setup.notes)
         return inference
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -33,7 +33,7 @@ class Outbox:
         self.activity = "waiting"
         self.step = 0
 
-    def be(self, activity: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """Set what the plan is doing now, in the words of SessionInfo."""
         self.activity = activity
 

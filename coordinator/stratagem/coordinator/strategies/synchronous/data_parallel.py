@@ -48,7 +48,9 @@ def _shape(job: JobSpec) -> SegmentRules:
     assert isinstance(strategy, DataParallel)
     options = strategy.options
     if isinstance(options.inner, ModelParallel):
-        return model_parallel.shape_of(options.inner, strategy.num_replicas, options.min_replicas)
+        return model_parallel.segment_rules(
+            options.inner, strategy.num_replicas, options.min_replicas
+        )
     exchange = _EXCHANGES[type(strategy.aggregation)]
     # Residuals of a codec belong to shards: the owner of a shard has the only copy of its residual.
     has_residuals = job.compression is not None and job.compression.keeps_state

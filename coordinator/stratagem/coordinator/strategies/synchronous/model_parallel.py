@@ -22,7 +22,9 @@ from stratagem.coordinator.strategies.synchronous.pipeline_placement import (
 from stratagem.coordinator.strategies.synchronous.segments import SegmentRules, synchronous
 
 
-def shape_of(spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1) -> SegmentRules:
+def segment_rules(
+    spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1
+) -> SegmentRules:
     """Return the rules of one pipeline, or of several that share the rows of each batch."""
     return SegmentRules(
         num_shards=num_replicas,
@@ -52,7 +54,7 @@ def check_partitions(job: JobSpec, spec: ModelParallel) -> list[Violation]:
 
 def _shape(job: JobSpec) -> SegmentRules:
     assert isinstance(job.strategy, ModelParallel)
-    return shape_of(job.strategy)
+    return segment_rules(job.strategy)
 
 
 def _check(job: JobSpec) -> list[Violation]:

@@ -67,7 +67,7 @@ class SharedTransport:
             [_one_set(layout, segment, index) for index in range(count)]
             for segment, count in zip(segments, counts, strict=True)
         ]
-        buckets.lie_in(self._sets[party.rank])
+        buckets.move_to(self._sets[party.rank])
         self._num_buckets = len(layout.buckets)
         self._prepared: dict[int, list[list[Block]]] = {}
         self._blocks: list[list[Block]] = []
@@ -89,7 +89,7 @@ class SharedTransport:
 
     def launch(self, bucket: int) -> None:
         self._num_launched = bucket + 1
-        self._group.tell()
+        self._group.send_token()
         while self._num_reduced < self._num_launched and self._group.has_heard(
             self._first_token + self._num_reduced + 1
         ):
@@ -112,7 +112,7 @@ class SharedTransport:
 
     def close(self) -> None:
         # A member that was frozen may go on writing into this memory when it wakes up.
-        self._buckets.lie_in(())
+        self._buckets.move_to(())
         self._prepared.clear()
         self._blocks, self._sets = [], []
         self._group.cut()
@@ -123,7 +123,7 @@ class SharedTransport:
         while self._num_reduced < self._num_buckets:
             self._group.hear(self._first_token + self._num_reduced + 1, last, self.deadline_s)
             self._reduce_next()
-        self._group.tell()
+        self._group.send_token()
         self._group.hear(last, last, self.deadline_s)
         self._first_token = last
 

@@ -81,7 +81,7 @@ class GradientBuckets:
         flats = self._make_flats(which)
         return flats, self.views_of(flats, which)
 
-    def lie_in(self, sets: Sequence[Sequence[Tensor]]) -> None:
+    def move_to(self, sets: Sequence[Sequence[Tensor]]) -> None:
         """Moves the sets to this memory, which must be zeros; with none given, to memory of their
         own. What they held is lost."""
         self._sets, self._views = [], []
