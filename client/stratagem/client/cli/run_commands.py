@@ -4,8 +4,6 @@ Owns what Ctrl-C means. A run on a cluster that this command started is stopped,
 a run on someone else's coordinator goes on without us.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -274,7 +272,7 @@ class LocalRun:
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def load(cls, data_dir: Path, run_id: str) -> LocalRun:
+    def load(cls, data_dir: Path, run_id: str) -> "LocalRun":
         path = _local_run_file(data_dir, run_id)
         try:
             kept = json.loads(path.read_text())

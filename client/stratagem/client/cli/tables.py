@@ -3,8 +3,6 @@
 Owns every word that is printed about a status. Knows nothing of calls or exit codes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -35,12 +33,12 @@ MAX_CHANGES: Final = 8
 """Of a member's hyperparameters, that are shown; JSON has all."""
 
 
-def to_json(value: DataclassInstance, **extra: Any) -> str:
+def to_json(value: "DataclassInstance", **extra: Any) -> str:
     """Return a value as one line of standard JSON; a number that is not finite becomes a string."""
     return json.dumps({**extra, **_plain(dataclasses.asdict(value))}, allow_nan=False)
 
 
-def many_to_json(values: Iterable[DataclassInstance]) -> str:
+def many_to_json(values: "Iterable[DataclassInstance]") -> str:
     return json.dumps([_plain(dataclasses.asdict(value)) for value in values], allow_nan=False)
 
 

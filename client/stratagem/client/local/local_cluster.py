@@ -8,8 +8,6 @@ coordinator comes back at the same port and a worker under the same name, so a k
 hiccup of the run. Everything listens on loopback only.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import os
@@ -142,7 +140,7 @@ class LocalCluster:
         """All processes by name, as they stand now."""
         return {view.name: view for view in self._running().views()}
 
-    def client(self) -> Client:
+    def client(self) -> "Client":
         """A blocking client of this cluster."""
         from stratagem.client.sdk.blocking_client import Client
 

@@ -9,8 +9,6 @@ Owns what each call means to a caller. Reconnecting is in retrying_calls.py, the
 downloads.py and uploads.py; nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from os import PathLike
@@ -89,7 +87,7 @@ class AsyncClient:
         *,
         data: InlineData | None = None,
         import_path: Sequence[Path] = (),
-    ) -> AsyncRun:
+    ) -> "AsyncRun":
         """Start a run. The same run_id with the same job starts nothing twice.
 
         data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
@@ -116,7 +114,7 @@ class AsyncClient:
             response = await connection.call(connection.stub.SubmitRun, request)
         return AsyncRun(connection, RunId(response.run_id), reason)
 
-    async def get(self, run_id: str) -> AsyncRun:
+    async def get(self, run_id: str) -> "AsyncRun":
         """An existing run; NotFoundError when there is none of this id."""
         run = AsyncRun(self._connection, check_run_id(run_id))
         await run.status()
@@ -258,7 +256,7 @@ class AsyncRun:
         """
         return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
 
-    async def state_dict(self, which: str = "final") -> dict[str, torch.Tensor]:
+    async def state_dict(self, which: str = "final") -> "dict[str, torch.Tensor]":
         """The model of a committed state as torch tensors, for `model.load_state_dict`."""
         from stratagem.client.sdk.torch_states import to_state_dict
 

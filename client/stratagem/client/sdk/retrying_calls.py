@@ -6,8 +6,6 @@ backoff, and so is the next leader where one only stands by. Errors leave this m
 common.errors, never as gRPC's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -4,8 +4,6 @@ Owns how splits and rows become named tensors (`train.x`, `train.y`, `train.x.<k
 import torch unless the caller passes tensors in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any

@@ -4,8 +4,6 @@ fp16 has few exponents, so each tensor is scaled by a power of two, which is exa
 largest value is just below 2^15. bf16 has the exponents of float32.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes

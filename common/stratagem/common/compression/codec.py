@@ -8,8 +8,6 @@ layout. Knows neither torch nor the network.
     TensorCodec   one tensor, without state; `PerTensor` makes a Codec of them
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +78,7 @@ class Codec(Protocol):
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
         """Return the tensors that the receiver decodes from a payload encoded with the key."""
 
-    def part(self, places: range) -> Codec | None:
+    def part(self, places: range) -> "Codec | None":
         """The codec of these neighbours in the layout alone, with the same bits: the payloads of
         all parts, in order, are the payload, and each keeps the state of its own tensors. None
         where tensors share a payload."""
@@ -193,7 +191,7 @@ class PerTensor(OneByOne):
         ]
         return joined(parts), state
 
-    def part(self, places: range) -> PerTensor:
+    def part(self, places: range) -> "PerTensor":
         cut = slice(places.start, places.stop)
         first = self._first + places.start
         return PerTensor(self._layout[cut], self._codecs[cut], first=first)

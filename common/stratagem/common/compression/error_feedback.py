@@ -5,8 +5,6 @@ decoded is the sum of the inputs minus the last residual, for any codec
 (https://arxiv.org/abs/1901.09847).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 
@@ -63,7 +61,7 @@ class ErrorFeedback:
     def decode(self, payload: ByteArray, key: int) -> list[FloatArray]:
         return self._codec.decode(payload, key)
 
-    def part(self, places: range) -> ErrorFeedback | None:
+    def part(self, places: range) -> "ErrorFeedback | None":
         inner = self._codec.part(places)
         if inner is None:
             return None

@@ -4,8 +4,6 @@ Rounded to the nearest, ties to even, or stochastically: floor(x / scale + u), w
 (QSGD, https://arxiv.org/abs/1610.02132).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from stratagem.common.compression.codec import ByteArray, Decode, FloatArray, Read, joined, to_bytes

@@ -9,8 +9,6 @@ Products are sums of elementwise float32 products in one fixed order, not calls 
 bits depend on threads and alignment.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +113,7 @@ class LowRank(OneByOne):
             after[matrix.name] = right.reshape(-1)
         return joined(parts), after
 
-    def part(self, places: range) -> LowRank:
+    def part(self, places: range) -> "LowRank":
         cut = self._layout[places.start : places.stop]
         return LowRank(cut, rank=self._rank, seed=self._seed)
 

@@ -9,8 +9,6 @@ Stochastic: sign(x) with probability |x| / max|x|, scale max|x|; unbiased (TernG
 https://arxiv.org/abs/1705.07878).
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np

@@ -5,8 +5,6 @@ earlier element is kept. Places ascend; they are a bitmap where that is smaller 
 each.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

@@ -14,8 +14,6 @@ are, with the bundle of the others. Where the payload would not be smaller than 
 are sent as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -159,7 +157,7 @@ def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> f
 class VsaBesidePlain:
     """The payload of the bundle, then the small tensors as they are, in order of the layout."""
 
-    def __init__(self, layout: Layout, beside: frozenset[int], bundled: Vsa) -> None:
+    def __init__(self, layout: Layout, beside: frozenset[int], bundled: "Vsa") -> None:
         """bundled: of the others."""
         self._layout, self._beside, self._bundled = layout, beside, bundled
         plain = [layout[place] for place in sorted(beside)]

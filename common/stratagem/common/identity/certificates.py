@@ -5,8 +5,6 @@ them, and this module says by example what must stand in them. Keys are readable
 alone, and nothing is overwritten.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -210,7 +208,7 @@ def retire_authority(folder: Path) -> Path:
     return folder / CA_FILE
 
 
-def _signed(folder: Path) -> list[Shown]:
+def _signed(folder: Path) -> "list[Shown]":
     """The certificates of holders in a folder of `init`."""
     known = [each for path in sorted(folder.glob("*.crt")) for each in show(path)]
     named = [each for each in known if each.name]
@@ -240,7 +238,7 @@ def _file_name(cert_id: CertId) -> str:
     return cert_id.name if cert_id.role is Role.COORDINATOR else f"{cert_id.role}-{cert_id.name}"
 
 
-def _own_hosts(shown: Shown) -> Sequence[str]:
+def _own_hosts(shown: "Shown") -> Sequence[str]:
     """The hosts that were asked for; a worker's names follow from its identity."""
     return shown.hosts if shown.role == Role.COORDINATOR else ()
 

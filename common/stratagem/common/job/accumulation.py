@@ -5,8 +5,6 @@ or a federated client's batch) is cut into micro-batches, whose gradients are ad
 divided once by their total weight, so the cut changes memory and rounding, but not the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -61,7 +59,7 @@ class AccumulationSpec(Section):
         )
 
 
-def check_accumulation(job: JobSpec) -> Iterator[Violation]:
+def check_accumulation(job: "JobSpec") -> Iterator[Violation]:
     """Yield the contradictions between the section and the rest of the job."""
     spec = job.window
     # That a job lacks its batch_size is another violation.

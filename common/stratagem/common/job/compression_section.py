@@ -4,8 +4,6 @@ Owns the options of every codec and the sentence with which a job is refused tha
 honour. What a codec does is `stratagem.common.compression`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, Literal, Self
 

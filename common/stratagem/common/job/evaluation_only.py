@@ -4,8 +4,6 @@ It evaluates one state, once, on all rows of one split. Says which fields such a
 the others have no place in it.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Final
 
 from stratagem.common.base.errors import Violation
@@ -31,7 +29,7 @@ _OF_TRAINING: Final = {
 }
 
 
-def check_evaluating(job: JobSpec) -> list[Violation]:
+def check_evaluating(job: "JobSpec") -> list[Violation]:
     """Return what a job without gradients says that belongs to training, and what it lacks."""
     violations = [
         Violation(name, f"{_WHY}: {reason}; leave it out")
@@ -45,7 +43,7 @@ def check_evaluating(job: JobSpec) -> list[Violation]:
     return [*violations, *_evaluation(job), *_strategy(job)]
 
 
-def _evaluation(job: JobSpec) -> list[Violation]:
+def _evaluation(job: "JobSpec") -> list[Violation]:
     own = job.evaluation
     if own is None:
         return [Violation("evaluation", f"missing; {_WHY}, and it says what is evaluated")]
@@ -61,7 +59,7 @@ def _evaluation(job: JobSpec) -> list[Violation]:
     return violations
 
 
-def _strategy(job: JobSpec) -> list[Violation]:
+def _strategy(job: "JobSpec") -> list[Violation]:
     asked = job.execution.parallelism
     if isinstance(asked, ModelParallel | PipelineParallel):
         text = (

@@ -5,8 +5,6 @@ only a short way to write the fields: it dissolves into them when the section is
 sections which mean the same are equal.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias

@@ -5,8 +5,6 @@ run or a file, is turned into that digest by the client before the job is submit
 began from then stands in its job, whatever happens to the run or the file later.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Self
 

@@ -3,8 +3,6 @@
 Owns the spelling. Which unit has a meaning under which strategy is for the job to check.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, TypeAlias, cast

@@ -4,8 +4,6 @@ A cycle is `full_steps` exact steps, then `predict_steps` predicted ones with on
 correction) after every `correct_every` of them. Checks itself; knows no torch and no strategy.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator

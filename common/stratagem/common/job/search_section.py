@@ -12,8 +12,6 @@ The form of the Rust programs (an object with `dimensions`) is read as well, and
 one. Knows no strategy.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias

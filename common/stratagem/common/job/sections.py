@@ -4,8 +4,6 @@ Each section checks itself; what concerns several sections at once is checked by
 User code is only named here (an entry point is text), never imported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self

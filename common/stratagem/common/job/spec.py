@@ -4,8 +4,6 @@
 job back. Does not know whether this installation can carry the job out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Self
@@ -143,7 +141,7 @@ class JobSpec(Section):
         return dump_json(self.document())
 
     @staticmethod
-    def from_json(text: str) -> JobSpec:
+    def from_json(text: str) -> "JobSpec":
         """The job from its JSON text; the latest ones are kept, as several readers follow."""
         return _read(text, limits.are_checked())
 

@@ -6,8 +6,6 @@ allowed is for the worker that builds the model. Parameters are called `<node id
 of a subgraph `<subgraph id>.<node id>.<name>`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
@@ -66,7 +64,7 @@ class SubgraphSpec(Section):
     """A graph that is one node of the graph around it."""
 
     id: NodeId
-    graph: GraphSpec
+    graph: "GraphSpec"
 
 
 class GraphSpec(Section):

@@ -6,8 +6,6 @@ number: the gradients of the uses are added in falling order of it, wherever the
 so a cut changes no sum. Pure values; must not know torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,7 +31,7 @@ class FromNode:
 class NodeInput:
     """The value for input `index` of `count`: a member if the value is a tuple, or the value."""
 
-    of: Source
+    of: "Source"
     index: int
     count: int
 
@@ -42,7 +40,7 @@ class NodeInput:
 class Bundle:
     """A tuple of several values."""
 
-    parts: tuple[Source, ...]
+    parts: "tuple[Source, ...]"
 
 
 Source: TypeAlias = ModelInput | FromNode | NodeInput | Bundle

@@ -6,8 +6,6 @@ this process and how a context travels: as W3C `traceparent`, in the metadata of
 for code that must remember it. Knows nothing of what is traced.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -33,8 +31,8 @@ _UNTRACED: Final = ("/GetGradients", "/ApplyGradients", "/Heartbeat", "/Describe
 
 @dataclass(frozen=True, slots=True)
 class _Tracing:
-    tracer: Tracer
-    provider: TracerProvider | None
+    tracer: "Tracer"
+    provider: "TracerProvider | None"
     """None where it is the caller's own program that owns it."""
 
 
@@ -185,7 +183,7 @@ def _context_of(parent: str) -> Any:
     return _propagator().extract({KEY: parent}) if parent else None
 
 
-def _current() -> Span:
+def _current() -> "Span":
     from opentelemetry import trace
 
     return trace.get_current_span()

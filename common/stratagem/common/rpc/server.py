@@ -8,8 +8,6 @@ traceback. Handlers that stream answers must be async generators, and read reque
 iterator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -135,9 +133,9 @@ class _Rules(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> "Handler | None":
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -151,7 +149,7 @@ class _Rules(grpc.aio.ServerInterceptor):
         return _guarded(handler, call)
 
 
-def _guarded(handler: Handler, call: _Call) -> Handler:
+def _guarded(handler: Handler, call: "_Call") -> Handler:
     """Return the handler under our rules; it takes a stream of requests, even if only of one."""
     behaviour = getattr(handler, _KINDS[(handler.request_streaming, handler.response_streaming)])
     make: Callable[..., Handler] = grpc.stream_unary_rpc_method_handler

@@ -10,8 +10,6 @@ a time and are never gathered here. Must not know torch, sessions or where bytes
     upload    caller: header, Chunk…       server: resume_offset, then committed  push, receive_…
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

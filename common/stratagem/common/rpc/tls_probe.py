@@ -5,8 +5,6 @@ server at all. So after such a failure the handshake is done once more by hand, 
 it becomes a sentence with the file and the remedy. Blocking; asks and decides nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl
@@ -107,7 +105,7 @@ class _Probe:
             plain.close()
             raise
 
-    def shown(self) -> x509.Certificate:
+    def shown(self) -> "x509.Certificate":
         """Return the server's certificate without verifying it."""
         from cryptography import x509
 
@@ -172,7 +170,7 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
     return f"{whose} is not signed by an authority in {files.ca}, but by {issuer!r} ({words})"
 
 
-def _of_ended(theirs: x509.Certificate, whose: str, files: TlsFiles) -> str:
+def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:
     """Say which of the server's certificate and the authorities that we trust has expired."""
     from cryptography import x509
 
@@ -203,7 +201,7 @@ def _of_caller(probe: _Probe, files: TlsFiles, material: Material) -> str:
     )
 
 
-def _leaf(material: Material) -> x509.Certificate:
+def _leaf(material: Material) -> "x509.Certificate":
     from cryptography import x509
 
     return x509.load_pem_x509_certificates(material.cert or b"")[0]

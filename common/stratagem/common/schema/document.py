@@ -6,8 +6,6 @@ by that, and so does the reference. What is wrong becomes one `InvalidInputError
 per wrong field, in our words. Knows no document.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, dataclass_transform

@@ -4,8 +4,6 @@ A constraint is pydantic's own where it has one; a name or a spelling is checked
 says what is allowed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

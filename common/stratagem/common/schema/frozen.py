@@ -5,8 +5,6 @@ one), and is hashable; what would change it raises. `thawed` makes the fresh pla
 foreign code is given. Knows no document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -31,10 +29,10 @@ class FrozenDict(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
-    def __copy__(self) -> FrozenDict:
+    def __copy__(self) -> "FrozenDict":
         return self
 
-    def __deepcopy__(self, _memo: object) -> FrozenDict:
+    def __deepcopy__(self, _memo: object) -> "FrozenDict":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -53,10 +51,10 @@ class FrozenList(list[Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self))
 
-    def __copy__(self) -> FrozenList:
+    def __copy__(self) -> "FrozenList":
         return self
 
-    def __deepcopy__(self, _memo: object) -> FrozenList:
+    def __deepcopy__(self, _memo: object) -> "FrozenList":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

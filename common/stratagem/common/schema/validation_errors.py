@@ -4,8 +4,6 @@ Each class of a document says it about its own fields; what a class inside it ha
 put under the field that holds it. Pydantic's own messages never leave this module.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, get_args

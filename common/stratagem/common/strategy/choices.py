@@ -4,8 +4,6 @@ Every class is frozen and checks its own ranges when it is made. Each kind of ch
 a reader meets its members with `match` and `assert_never`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Final, TypeAlias
 

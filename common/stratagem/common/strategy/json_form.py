@@ -4,8 +4,6 @@ Variants are objects with their name under a tag key ("type", "method", "protoco
 RemoteTarget, which is an object with one key; the classes say the rest.
 """
 
-from __future__ import annotations
-
 from stratagem.common.schema.document import Section
 from stratagem.common.schema.json_text import JSON, dump_json, load_json
 from stratagem.common.strategy.kinds import Strategy, StrategyField

@@ -5,8 +5,6 @@ valid. The fields as declared are the JSON form that is shared with the Rust pro
 alone stands under `options`. Does not know how any strategy is carried out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Final, Literal, TypeAlias, assert_never
@@ -99,7 +97,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 
     min_replicas: SharedCount = 1
     all_reduce: Literal["direct", "ring", "native"] = DIRECT_ALL_REDUCE
-    inner: StrategyField | None = None
+    inner: "StrategyField | None" = None
     consensus_every: SharedCount | None = None
 
 
@@ -170,7 +168,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     over_select: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
     late_updates: _LateUpdates = REFUSE
     max_staleness: SharedCount = DEFAULT_MAX_STALENESS
-    inner: StrategyField | None = None
+    inner: "StrategyField | None" = None
     on_client_error: Literal["reject", "fail"] = "reject"
     on_missing_quorum: Literal["fail", "wait"] = "fail"
 
@@ -229,7 +227,7 @@ class PopulationOptions(DocumentValue, is_extras=True):
     has trained, against the newest scores of the others, without waiting for them.
     """
 
-    inner: StrategyField | None = None
+    inner: "StrategyField | None" = None
     asynchronous: bool = False
 
 

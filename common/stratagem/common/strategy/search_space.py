@@ -4,8 +4,6 @@ Owns the values, their validity and the JSON form shared with the Rust programs.
 sampling is for the strategy that explores.
 """
 
-from __future__ import annotations
-
 from dataclasses import field, replace
 from enum import StrEnum
 from operator import attrgetter
@@ -107,7 +105,7 @@ class Conditional(DocumentValue, tag="dim_type"):
     name: NonEmptyText
     parent: NonEmptyText
     parent_values: NonEmptyItems[FrozenJSON]
-    dimension: DimensionField
+    dimension: "DimensionField"
     options: NoOptions = field(default=NoOptions(), repr=False)
 
 
@@ -139,7 +137,7 @@ class SearchSpace(DocumentValue):
                 violations.append(Violation(f"dimensions[{i}].parent", text))
         refuse(violations)
 
-    def in_order(self) -> SearchSpace:
+    def in_order(self) -> "SearchSpace":
         """Return the same space with its dimensions in order of name."""
         return replace(self, dimensions=tuple(sorted(self.dimensions, key=attrgetter("name"))))
 

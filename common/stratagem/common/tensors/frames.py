@@ -8,8 +8,6 @@ taken of the copy while it is in the cache: that costs a third of a pass over th
 Knows only the layout of `Chunk` and that its field is number 2.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -133,7 +131,7 @@ class ChunkFrame:
         self.offset, self.data, self.crc32c = offset, data, crc
 
     @property
-    def chunk(self) -> ChunkFrame:
+    def chunk(self) -> "ChunkFrame":
         return self
 
     def WhichOneof(self, _group: str) -> str:

@@ -10,8 +10,6 @@ optimizer, where there is one, takes the mean from here in float64. Made to run 
 nothing of rounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

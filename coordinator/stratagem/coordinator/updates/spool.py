@@ -9,8 +9,6 @@ when that has it, and the files here are copies: what another coordinator has ac
 Knows nothing of rounds beyond their number, and does not decide who takes part in them.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import threading

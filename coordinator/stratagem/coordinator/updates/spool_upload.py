@@ -5,8 +5,6 @@ resumed upload is as sure as a new one. An upload ends in one rename, of the ent
 data. Knows nothing of the spool around it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

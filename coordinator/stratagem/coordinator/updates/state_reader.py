@@ -1,7 +1,5 @@
 """Reads a stored state window by window, and names the tensors that are averaged, not trained."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -24,7 +22,9 @@ def averaged_names(manifest: Manifest) -> Collection[str]:
     return frozenset(json.loads(manifest.metadata.get(AVERAGED_KEY, "[]")))
 
 
-def open_state(files: ExitStack, store: BlobStore, digest: Digest) -> tuple[Manifest, StateReader]:
+def open_state(
+    files: ExitStack, store: BlobStore, digest: Digest
+) -> "tuple[Manifest, StateReader]":
     """Return the manifest and the reader of a stored state; `files` closes it."""
     file = files.enter_context(store.open(digest))
     manifest, data_start = header_of(file, digest)

@@ -4,8 +4,6 @@ Checks the data while they stream by, so that no second pass is needed. A client
 rejected alone, with a sentence that says why. Knows nothing of files or rounds.
 """
 
-from __future__ import annotations
-
 import google_crc32c
 import numpy as np
 

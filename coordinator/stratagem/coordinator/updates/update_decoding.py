@@ -6,8 +6,6 @@ decoded for every window, or be held for every client; so its updates are spoole
 nothing of rounds.
 """
 
-from __future__ import annotations
-
 import io
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Holds no file open, and nothing that grows with the model but a checksum for eac
 many. Knows nothing of codecs or rounds.
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Iterator

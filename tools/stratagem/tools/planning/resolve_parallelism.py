@@ -5,8 +5,6 @@ same workers always get the same answer, and says why. A model that does not fit
 into a pipeline, where it can be cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +79,7 @@ class Fleet:
         return min((self._own(member) for member in self.members), default=0)
 
     @classmethod
-    def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> Fleet:
+    def of_equals(cls, number: int, device: str, memory_bytes: int = 0) -> "Fleet":
         """Return a fleet of so many equal workers with a host each; without memory, theirs is not
         known."""
         numbers = range(number)

@@ -5,8 +5,6 @@ bits of a matrix product depend on the alignment of its operands. Must not know 
 came from or which rows are wanted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
@@ -135,7 +133,7 @@ class Pool(Protocol):
 class Cache(Protocol):
     """Keeps data sets ready."""
 
-    def of(self, dataset: Dataset, gather: Gather) -> Dataset: ...
+    def of(self, dataset: Dataset, gather: "Gather") -> Dataset: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ are those of the buckets. Used by one thread; only `cut` may come from another. 
 nor optimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final

@@ -6,8 +6,6 @@ none is contracted to a fused one, which rounds differently.
 Arguments were checked by `kernel_ops`, which also says what each operator is.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -4,8 +4,6 @@ Replaces `torch_kernels`; `kernel_ops` chooses and has checked the arguments. No
 the device. Under TRITON_INTERPRET=1, set before the import, the programs run on CPU tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

@@ -6,8 +6,6 @@ A message whose receive is posted goes straight into its tensor; an early one is
 limit. Must not know gRPC.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class Receive:
 
     __slots__ = ("_box", "_stage", "_tensor", "dtype", "is_done", "route", "size_bytes", "view")
 
-    def __init__(self, box: Mailbox, route: Route, tensor: Tensor) -> None:
+    def __init__(self, box: "Mailbox", route: Route, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
         self._box, self.route, self._tensor = box, route, tensor
         # A tensor of another device is filled from here at the end of the wait.

@@ -6,8 +6,6 @@ however a process ends, and no mount whose size limits it. The sockets also carr
 counted bytes: a peer that dies is seen at once. Knows nothing of gradients.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket
@@ -30,7 +28,7 @@ from stratagem.worker.mesh.shm_segments import (
 
 def form_shared(
     listener: SharedListener, rank: int, size: int, addresses: Sequence[bytes], timeout_s: float
-) -> SharedGroup:
+) -> "SharedGroup":
     """Connects all members, as `same_host.connect` does."""
     return SharedGroup(rank, size, connect(listener, rank, size, addresses, timeout_s))
 

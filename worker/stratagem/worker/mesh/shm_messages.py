@@ -7,8 +7,6 @@ the sender comes by again. Both look only while they send or wait, so there is n
 core is taken from those that compute. Knows nothing of what it carries.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket
@@ -79,7 +77,7 @@ class SlotLink:
         self._lock = threading.Lock()
         self._is_closed = False  # guarded by _lock, as is the closing of sockets
 
-    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> ShmTransfer:
+    def send(self, peer: int, tag: int, tensor: Tensor, step: int = 0) -> "ShmTransfer":
         """Starts sending. tensor: bytes, not to be changed before the end of the wait. Returns at
         once.
 
@@ -121,7 +119,7 @@ class SlotLink:
         """Returns why nothing more goes to a member; empty while something may."""
         return self._box.reason or self._ways[peer].end
 
-    def is_announced(self, work: ShmTransfer) -> bool:
+    def is_announced(self, work: "ShmTransfer") -> bool:
         """Returns whether the peer has been notified of the message."""
         return work.is_done and self._ways[work.peer].is_flushed
 

@@ -4,8 +4,6 @@ Pure: no clock, no tensor. Every comparison is relative to |loss|, so that losse
 mean the same as others.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ class LossHistory:
     losses: tuple[float, ...] = ()
     capacity: int = MAX_LOSSES
 
-    def recorded(self, loss: float) -> LossHistory:
+    def recorded(self, loss: float) -> "LossHistory":
         """Returns the history with one more loss, and without the oldest if there is no room."""
         return LossHistory((*self.losses, loss)[-self.capacity :], self.capacity)
 

@@ -9,8 +9,6 @@ All three compare with as many steps without phases; whether fewer steps would h
 loss only a run without phases can show.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from stratagem.common.job.phases_section import PhasesSpec
@@ -34,7 +32,7 @@ class Seconds:
 
     def with_exact(
         self, phase: TrainingPhase, *, forward: float, backward: float, whole: float
-    ) -> Seconds:
+    ) -> "Seconds":
         """Returns the sums with one more exact step."""
         full, predict, correct = self.counts
         counts = Counts(
@@ -50,7 +48,7 @@ class Seconds:
             exact=self.exact + whole,
         )
 
-    def with_predicted(self, whole: float) -> Seconds:
+    def with_predicted(self, whole: float) -> "Seconds":
         """Returns the sums with one more Predict step."""
         counts = self.counts._replace(predict=self.counts.predict + 1)
         return replace(self, counts=counts, predicted=self.predicted + whole)

@@ -8,8 +8,6 @@ one is formed, and everything of a run when it is closed. Sweeping happens in th
 a slow store holds up no step, and one that fails is named in the log.
 """
 
-from __future__ import annotations
-
 import contextvars
 import importlib
 import shutil
@@ -81,7 +79,7 @@ class ActivationStore:
                 raise UnavailableError(text) from error
             raise InvalidInputError.at("activation_store", text) from error
 
-    def transport(self, run_id: str, party: str, membership: int, replica: int) -> StoreTransport:
+    def transport(self, run_id: str, party: str, membership: int, replica: int) -> "StoreTransport":
         """Returns the transport of one replica of a party under one membership."""
         prefix = f"{_folder(run_id, party)}/{membership}/{replica}"
         from stratagem.worker.pipeline.store_transport import StoreTransport

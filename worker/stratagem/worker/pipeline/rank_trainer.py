@@ -6,8 +6,6 @@ all gradients, tied parameters) goes round in three small messages. Nothing chan
 have said that their gradients are finite. Must not know gRPC and the coordinator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

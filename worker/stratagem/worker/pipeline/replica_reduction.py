@@ -4,8 +4,6 @@ Each such column of ranks has an exchange of its own, which adds the logical sha
 as without pipelines. Knows no stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stratagem.worker.exchange import GradientReducer

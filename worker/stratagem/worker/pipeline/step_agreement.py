@@ -6,8 +6,6 @@ all to all. Each rank then computes the same numbers from the same parts in the 
 a single process. No round makes the first stage wait, which ends last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final

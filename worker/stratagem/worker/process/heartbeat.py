@@ -4,8 +4,6 @@ Owns registration and heartbeats, on a channel of their own so that no tensor st
 up. A coordinator that is away is waited for; training continues meanwhile. Knows nothing of runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -119,7 +117,7 @@ class Agent:
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):
                     await self._has_left.wait()
 
-    async def _leave(self, stub: CoordinatorServiceAsyncStub) -> None:
+    async def _leave(self, stub: "CoordinatorServiceAsyncStub") -> None:
         request = pb.LeaveRequest(
             worker_id=self.identity.worker_id,
             incarnation=self.identity.incarnation,
@@ -135,7 +133,7 @@ class Agent:
                 await self._report(1, "cannot say that this worker leaves", error, asked)
                 self._give_up_silent(asked, error)
 
-    async def _register(self, stub: CoordinatorServiceAsyncStub) -> pb.RegisterWorkerResponse:
+    async def _register(self, stub: "CoordinatorServiceAsyncStub") -> pb.RegisterWorkerResponse:
         request = pb.RegisterWorkerRequest(
             worker_id=self.identity.worker_id,
             incarnation=self.identity.incarnation,
@@ -157,7 +155,7 @@ class Agent:
             await backoff.pause()
             attempt += 1
 
-    async def _beat(self, stub: CoordinatorServiceAsyncStub, interval_s: float) -> None:
+    async def _beat(self, stub: "CoordinatorServiceAsyncStub", interval_s: float) -> None:
         """Beat until this worker leaves, or the coordinator does not know this incarnation."""
         num_failed = 0
         while not self._why_leaving:

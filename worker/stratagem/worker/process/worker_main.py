@@ -4,8 +4,6 @@ Owns the order of start and of drain. When asked to end, the worker reports that
 what runs after its present step, reports that it leaves, and exits 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib
@@ -275,7 +273,7 @@ class Reach:
 
     address: str
     proof: Proof
-    coordinator: CoordinatorServiceAsyncStub
+    coordinator: "CoordinatorServiceAsyncStub"
 
 
 def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach: Reach) -> Host:

@@ -4,8 +4,6 @@ Plans of our coordinator pass. Others are refused with the name of the wrong fie
 thread fails over it or memory fills up.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError

@@ -5,8 +5,6 @@ Owns the values that pass between the process, a session and a plan: `Host` is t
 `ExecutionContext` one plan's access to both. Decides nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -83,7 +81,7 @@ class Host:
     mesh: MeshOffer
     activations: ActivationStore
     hub: PeerHub
-    coordinator: CoordinatorServiceAsyncStub
+    coordinator: "CoordinatorServiceAsyncStub"
     blobs: ReceivedBlobs
     thread: TorchThread
     loop: asyncio.AbstractEventLoop

@@ -3,8 +3,6 @@
 Read only by `worker_metrics.py`, when the worker is scraped.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ class WorkStats:
     exchange_wait_s: float = 0.0
     ended: Counter[str] = field(default_factory=Counter)
 
-    def add_step(self, seconds: float, report: StepReport) -> None:
+    def add_step(self, seconds: float, report: "StepReport") -> None:
         """Count one training step."""
         self.num_steps += 1
         self.step_seconds.add(seconds)

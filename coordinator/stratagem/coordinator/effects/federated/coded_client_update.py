@@ -4,8 +4,6 @@ One of the vsa codec, which has no windows, is decoded. It is small and is held 
 decodes to takes its place, so the fold treats it as an update that was not coded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ were taken then (verified_file.py). Unreferenced blobs are collected. All
 methods may be called from any thread, and may block on a disk or a network.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection
 from pathlib import Path
@@ -44,7 +42,7 @@ class MissingBlobError(NotFoundError):
 class BlobStore(Protocol):
     """Content-addressed blobs; see the module for the rules."""
 
-    def writer(self, total_bytes: int) -> BlobWriter:
+    def writer(self, total_bytes: int) -> "BlobWriter":
         """Return a writer for a blob of exactly total_bytes."""
 
     def scratch(self) -> Scratch:

@@ -5,8 +5,6 @@ Before every module that may draw random numbers the default generator is seeded
 whichever worker computes the shard. Knows modules, but neither data nor the exchange.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import Counter
@@ -49,7 +47,7 @@ class _Hook:
     Compiled code is interrupted for it unless it is idle.
     """
 
-    owner: KeyedRandomness
+    owner: "KeyedRandomness"
     name_key: int
     is_idle: bool = False
 

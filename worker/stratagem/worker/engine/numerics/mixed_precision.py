@@ -5,8 +5,6 @@ over shards, clients and neighbours are taken in float32. Mixed precision as in 
 "Mixed Precision Training" (arXiv:1710.03740).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,7 +131,7 @@ class LossScale:
     num_good_steps: int = 0
 
     @classmethod
-    def of(cls, spec: ExecutionSpec) -> LossScale:
+    def of(cls, spec: ExecutionSpec) -> "LossScale":
         """Makes a job's scale: dynamic for float16 only; other dtypes have the range of float32."""
         is_dynamic = low_dtype(spec) is torch.float16
         return cls(is_dynamic, _FIRST_SCALE if is_dynamic else 1.0)

@@ -5,8 +5,6 @@ code, compiled code, 16-bit numbers, checkpointing. Names, parameters and hooks 
 as they are; only `forward` of some modules is replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -115,7 +113,7 @@ def is_cut(strategy: Strategy | None) -> bool:
 
 def _begin(
     job: JobSpec, device: torch.device, randomness: KeyedRandomness
-) -> tuple[ModelExecution, _Wrapper]:
+) -> "tuple[ModelExecution, _Wrapper]":
     spec, gate = job.execution, CompileGate(is_inference=job.only_evaluates)
     if spec.mode != "Eager":
         check_compiler(spec.mode, device)

@@ -3,8 +3,6 @@
 Finding their norm is the one pass over the gradients: it is reported, and clipping uses it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A step whose loss or gradients are not finite changes nothing but the scale of t
 one becomes one update of the parameters. Must not know how gradients were made and reduced.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

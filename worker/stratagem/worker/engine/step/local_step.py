@@ -4,8 +4,6 @@ Its window of micro-batches is one transaction: what raises, or is not finite, l
 optimizer and buffers as they were. Must not know nodes, clients and rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

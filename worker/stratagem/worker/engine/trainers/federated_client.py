@@ -5,8 +5,6 @@ sample order and random numbers depend on (seed, client, round) only, so a round
 gives the same update. Rounds count from 1. Must not know the coordinator or other clients' data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ its shard of the global batch, and then one round of mixing with its neighbours;
 is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ sum; parameters change only after the exchange is complete, so a step that faile
 Knows no gRPC, no members and no coordinator.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -6,8 +6,6 @@ So a holder of only some blocks can find its part, and the whole has the same bi
 another number of threads. By the rules of 1 it is the norm of the parameters' norms, in their type.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from operator import add

@@ -3,8 +3,6 @@
 They travel in the last bucket. Only this module knows their order there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class StepScalars:
     """1-d float64 on the CPU: changes of the buffers, and what else the trainer appends."""
 
     @classmethod
-    def of(cls, flat: Tensor, num_params: int) -> StepScalars:
+    def of(cls, flat: Tensor, num_params: int) -> "StepScalars":
         """Takes one tensor on the CPU apart, of which `flat` is the inverse."""
         num_head = FIRST_REACHED + num_params
         weight, loss_sum, stop, *reached = flat[:num_head].tolist()

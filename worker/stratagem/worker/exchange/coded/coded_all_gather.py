@@ -6,8 +6,6 @@ sets of gradients; `pays_off` is the rule, the same for all members. Messages go
 while backward and coding are still busy with the next ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -101,7 +99,7 @@ class PayloadMethod:
         turn.wait(under_way.sends)
         self._count(len(step.live))
 
-    def _send_ready(self, under_way: _UnderWay, prepared: _Prepared, awaited: Portion) -> None:
+    def _send_ready(self, under_way: "_UnderWay", prepared: _Prepared, awaited: Portion) -> None:
         """Sends the pieces of this portion as soon as it was launched, and those behind it that
         were launched by then."""
         num_launched = under_way.turn.await_launch(awaited.buckets[-1])

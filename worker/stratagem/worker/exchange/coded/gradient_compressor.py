@@ -8,8 +8,6 @@ while the thread of an exchange sends and decodes those before. What is coded is
 gradient, and its weight is sent with it; see common.compression.coded_step.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 Both ends follow the same rules, which depend on sizes alone. Knows neither threads nor streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
