@@ -1,6 +1,5 @@
 """Forks of a process in which a client is open: gRPC's threads are not in them, so every call there
-would never end. They get an error at once, and disturb nothing of the process they come from.
-"""
+would never end. They get an error at once, and disturb nothing of the process they come from."""
 
 import os
 from typing import Final

@@ -24,8 +24,7 @@ class AccumulationSpec(Section):
     """micro_batch_size: rows, the last micro-batch may have fewer; or steps: how many micro-batches
     a full share is cut into, sizes differing by at most one. Without either, a share is computed at
     once. normalize: mean divides by the weight, sum does not. non_finite: what a loss or gradient
-    that is no finite number does to its step.
-    """
+    that is no finite number does to its step."""
 
     micro_batch_size: Count | None = None
     steps: Count | None = None

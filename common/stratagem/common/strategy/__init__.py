@@ -37,11 +37,7 @@ from stratagem.common.strategy.choices import (
     Truncation,
     WorkerIdTarget,
 )
-from stratagem.common.strategy.json_form import (
-    dump_strategy,
-    dumps_strategy,
-    parse_strategy,
-)
+from stratagem.common.strategy.json_form import dump_strategy, dumps_strategy, parse_strategy
 from stratagem.common.strategy.kinds import (
     DEFAULT_SERVER_LEARNING_RATE,
     DIRECT_ALL_REDUCE,

@@ -19,11 +19,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.dtypes import DTYPES, DTypeInfo, dtype_named
 from stratagem.common.tensors.frames import Data
-from stratagem.common.tensors.manifest import (
-    Manifest,
-    Purpose,
-    build_manifest,
-)
+from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import from_file, read_header
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {

@@ -175,8 +175,7 @@ class App:
 
     def _changed(self, facts: list[Committed]) -> None:
         """Act on a batch of facts, all of it durable and applied; the loop calls this once per
-        batch.
-        """
+        batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed)
@@ -308,8 +307,7 @@ class App:
 
     async def _keep_room(self) -> None:
         """Free disk space regularly: others fill the disk too, and a journal that waits cannot ask
-        for it.
-        """
+        for it."""
         while True:
             await asyncio.sleep(KEEP_ROOM_S)
             await asyncio.to_thread(self.blobs.keep_room)

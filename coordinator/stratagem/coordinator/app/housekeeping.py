@@ -50,8 +50,7 @@ class House:
 
     async def expire_runs(self) -> None:
         """Delete the runs that ended long ago, and the oldest ones beyond the number that is
-        kept.
-        """
+        kept."""
         num_kept, kept_for = self.settings.keep_runs, self.settings.keep_runs_for
         reason = f"kept are {num_kept} ended runs, for {kept_for / 86400:g} days"
         while True:
@@ -61,8 +60,7 @@ class House:
 
     async def delete_logs(self) -> None:
         """Delete logs and profiles of runs that ended long ago, and those that a crash has left
-        behind.
-        """
+        behind."""
         before_s = self._before(self.settings.keep_logs_for)
         for place in (self.logs, self.profiles):
             for run_id in await asyncio.to_thread(place.run_ids):

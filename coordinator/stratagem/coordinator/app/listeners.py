@@ -22,8 +22,7 @@ log = structlog.get_logger()
 
 class CoordinatorSecurity:
     """The TLS files, tokens and revocations of the settings; InvalidInputError if they contradict
-    each other.
-    """
+    each other."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

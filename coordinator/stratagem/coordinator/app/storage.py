@@ -29,8 +29,7 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class Storage:
     """The places for blobs and updates; objects is None where everything is stored below
-    data_dir.
-    """
+    data_dir."""
 
     data_dir: Path
     objects: Objects | None
@@ -41,8 +40,7 @@ class Storage:
     @classmethod
     def open(cls, settings: Settings) -> Self:
         """Open the storage that the settings name. Raises InvalidInputError, with a remedy, for an
-        object store that cannot be used.
-        """
+        object store that cannot be used."""
         objects = open_s3(settings.blob_store, os.environ) if settings.blob_store else None
         if objects is not None:
             _log.info("blobs and updates are in an object store", url=objects.url)
@@ -77,8 +75,7 @@ class Storage:
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
         """Return the spool of the updates of open rounds, for the leader of a term; make_room frees
-        space among its blobs, on the same disk.
-        """
+        space among its blobs, on the same disk."""
         shared = SharedSpool(self.objects, term) if self.objects is not None else None
         return Spool(
             self.data_dir / "spool",

@@ -63,8 +63,7 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
 
 async def _predictions(env: EffectContext, effect: EvaluateState, members: list[Member]) -> Digest:
     """Return the outputs that the members have kept of their batches, as one blob with the rows in
-    order; "" for a split without rows.
-    """
+    order; "" for a split without rows."""
 
     async def pull(member: Member) -> StatePart:
         async with env.pulls:

@@ -43,8 +43,7 @@ class SegmentProgress:
     """Values of that step, by metric."""
     reason: str = ""
     """Why a run without workers waits, or why its work keeps failing; no other field is set
-    then.
-    """
+    then."""
 
 
 MAX_EVENTS: Final = 1024
@@ -135,8 +134,7 @@ class Feed:
         self, run_id: RunId, from_index: int, num_events: int
     ) -> AsyncIterator[FeedEvent | SegmentProgress]:
         """Yield events from an index on and progress between them, until the run has ended;
-        num_events: how many there are by now.
-        """
+        num_events: how many there are by now."""
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
         index = from_index
         shown: SegmentProgress | None = None

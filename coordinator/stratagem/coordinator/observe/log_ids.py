@@ -11,8 +11,7 @@ _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 
 def ids_of(run_id: RunId, thing: object) -> dict[str, Any]:
     """Return run_id, party, segment or round, worker_id, member of a population: those that
-    it has.
-    """
+    it has."""
     found: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
     for key, name in _NAMES:
         value = getattr(thing, name, None)

@@ -42,8 +42,7 @@ class UnreadableError(Exception):
 @dataclass(frozen=True, slots=True)
 class Recording:
     """One recording with its origin; `events` is compressed, and empty where only the head was
-    read.
-    """
+    read."""
 
     worker_id: str
     party: str

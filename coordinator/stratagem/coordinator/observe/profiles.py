@@ -90,16 +90,14 @@ class Profiles:
 
 def _kept(folder: Path) -> list[Path]:
     """Return the recordings in a folder; a file that is damaged, or of another version, is
-    not one.
-    """
+    not one."""
     found = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
     return [path for path in found if Recording.is_one(path)]
 
 
 def joined(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[dict[str, Any]]:
     """Yield the events of one trace; times are microseconds since the earliest, by the
-    coordinator's clock.
-    """
+    coordinator's clock."""
     first_ns = min(head.base_ns for head in heads)
     workers = {head.worker_id: head for head in heads}
     pids = {worker: number for number, worker in enumerate(sorted(workers), start=1)}

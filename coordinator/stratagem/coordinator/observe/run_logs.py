@@ -28,8 +28,7 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class RunLogLine:
     """One line of a run's log; worker_id is "" for the coordinator's own lines; time_s counts from
-    1970.
-    """
+    1970."""
 
     time_s: float
     worker_id: str
@@ -71,8 +70,7 @@ class RunLogs:
 
     def close_run(self, run_id: RunId) -> None:
         """Close the log of a run that has ended: followers end when they have read what there
-        is.
-        """
+        is."""
         self._drop_file(run_id)
         self._wake(run_id)
 
@@ -137,8 +135,7 @@ class RunLogs:
 
 def _line(raw: bytes) -> RunLogLine | None:
     """Parse a line; None for one cut off by a crash or a full disk, and for one joined to its
-    end.
-    """
+    end."""
     try:
         return RunLogLine(**json.loads(raw))
     except (ValueError, TypeError):

@@ -1,6 +1,5 @@
 """Publishes why a run waits when no fact says it: missing workers, and work that fails and is
-retried.
-"""
+retried."""
 
 from collections.abc import Set
 
@@ -17,8 +16,7 @@ def say_what_is_missing(
     feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]
 ) -> None:
     """Publish as progress the sentence about missing workers of these runs (all runs, where the
-    cluster changed) when it is another one; clear it once there are workers.
-    """
+    cluster changed) when it is another one; clear it once there are workers."""
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
         run, shown = state.runs[run_id], feed.progress(run_id)

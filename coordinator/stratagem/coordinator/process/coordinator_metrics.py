@@ -24,11 +24,7 @@ from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import KINDS
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.core.state import (
-    CoordinatorState,
-    RunPhase,
-    WorkerRecord,
-)
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase, WorkerRecord
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
 from stratagem.coordinator.runtime.settings import Settings
@@ -181,8 +177,7 @@ class CoordinatorMonitor:
 
     def sample(self) -> Callable[[], Readings]:
         """Take what only the event loop may read, and return the function that makes all readings.
-        Call it on the event loop.
-        """
+        Call it on the event loop."""
         app = self.app
         held = list(_waiting() if app is None else _held(app))
         return lambda: self._readings(app, held)

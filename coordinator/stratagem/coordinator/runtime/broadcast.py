@@ -22,8 +22,7 @@ class SharedFrames:
         self, source: FileSource, total_bytes: int, check: Callable[[int, bytes], None]
     ) -> None:
         """Set up without reading; check is called with the offset and bytes of each frame once it
-        is made.
-        """
+        is made."""
         self._source = source
         self._check = check
         self._total_bytes = total_bytes

@@ -14,8 +14,7 @@ log = structlog.get_logger()
 
 class Chores:
     """The chores that are under way. An error of one is logged; the next one of its kind makes up
-    for it.
-    """
+    for it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -41,8 +41,7 @@ class RunSupervisor:
         on_trouble: Callable[[Effect, str], None] = lambda effect, reason: None,
     ) -> None:
         """Set up without tasks; on_trouble is called with every effect that keeps failing, and the
-        reason.
-        """
+        reason."""
         self._perform = perform
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
@@ -62,15 +61,13 @@ class RunSupervisor:
 
     def by_kind(self) -> tuple[Counter[str], Counter[str]]:
         """Return the number of effects by kind that run, and the number that wait for compute
-        slots.
-        """
+        slots."""
         running = Counter(type(effect).__name__ for effect in self._tasks)
         return running, Counter(type(request.key).__name__ for request in self._waiting)
 
     def reconcile(self, effects: frozenset[Effect], of: Collection[RunId] | None = None) -> None:
         """Start and stop tasks so that exactly these effects run: all effects of the runs `of` or,
-        with None, of all runs.
-        """
+        with None, of all runs."""
         concerned = self._of_run if of is None else set(of)
         running = [each for run_id in concerned for each in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]

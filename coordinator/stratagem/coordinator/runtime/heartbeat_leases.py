@@ -19,8 +19,7 @@ class Leases:
         lose: Callable[[Member, str], Awaitable[object]],
     ) -> None:
         """Set up without leases; clock: leader time; lose: called with each member whose lease has
-        expired.
-        """
+        expired."""
         self._ttl_s = ttl_s
         self._clock = clock
         self._lose = lose
@@ -62,8 +61,7 @@ class Leases:
 
     def longest_silence_s(self) -> float:
         """Return the seconds since the last beat of the member silent for longest; 0 without
-        members.
-        """
+        members."""
         return self._clock() - min(self._beats.values()) if self._beats else 0.0
 
     async def expire(self) -> None:

@@ -63,8 +63,7 @@ class _Ask:
 @dataclass(slots=True)
 class _Batch:
     """The facts of one transaction, the state that they lead to, and the answers to its
-    commands.
-    """
+    commands."""
 
     state: CoordinatorState
     num_of_cluster: int
@@ -157,8 +156,7 @@ class Loop:
 
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
         """Summarize those of these runs, all of whose facts were read, that have ended without a
-        summary of this version, and forget those whose deletion was under way.
-        """
+        summary of this version, and forget those whose deletion was under way."""
         found = _at_rest(self.state, self.world, walls_s)
         await self.recorded.append((), found)
         self.state = put_to_rest(self.state, [run for run, _ in found])
@@ -168,8 +166,7 @@ class Loop:
 
     async def submit(self, command: Command) -> tuple[JournalEntry, ...]:
         """Have a command decided and return the facts that it led to, durable. Raises the error it
-        was refused with, and CancelledError once the loop has ended.
-        """
+        was refused with, and CancelledError once the loop has ended."""
         answer: asyncio.Future[tuple[JournalEntry, ...]] = (
             asyncio.get_running_loop().create_future()
         )

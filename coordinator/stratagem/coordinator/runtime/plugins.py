@@ -40,8 +40,7 @@ log = structlog.get_logger()
 @cache
 def installed() -> Strategies:
     """Return the built-in strategies and those that packages of this environment have
-    registered.
-    """
+    registered."""
     return with_plugins(entry_points(group=GROUP))
 
 
@@ -68,8 +67,7 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:
     """Say why the contract's version excludes it. A strategy of version 1 is a module, or an
-    object, with the functions as attributes.
-    """
+    object, with the functions as attributes."""
     version = getattr(strategy, "version", 1 if hasattr(strategy, "decide") else None)
     what = "is no strategy" if version is None else f"has version {version} of the contract"
     return (

@@ -36,8 +36,7 @@ Key = tuple[RunId, Party, int]
 class Barriers:
     def __init__(self, current: Callable[[RunId, Party], tuple[int, int] | None]) -> None:
         """Set up without barriers; current: (membership, number of members) of a party; None
-        without such a party.
-        """
+        without such a party."""
         self._current = current
         self._open: dict[Key, _Barrier] = {}
 

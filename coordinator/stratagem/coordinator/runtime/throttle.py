@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 
 class Paced:
     """A chore that runs at most once per pause, however often it is asked for; runs on the event
-    loop.
-    """
+    loop."""
 
     def __init__(self, chore: Callable[[], Awaitable[None]], pause_s: float) -> None:
         """Set up without a run; pause_s: from the end of one run to the beginning of the next."""
@@ -20,8 +19,7 @@ class Paced:
 
     async def ask(self) -> None:
         """Have the chore run, beginning after this call; returns at once when such a run is due
-        anyway.
-        """
+        anyway."""
         if self._is_asked:
             return
         self._is_asked = True

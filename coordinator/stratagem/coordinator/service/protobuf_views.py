@@ -7,11 +7,7 @@ from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts import (
-    ErrorRecord,
-    Member,
-    Setting,
-)
+from stratagem.coordinator.core.facts import ErrorRecord, Member, Setting
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     RunPhase,
@@ -95,8 +91,7 @@ def worker_infos(
     state: CoordinatorState, silent_s: Callable[[Member], float | None]
 ) -> list[coordinator_pb2.WorkerInfo]:
     """Return all workers, by name; silent_s: seconds since a worker's last beat, if it holds a
-    lease.
-    """
+    lease."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     for run in state.runs.values():
         if run.ended is None:

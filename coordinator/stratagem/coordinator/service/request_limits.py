@@ -41,8 +41,7 @@ def clipped_reason(reason: str) -> str:
 
 def check_address(address: str) -> None:
     """Check for HOST:PORT and nothing else: gRPC would also take unix sockets, name servers and
-    more.
-    """
+    more."""
     try:
         host, port = split_address(address)
     except ValueError as error:
@@ -72,13 +71,11 @@ def check_endpoint(endpoint: bytes) -> None:
 
 class Places:
     """A limited number of places for open calls, with a limit of how many of them one caller may
-    take.
-    """
+    take."""
 
     def __init__(self, setting: str, limit: int, limit_each: int | None = None) -> None:
         """Set up with all places free; setting: the name of the first limit, and the prefix of the
-        other one's.
-        """
+        other one's."""
         self._setting, self._limit, self._limit_each = setting, limit, limit_each
         self._taken = Counter[str]()
 

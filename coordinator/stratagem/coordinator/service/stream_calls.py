@@ -39,8 +39,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 def which(run: RunView, name: str) -> Digest:
     """Return the digest of the state that a client names: final, best, a segment's number; or
-    predictions.
-    """
+    predictions."""
     if name in ("", "final"):
         if run.commits:
             return run.commits[-1].digest
@@ -148,8 +147,7 @@ async def _store(
 async def check_job(app: App, job_json: str, caller: Caller) -> None:
     """Check that a job has at most max_graph_nodes nodes, and names only data and a state that are
     stored here already and that the caller may use. A refusal does not reveal what other callers
-    have uploaded.
-    """
+    have uploaded."""
     max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
@@ -171,8 +169,7 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
     """Return True if the caller may name a blob that is stored here, which is then kept for the
-    run.
-    """
+    run."""
     if digest is None or not await may_name(app, caller, digest):
         return False
     return await _is_kept(app.blobs, digest)
@@ -180,8 +177,7 @@ async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
 
 async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
     """Return True if a job of the caller may name a blob, wherever it is stored; see
-    `core/state_machine/blob_owners.py`.
-    """
+    `core/state_machine/blob_owners.py`."""
     state = app.loop.state
     if caller.is_admin or has_brought(state, caller.owner, digest) or is_shared(state, digest):
         return True

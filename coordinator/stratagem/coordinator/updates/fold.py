@@ -123,8 +123,7 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
 
 def mean_factors(weights: Sequence[float], numerics: int) -> tuple[list[float], float]:
     """Return the factor of each update, and the divisor of the sum. A single update counts 1: its
-    mean is itself, to the bit.
-    """
+    mean is itself, to the bit."""
     if numerics >= 2 and len(weights) == 1:
         return [1.0], 1.0
     return [float(weight) for weight in weights], math.fsum(weights)
@@ -168,8 +167,7 @@ def _windows(
 
 class _Folder:
     """The state of one fold: buffers, readers, and the names of tensors that clients do not agree
-    on.
-    """
+    on."""
 
     def __init__(
         self,

@@ -34,8 +34,7 @@ class MergeStoppedError(StratagemError):
 @dataclass(frozen=True, slots=True)
 class StatePart:
     """The part of a state that one worker holds: the manifest of its tensors, and their bytes in
-    that order.
-    """
+    that order."""
 
     manifest: Manifest
     data: Scratch

@@ -95,8 +95,7 @@ def _to_float8(dtype: str, values: Wide) -> NDArray[np.uint8]:
 @cache
 def _middles(dtype: str) -> Wide:
     """Return the value half-way between each finite magnitude and the next, in order of the
-    codes.
-    """
+    codes."""
     magnitudes = _values_of_codes(dtype)[: _MAX_FINITE[dtype] + 1]
     middles: Wide = (magnitudes[:-1] + magnitudes[1:]) / 2
     middles.flags.writeable = False  # all callers share it

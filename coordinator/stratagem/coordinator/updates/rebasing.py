@@ -23,8 +23,7 @@ class Rebasing:
 
     def __init__(self, store: BlobStore, state: Digest, bases: Mapping[int, Digest]) -> None:
         """Open the states; bases: the base state of each late update, by its place among the
-        updates.
-        """
+        updates."""
         with ExitStack() as files:
             opened = {
                 digest: open_state(files, store, digest) for digest in {state, *bases.values()}

@@ -29,8 +29,7 @@ def slot_dtype(dtype: str) -> str:
 
 class ServerStep:
     """The step from x toward the mean. Must be applied to all windows of all optimized tensors, in
-    order.
-    """
+    order."""
 
     def __init__(
         self,
@@ -41,8 +40,7 @@ class ServerStep:
         metadata: dict[str, str],
     ) -> None:
         """Open the files; base: the present state; slots: of the optimizer, in its order; none
-        before round 1.
-        """
+        before round 1."""
         self._optimizer = optimizer
         with ExitStack() as files:
             manifest, self._x = open_state(files, store, base)
@@ -54,8 +52,7 @@ class ServerStep:
 
     def is_optimized(self, spec: TensorSpec) -> bool:
         """Return True for parameters that are trained; buffers and frozen parameters are
-        averaged.
-        """
+        averaged."""
         return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
 
     def apply(self, dtype: str, offset: int, mean: Wide) -> None:

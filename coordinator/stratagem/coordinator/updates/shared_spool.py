@@ -59,8 +59,7 @@ class SharedSpool:
 
     def find(self, round_folder: str) -> dict[int, list[SharedUpdate]]:
         """Return the updates of a round by client; of each client, those of the newest term
-        last.
-        """
+        last."""
         clients: dict[int, list[SharedUpdate]] = {}
         for found in self._objects.list(f"{_FOLDER}/{round_folder}"):
             *_, client, name = found.name.split("/")

@@ -111,8 +111,7 @@ class Spool:
 
     def look(self, key: SpoolKey, source: str = "") -> tuple[SpoolEntry | None, int]:
         """Return the accepted update of a client, if there is one, and the offset to request it
-        from, from that source.
-        """
+        from, from that source."""
         self._folder_of(key, make=True)
         try:
             entry = self.entry(key)
@@ -296,8 +295,7 @@ class Spool:
 
     def _delete_shared(self, folder: str, is_meant: Callable[[str], bool]) -> None:
         """Delete what is stored below a folder in an object store; is_meant is asked about names in
-        there.
-        """
+        there."""
         if self._shared is not None:
             self._shared.delete(folder, is_meant)
             below = [other for other in self._of_others if Path(other).is_relative_to(folder)]

@@ -23,8 +23,7 @@ _ROOT: Final = re.compile(r"root(?:-(\d{1,9}))?(?:\..*)?")
 @dataclass(frozen=True, slots=True)
 class SpoolRun:
     """One submission of a run, since its last return to an earlier commit; updates belong to
-    one.
-    """
+    one."""
 
     run_id: RunId
     submission: str = ""
@@ -42,8 +41,7 @@ class SpoolRun:
     @property
     def folder(self) -> str:
         """Return the run's folder, with all parties and returns. Raises InvalidInputError for what
-        is no name.
-        """
+        is no name."""
         name = check_run_id(self.run_id)
         if not self.submission:
             return name
@@ -61,8 +59,7 @@ class SpoolRun:
 
     def is_over(self, party_folder: str) -> bool:
         """Return True if the contents of a party's folder were accepted before the run last went
-        back.
-        """
+        back."""
         found = _ROOT.fullmatch(party_folder)
         return found is not None and int(found[1] or 0) < self.num_returns
 

@@ -34,11 +34,7 @@ from stratagem.coordinator.store.blobs.durable_file import (
     space_needed,
     sync_folder,
 )
-from stratagem.coordinator.updates.update_checks import (
-    DataCheck,
-    UpdateRejectedError,
-    check_layout,
-)
+from stratagem.coordinator.updates.update_checks import DataCheck, UpdateRejectedError, check_layout
 
 CHECKPOINT_BYTES: Final = 32 << 20
 """Bytes between two checkpoints: a power cut costs an upload at most this much."""
@@ -109,8 +105,7 @@ class UpdateUpload:
 
 class SpoolWriter:
     """The writer of one upload, for one thread at a time. After an error it can be reopened to
-    continue.
-    """
+    continue."""
 
     def __init__(
         self,
@@ -137,8 +132,7 @@ class SpoolWriter:
     @property
     def offset(self) -> int:
         """Return the next byte of the data that is wanted; when just opened, all before it is
-        durable.
-        """
+        durable."""
         return self._check.num_bytes
 
     @property
@@ -236,8 +230,7 @@ class SpoolWriter:
 
     def close(self) -> None:
         """Stop for now, and keep what is here; no error after a commit, a discard or an earlier
-        close.
-        """
+        close."""
         if self.is_open:
             with suppress(StratagemError):  # what cannot be noted is sent again
                 self._note_progress()
@@ -331,8 +324,7 @@ def update_digest(crc32c: int) -> Digest:
 
 def noted_offset(path: Path, source: str) -> int:
     """Return where the upload of a source into a data file would probably continue; 0 when nothing
-    is noted.
-    """
+    is noted."""
     try:
         note = json.loads(path.with_suffix(_NOTE).read_text())
         return int(note["offset"]) if note["source"] == source else 0
@@ -348,8 +340,7 @@ def remove_files(path: Path) -> None:
 
 def _open_locked(path: Path) -> int:
     """Open and lock a file: the lock keeps two writers, of this coordinator or a fenced one, out of
-    it.
-    """
+    it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

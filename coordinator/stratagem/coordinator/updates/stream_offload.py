@@ -15,8 +15,7 @@ MAX_PIECES_BEHIND: Final = 2
 
 class Offload:
     """A sink that passes data to another one in a thread; keep_up and finish raise the errors of
-    that one.
-    """
+    that one."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -58,8 +57,7 @@ class Offload:
 
     async def close(self) -> None:
         """Finish the piece that is being written and drop the others; the sink is free
-        afterwards.
-        """
+        afterwards."""
         self._pieces.clear()
         if self._worker is not None:
             await asyncio.wait((self._worker,))

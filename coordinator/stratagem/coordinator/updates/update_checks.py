@@ -67,8 +67,7 @@ def check_finite(spec: TensorSpec, values: Raw) -> None:
 
 class DataCheck:
     """The running check of a manifest's data, which it sees in order, in pieces of any size,
-    once.
-    """
+    once."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.crc32c = 0

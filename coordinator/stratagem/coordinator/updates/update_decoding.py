@@ -42,13 +42,11 @@ _WINDOW_BYTES: Final = 4 << 18
 
 class CodedLayout:
     """The tensors of all coded updates that have one manifest: each is in the file as it is, or in
-    the payload. Owns what must be right before anything is decoded.
-    """
+    the payload. Owns what must be right before anything is decoded."""
 
     def __init__(self, job: JobSpec, numerics: int, expected: Manifest, found: Manifest) -> None:
         """expected: manifest of the model. Raises UpdateRejectedError where `found` cannot be that
-        of a coded update.
-        """
+        of a coded update."""
         self.stored = expected.stored()
         self._ends = [each.offset + each.size_bytes for each in self.stored]
         self.given = {tensor.name: tensor for tensor in found.tensors}
@@ -67,8 +65,7 @@ class CodedLayout:
 
     def overlapping(self, offset: int, num_bytes: int) -> Iterator[tuple[TensorSpec, int, int]]:
         """Yield what a range of the model's data has of each tensor: (tensor, its first byte in the
-        range, the one after its last).
-        """
+        range, the one after its last)."""
         for index in range(bisect_right(self._ends, offset), len(self.stored)):
             spec = self.stored[index]
             if spec.offset >= offset + num_bytes:
@@ -89,8 +86,7 @@ class CodedLayout:
 
     def _check_given(self) -> None:
         """Check that tensors that are not coded are as in the model, and that coded ones are
-        float32.
-        """
+        float32."""
         wanted = {each.name: each for each in self.stored}
         for name, have in self.given.items():
             want = wanted.get(name)
@@ -164,8 +160,7 @@ class UpdateDecoding:
 
     def layout(self, found: Manifest) -> CodedLayout:
         """Return the layout of coded updates of that manifest: one value, as clients are many.
-        Raises UpdateRejectedError where it cannot be one.
-        """
+        Raises UpdateRejectedError where it cannot be one."""
         known = self._layouts.get(found.tensors)
         if known is None:
             known = CodedLayout(self.job, self._numerics, self.expected, found)
@@ -174,8 +169,7 @@ class UpdateDecoding:
 
     def source(self, place: int, entry: SpoolEntry) -> Source:
         """Return the source of an accepted update, by its place among all. Raises IntegrityError
-        where its file is damaged.
-        """
+        where its file is damaged."""
         if not entry.is_coded:
             return WholeSource(entry)
         try:
@@ -193,8 +187,7 @@ class UpdateDecoding:
 
     def check(self, manifest: Manifest, entry: SpoolEntry) -> None:
         """Check the only update, which has arrived coded: that it can be decoded, and to finite
-        values. Raises UpdateRejectedError.
-        """
+        values. Raises UpdateRejectedError."""
         layout = self.layout(manifest)
         source = self._coded(0, entry, layout)
         for spec in layout.coded:
@@ -209,8 +202,7 @@ class UpdateDecoding:
 
     def before(self, place: int, offset: int, num_bytes: int) -> ByteArray:
         """Return bytes of the data of the state that an update began from. The newest are kept: the
-        clients of a round need the same ones in turn.
-        """
+        clients of a round need the same ones in turn."""
         base = self._bases[place]
         if base not in self._states:
             self._states[base] = open_state(self._files, self._blobs, base)[1]

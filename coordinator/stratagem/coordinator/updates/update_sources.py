@@ -73,8 +73,7 @@ class CheckedData:
 
     def read(self, offset: int, num: int, dtype: str) -> Raw:
         """Return elements of the data from a byte on. Raises IntegrityError where they have
-        changed.
-        """
+        changed."""
         end = offset + num * np.dtype(dtype).itemsize
         first, skipped = divmod(offset, _BLOCK_BYTES)
         last = -(-end // _BLOCK_BYTES)
@@ -96,8 +95,7 @@ def _blocks(data: ByteArray) -> Iterator[ByteArray]:
 
 def read_file(entry: SpoolEntry, start: int, into: ByteArray) -> None:
     """Fill the array with bytes of an update's file, which are not checked. Raises IntegrityError
-    where the file ends before.
-    """
+    where the file ends before."""
     view = into.data
     descriptor = open_regular(entry.path)
     try:

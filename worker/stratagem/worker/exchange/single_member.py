@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.worker.exchange.buckets.gradient_norm import (
-    BLOCK,
-    FewGradients,
-    divided,
-    parts_of,
-)
+from stratagem.worker.exchange.buckets.gradient_norm import BLOCK, FewGradients, divided, parts_of
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.mesh.link import ExchangeError
 

@@ -19,12 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from stratagem.common.tensors.traffic import RECEIVED, SENT, Flow, over
 from stratagem.worker.mesh import gloo_sockets
-from stratagem.worker.mesh.link import (
-    LEAVE_BYTES_PER_S,
-    LEAVE_GRACE_S,
-    ExchangeError,
-    Rendezvous,
-)
+from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous
 
 # One group begins to listen at a time: the listeners that appear meanwhile are its own.
 _forming = threading.Lock()

@@ -28,12 +28,7 @@ from stratagem.common.tensors.torch_codec import bytes_of, dtype_of
 from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import peer_pb2, peer_pb2_grpc, tensor_pb2, types_pb2
 from stratagem.worker.mesh.device_staging import HostCopy, to_host
-from stratagem.worker.mesh.link import (
-    LEAVE_BYTES_PER_S,
-    LEAVE_GRACE_S,
-    ExchangeError,
-    Rendezvous,
-)
+from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous
 from stratagem.worker.mesh.mailbox import Mailbox, Receive, Route
 from stratagem.worker.mesh.peer_service import Endpoint, Group, PeerHub
 

@@ -52,11 +52,7 @@ from stratagem.worker.process.heartbeat import Agent, Identity
 from stratagem.worker.process.shutdown import stop_by_signals
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
 from stratagem.worker.process.worker_security import WorkerSecurity
-from stratagem.worker.process.worker_settings import (
-    WorkerSettings,
-    advertised,
-    from_command_line,
-)
+from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host

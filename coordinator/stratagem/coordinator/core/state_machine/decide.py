@@ -51,13 +51,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.state import (
-    CoordinatorState,
-    EndedRun,
-    RunPhase,
-    RunRecord,
-    World,
-)
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase, RunRecord, World
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.crash_attribution import deaths_at_work
 from stratagem.coordinator.core.state_machine.retention import expire_runs, forget_workers

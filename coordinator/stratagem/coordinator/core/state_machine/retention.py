@@ -7,12 +7,7 @@ from stratagem.common.base.ids import WorkerId
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers, JournalEntry
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import RunExpired, WorkersForgotten
-from stratagem.coordinator.core.state import (
-    CoordinatorState,
-    RunRecord,
-    WorkerRecord,
-    initial_of,
-)
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, WorkerRecord, initial_of
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 

@@ -83,8 +83,7 @@ class EffectContext:
 
     def job_of(self, run_id: RunId, party: Party) -> JobSpec:
         """Return the job that a party of a run trains: the run's job, with the changes of its
-        strategies.
-        """
+        strategies."""
         run = self.state.runs[run_id]
         return run.strategy.party_job(run.job, run.value, party)
 
@@ -111,8 +110,7 @@ class EffectContext:
 
     def numerics_of(self, run_id: RunId) -> int:
         """Return the version of the numerics rules that decide the bits of a run; see
-        common/numerics/numerics_rules.py.
-        """
+        common/numerics/numerics_rules.py."""
         return self.state.runs[run_id].numerics
 
     def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
@@ -140,16 +138,14 @@ class EffectContext:
 
     async def lose(self, member: Member, reason: str, *, had_begun: bool) -> None:
         """Lose a member at whose address no process answers; had_begun: whether the
-        last plan that it was sent had begun.
-        """
+        last plan that it was sent had begun."""
         await self.loop.submit(LoseWorker(member, reason, is_blameless=not had_begun))
 
     async def end_early(
         self, run_id: RunId, member: Member, result: worker_pb2.ExecuteResult
     ) -> None:
         """Handle a plan that ended without result or error: its worker drains, or the plan was
-        aborted.
-        """
+        aborted."""
         reason = result.interrupted.reason
         log.info("plan interrupted", run_id=run_id, worker_id=member.worker_id, reason=reason)
         if reason == "drained":
@@ -161,8 +157,7 @@ class EffectContext:
 
     async def header(self, digest: Digest) -> tuple[Manifest, int]:
         """Return the manifest of a blob, which is checked against its digest, and where its data
-        start.
-        """
+        start."""
         if digest not in self.headers:
             header = await asyncio.to_thread(self._read_header, digest)
             self.keep_header(digest, header)

@@ -109,8 +109,7 @@ async def finish(
 @dataclass
 class _Plan:
     """The plan that the worker was given, over all streams; its job is parsed when a request needs
-    it.
-    """
+    it."""
 
     request: worker_pb2.ExecuteRequest
     num_profiles: int = 0
@@ -146,8 +145,7 @@ class _Attended:
     is_accepted: bool = False
     under_way: set[Digest] = field(default_factory=set)
     """Blobs that the worker has asked for and that are not there yet: another request waits,
-    too.
-    """
+    too."""
 
     @property
     def request(self) -> worker_pb2.ExecuteRequest:
@@ -208,8 +206,7 @@ class _Attended:
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
     """Return the digests that a worker may have for a plan: its base state, and those its job
-    names.
-    """
+    names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",

@@ -17,8 +17,7 @@ MAX_ERRORS: Final = 8
 @dataclass(slots=True)
 class Told:
     """The journaled exceptions of the newest round of each party; lost with this process, which
-    then journals them again.
-    """
+    then journals them again."""
 
     _rounds: dict[tuple[RunId, Party], tuple[int, set[tuple[str, str]]]] = field(
         default_factory=dict

@@ -43,8 +43,7 @@ async def reject(
 
 async def reject_for_error(env: EffectContext, effect: TrainClient, error: ErrorRecord) -> None:
     """Reject the update of a client whose data or code has raised, or whose worker does not do what
-    the job says.
-    """
+    the job says."""
     log_error(env, effect.run_id, effect.client, error)
     kept = None
     if env.told.is_news(effect, error):

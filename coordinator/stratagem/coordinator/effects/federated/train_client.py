@@ -74,8 +74,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
 """The update, where a crash has left it in the spool complete; and the offset to request it
-from.
-"""
+from."""
 
 
 def _look(env: EffectContext, effect: TrainClient) -> Looked:
@@ -114,8 +113,7 @@ async def _collect(
 
 def _close(env: EffectContext, effect: TrainClient) -> None:
     """Close the client's session: the worker would keep one update of every client that it
-    plays.
-    """
+    plays."""
     link = env.links.to(effect.member, env.state)
     env.chores.do(link.close_session(_session(effect)), f"close client {effect.client}")
 

@@ -66,8 +66,7 @@ def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
 
 def _variants(env: EffectContext, effect: Build) -> list[worker_pb2.Variant]:
     """Return the variants to build in addition to a population's member, which show what its layout
-    depends on.
-    """
+    depends on."""
     if effect.params is None:
         return []
     found = variants(env.state.runs[effect.run_id].job, effect.params)

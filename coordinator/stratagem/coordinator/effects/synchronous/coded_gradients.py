@@ -43,8 +43,7 @@ def reply_to(
     numerics: int,
 ) -> Reply:
     """Return the reply to the messages of the shards 0, 1, ... in order. Raises IntegrityError
-    where they are not of this codec.
-    """
+    where they are not of this codec."""
     spec = job.compression
     assert spec is not None
     codec = make_codec(spec, layout, job.seed, numerics=numerics)

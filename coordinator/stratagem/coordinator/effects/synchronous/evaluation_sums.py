@@ -1,6 +1,5 @@
 """Adds up the parts of an evaluation in order of batch: the result does not depend on which member
-computed what.
-"""
+computed what."""
 
 from collections.abc import Iterable, Sequence
 

@@ -230,8 +230,7 @@ class _Outflow:
 
 def _buckets(inflows: Sequence[_Inflow]) -> list[tuple[str, str, int]]:
     """Return (name, dtype, bytes) of every bucket in order; the same for all members that
-    hold any.
-    """
+    hold any."""
     layouts = [
         list(dict.fromkeys((part.bucket, part.dtype, part.size_bytes) for part in inflow.parts))
         for inflow in inflows
@@ -252,8 +251,7 @@ def _sums(buckets: Sequence[tuple[str, str, int]]) -> Manifest:
 
 async def _messages(inflows: Sequence[_Inflow]) -> tuple[list[bytes], tuple[TensorLayout, ...]]:
     """Return the messages of all live shards in order, and the layout of the tensors that they
-    encode.
-    """
+    encode."""
     layouts = {inflow.coded for inflow in inflows if inflow.parts}
     sizes = {part.size_bytes for inflow in inflows for part in inflow.parts}
     shards = [part.node for inflow in inflows for part in inflow.parts]

@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Awaitable[T]]) -> T:
     """Return the result of the first member that has it; raise the error of the last one when none
-    has.
-    """
+    has."""
     assert members, "nobody has the snapshot"
     for member in members[:-1]:
         try:
@@ -59,8 +58,7 @@ async def pull_snapshot(
 
 async def pull_part(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
     """Pull a member's part of the state at the end of a segment, into a scratch file of the
-    caller's.
-    """
+    caller's."""
     scratch = env.blobs.scratch()
     try:
         manifest = await _pull(env, at, segment, lambda _: scratch.write)

@@ -66,14 +66,12 @@ class BlobCache:
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
         """Return the verified copy of an open file that may soon be evicted; takes the descriptor
-        over.
-        """
+        over."""
         return self._copies.opened(digest, descriptor, sums)
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
         """Make a copy of a complete file that `writer` has written, whose digest is right; no copy
-        is made where the disk has no room for its name.
-        """
+        is made where the disk has no room for its name."""
         try:
             with space_needed():
                 self._copies.adopt(digest, file, temporary, sums)
@@ -119,16 +117,14 @@ class BlobCache:
 
 def default_limit_bytes(folder: Path) -> int:
     """Return the default size of the cache: 32 GiB, or half of the file system where that is
-    less.
-    """
+    less."""
     found = os.statvfs(folder)
     return min(MAX_BYTES, found.f_blocks * found.f_frsize // 2)
 
 
 def reserve_bytes(folder: Path) -> int:
     """Return the bytes that copies leave free: 1 GiB, or a twentieth of the file system where that
-    is less.
-    """
+    is less."""
     found = os.statvfs(folder)
     return min(MAX_RESERVE_BYTES, found.f_blocks * found.f_frsize // 20)
 

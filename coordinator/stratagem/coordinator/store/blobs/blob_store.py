@@ -60,8 +60,7 @@ class BlobStore(Protocol):
 
     def keep(self, digest: Digest) -> bool:
         """Return True when the blob is in the store; it then counts as just written: a fact will
-        name it.
-        """
+        name it."""
 
     def settle(self, digest: Digest) -> None:
         """Note that an event that names a blob is durable, reported by a writer of the blob: from
@@ -70,13 +69,11 @@ class BlobStore(Protocol):
 
     def make_room(self) -> bool:
         """Delete a local copy of a blob that is stored elsewhere, because the disk is full; False
-        when there is none.
-        """
+        when there is none."""
 
     def keep_room(self) -> None:
         """Delete local copies of blobs that are stored elsewhere until the disk has some room for
-        others.
-        """
+        others."""
 
     def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
@@ -89,8 +86,7 @@ class BlobStore(Protocol):
 
     def location(self, digest: Digest) -> str:
         """Return the path of the blob's file, for display; "" where there is none on this
-        machine.
-        """
+        machine."""
 
 
 class Adopt(Protocol):
@@ -140,8 +136,7 @@ class BlobWriter:
 
     def commit(self) -> Digest:
         """Make the blob durable and visible, and return the digest of its bytes, which is its
-        name.
-        """
+        name."""
         try:
             if self._file.num_bytes != self._total_bytes:
                 raise IntegrityError(

@@ -84,8 +84,7 @@ class DirectoryBlobs:
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
         """Return a writer for a blob of exactly total_bytes; `adopt` may do more than this store's
-        own.
-        """
+        own."""
         return BlobWriter(self._temporary, total_bytes, adopt or self.adopt, self.make_room)
 
     def scratch(self) -> Scratch:
@@ -114,8 +113,7 @@ class DirectoryBlobs:
 
     def _distrust(self, digest: Digest) -> None:
         """Have the next `open` verify the whole blob: a read did not give the bytes that were
-        stored.
-        """
+        stored."""
         with self._lock:
             self._verified.pop(digest, None)
 
@@ -209,8 +207,7 @@ class DirectoryBlobs:
 
     def _discard(self, digest: Digest) -> None:
         """Move the blob into the bin in one step, which fails once the bin is gone; a prior check
-        could be outdated.
-        """
+        could be outdated."""
         discarded = self._bin / digest
         try:
             self._path(digest).rename(discarded)

@@ -39,8 +39,7 @@ def no_room() -> bool:
 
 def write_all(descriptor: int, data: memoryview | bytes, make_room: MakeRoom) -> int:
     """Write all of data and return its size; a full disk is made room on while there is something
-    to delete. Raises UnavailableError when it stays full.
-    """
+    to delete. Raises UnavailableError when it stays full."""
     view = memoryview(data).cast("B")
     num_bytes = len(view)
     with space_needed():
@@ -97,8 +96,7 @@ class DurableFile:
 
 def pieces(descriptor: int, num_bytes: int, offset: int = 0) -> Iterator[memoryview]:
     """Yield num_bytes of a file from an offset on, in pieces that share one buffer; fewer if it
-    ends.
-    """
+    ends."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     left = num_bytes
     while left:

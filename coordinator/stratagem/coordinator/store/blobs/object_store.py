@@ -107,8 +107,7 @@ class Objects:
 
     def _read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
         """Read a part, with retries: the library repeats a request, but not an answer that breaks
-        off.
-        """
+        off."""
         for is_last in (False, False, True):
             try:
                 with _translated(f"reading {name}"):
@@ -145,16 +144,14 @@ def beginning(term: int) -> str:
 
 def term_of(name: str) -> int | None:
     """Return the term of the coordinator that wrote an object; None where no coordinator
-    wrote it.
-    """
+    wrote it."""
     found = _UNIQUE.fullmatch(name.rpartition("/")[2])
     return int(found[1]) if found else None
 
 
 def deletable(found: Iterable[Found], before: str) -> list[Found]:
     """Return the objects of coordinators whose names sort before a mark, so that none is of a later
-    term.
-    """
+    term."""
     return [
         each
         for each in found

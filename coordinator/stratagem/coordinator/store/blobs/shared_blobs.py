@@ -67,8 +67,7 @@ class SharedBlobs:
 
     def writer(self, total_bytes: int) -> BlobWriter:
         """Return a writer for a blob of exactly total_bytes; it goes to the object store at the
-        end.
-        """
+        end."""
         return self._cache.writer(total_bytes, self._adopt)
 
     def scratch(self) -> Scratch:
@@ -96,8 +95,7 @@ class SharedBlobs:
 
     def keep(self, digest: Digest) -> bool:
         """Return True when the blob is in the object store; it is then an object of this term,
-        which counts as just written.
-        """
+        which counts as just written."""
         _check(digest)
         with self._lock:
             self._claims.add(digest)
@@ -246,8 +244,7 @@ def own_pieces(descriptor: int, num_bytes: int) -> Iterator[bytes]:
 
 def read_pieces(file: BlobFile, num_bytes: int) -> Iterator[bytes]:
     """Yield num_bytes of a blob from its position on, checked, in pieces of which each has memory
-    of its own; fewer if it ends.
-    """
+    of its own; fewer if it ends."""
     while piece := file.read(min(PIECE_BYTES, num_bytes)):
         yield piece
         num_bytes -= len(piece)

@@ -20,8 +20,7 @@ from stratagem.coordinator.store.blobs.durable_file import (
 
 class Scratch:
     """A file of bytes that will become part of a blob, read in another order than they came. Not
-    durable.
-    """
+    durable."""
 
     def __init__(self, folder: Path, make_room: MakeRoom = no_room) -> None:
         self._make_room = make_room

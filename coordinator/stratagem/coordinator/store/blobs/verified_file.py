@@ -67,8 +67,7 @@ class Sums:
     @property
     def head_bytes(self) -> int:
         """Return the size of the header before the data: all of a blob that is too short to have
-        data.
-        """
+        data."""
         return self.num_bytes if self._data_start is None else min(self._data_start, self.num_bytes)
 
     @property
@@ -133,8 +132,7 @@ class BlobFile(io.FileIO):
     @property
     def check(self) -> Callable[[int, bytes], None]:
         """Return the check of a frame (see `frames`) that carries what the source gave for an
-        offset.
-        """
+        offset."""
         return self._content.check
 
 

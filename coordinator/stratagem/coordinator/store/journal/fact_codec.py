@@ -19,8 +19,7 @@ _brief: Final = TypeAdapter(EndedRun)
 
 def _version() -> str:
     """Return the version of the program and of the form of summaries: that changes between
-    versions, too.
-    """
+    versions, too."""
     shapes = json.dumps([_brief.json_schema(), RunView.model_json_schema()], sort_keys=True)
     return f"{version('stratagem')[:40]} {hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 

@@ -61,8 +61,7 @@ class Recorded:
 
     async def runs(self) -> tuple[list[EndedRun], list[RunId]]:
         """Return the runs that have summaries, and those whose facts have to be read, the cluster
-        first: how a run is shown depends on the workers.
-        """
+        first: how a run is shown depends on the workers."""
         briefs = await self._in_thread(lambda: self._journal.briefs(fact_codec.VERSION))
         ended = [fact_codec.ended_run(brief) for brief in briefs.values() if brief is not None]
         others = [run_id for run_id, brief in briefs.items() if brief is None]
@@ -87,8 +86,7 @@ class Recorded:
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
         """Return the state with what a command needs of a run at rest, every fact of which is
-        durable.
-        """
+        durable."""
         found = num_to_recall(state, command)
         if found is None:
             return state

@@ -187,8 +187,7 @@ class Journal:
 
     def briefs(self, version: str) -> dict[RunId, str | None]:
         """Return every run that has events, in the order of their first ones, with the brief of its
-        summary of this version, up to its newest event; None: its events have to be read.
-        """
+        summary of this version, up to its newest event; None: its events have to be read."""
         return self._read(lambda connection: briefs(connection, version))
 
     def shown(self, run_ids: Collection[RunId]) -> Mapping[RunId, str]:
@@ -230,8 +229,7 @@ class Journal:
 
     def _conflict(self, records: Sequence[Record]) -> ConflictError:
         """Return the error that names the record that clashed with the journal, or with the batch
-        itself.
-        """
+        itself."""
         batch: set[tuple[RunId, str]] = set()
         for record in records:
             if record.idem_key is None:

@@ -197,8 +197,7 @@ def release(database: Database, term: int) -> None:
 
 def last_time_s(connection: Connection) -> float:
     """Return the time from which the leader's clock continues: the newest time of any event, also
-    of a deleted one.
-    """
+    of a deleted one."""
     newest = select(event.c.time_s).order_by(event.c.position.desc()).limit(1)
     floor = select(meta.c.value).where(meta.c.key == CLOCK_FLOOR)
     return max(

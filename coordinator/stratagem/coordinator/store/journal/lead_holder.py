@@ -56,8 +56,7 @@ class Holder:
 
 def _this_host() -> str:
     """Return an identifier of this host. Containers may share a boot id, and even a host name, but
-    then not a pid namespace.
-    """
+    then not a pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"

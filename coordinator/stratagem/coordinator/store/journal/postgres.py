@@ -117,8 +117,7 @@ def _password(path: Path) -> str:
 @contextmanager
 def _translated() -> Iterator[None]:
     """Raise errors of the database as errors of this project; a broken constraint passes as
-    it is.
-    """
+    it is."""
     try:
         yield
     except DBAPIError as error:

@@ -56,8 +56,7 @@ def _sync_folder(path: Path) -> None:
 @contextmanager
 def _translated() -> Iterator[None]:
     """Raise errors of the database as errors of this project; a broken constraint passes as
-    it is.
-    """
+    it is."""
     try:
         yield
     except OperationalError as error:

@@ -41,8 +41,7 @@ def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
 
 def briefs(connection: Connection, version: str) -> dict[RunId, str | None]:
     """Return every run that has events, in the order of their first ones; None where no summary
-    holds.
-    """
+    holds."""
     # Looks into the index once per run, however many events it has.
     name = select(func.min(event.c.run_id).label("run_id")).cte("name", recursive=True)
     following = select(func.min(event.c.run_id)).where(event.c.run_id > name.c.run_id)

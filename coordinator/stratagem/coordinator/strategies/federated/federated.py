@@ -75,11 +75,7 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     spec_of,
 )
 from stratagem.coordinator.strategies.federated.federated_status import status
-from stratagem.coordinator.strategies.federated.model_building import (
-    build_failed,
-    fit,
-    with_build,
-)
+from stratagem.coordinator.strategies.federated.model_building import build_failed, fit, with_build
 from stratagem.coordinator.strategies.federated.round_closing import ask_again, close
 from stratagem.coordinator.strategies.federated.round_decisions import (
     assign,

@@ -11,9 +11,7 @@ from stratagem.common.base.ids import Digest, Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.crash_loops import Deaths
-from stratagem.coordinator.core.effects import (
-    Base,
-)
+from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Accepted,

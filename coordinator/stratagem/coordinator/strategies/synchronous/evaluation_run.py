@@ -14,12 +14,7 @@ from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.common.strategy import DataParallel
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.effects import Build, Effect, EvaluateState
-from stratagem.coordinator.core.facts import (
-    Evaluated,
-    Fact,
-    RunCompleted,
-    RunFailed,
-)
+from stratagem.coordinator.core.facts import Evaluated, Fact, RunCompleted, RunFailed
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
 from stratagem.coordinator.strategies.scheduling.placement import why_none
