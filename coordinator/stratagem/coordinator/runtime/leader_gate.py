@@ -5,6 +5,8 @@ address as far as the lease names it. Health reports the same: "" is SERVING whi
 LIVE is SERVING from the start, for probes that ask only whether the process is well.
 """
 
+from __future__ import annotations
+
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -36,7 +38,7 @@ class LeaderGate(grpc.GenericRpcHandler):
         self._reason = "waits for the lead"
         self._leader: Holder | None = None
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         is_open = self._is_open and self._serving is not None
         chosen = self._serving if is_open and self._serving is not None else self._refusing
         return chosen.service(handler_call_details)
