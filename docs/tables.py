@@ -22,6 +22,7 @@ from stratagem.common.job import (
     sections,
 )
 from stratagem.common.job.interval import Every
+from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import OneKey
@@ -51,7 +52,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         InitialSpec,
         sections.LossSpec,
         sections.OptimizerSpec,
-        sections.ScheduleSpec,
+        ScheduleSpec,
         sections.EvaluationSpec,
         sections.CheckpointSpec,
         AccumulationSpec,

@@ -267,8 +267,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "data.path: 'data.pkl' is not a .safetensors file; other formats can run code",
             "optimizer.name: missing",
             "optimizer.lr: 'fast' is not a number",
-            "optimizer.schedule.name: 'cosin' is not one of constant, linear, cosine, step; "
-            "did you mean cosine?",
+            "optimizer.schedule.name: 'cosin' is not one of constant, linear, cosine, step, "
+            "multistep, exponential, polynomial, restarts, onecycle, chain; did you mean cosine?",
             "strategy.aggregation.method: 'AllReduse' is not one of AllReduce, ParameterServer, "
             "Decentralized; did you mean AllReduce?",
             "execution.precision: 'Hal' is not one of Full, Single, Mixed, Half; "
@@ -308,6 +308,43 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         (
             {"optimizer": {"name": "sgd", "lr": 1, "schedule": "step"}},
             "optimizer.schedule.step_size_steps: missing; the step schedule needs it",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "schedule": "exponential"}},
+            "optimizer.schedule.gamma: missing; the exponential schedule needs it",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "schedule": {"name": "cosine", "power": 2.0}}},
+            "optimizer.schedule.power: belongs to the polynomial schedule only",
+        ),
+        (
+            {
+                "optimizer": {
+                    "name": "sgd",
+                    "lr": 1,
+                    "schedule": {"name": "multistep", "milestones": [4, 3]},
+                }
+            },
+            "optimizer.schedule.milestones: [4, 3] do not ascend",
+        ),
+        ({"optimizer": {"name": "sgd", "lr": 1, "schedule": []}}, "optimizer.schedule.parts: mis"),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "schedule": ["cosine", "linear"]}},
+            "optimizer.schedule.parts[0].steps: missing; every part of a chain but the last",
+        ),
+        (
+            {"optimizer": {"name": "sgd", "lr": 1, "schedule": [["linear"], "linear"]}},
+            "optimizer.schedule.parts[0]: is a chain; a chain holds none",
+        ),
+        (
+            {
+                "optimizer": {
+                    "name": "sgd",
+                    "lr": 1,
+                    "schedule": {"name": "chain", "parts": ["linear"], "warmup_steps": 3},
+                }
+            },
+            "optimizer.schedule.warmup_steps: has no meaning in a chain",
         ),
         ({"evaluation": {"every": "often"}}, "evaluation.every: 'often' is not like 1 epoch"),
         ({"evaluation": {"every": "0 steps"}}, "evaluation.every: '0 steps' is not like"),

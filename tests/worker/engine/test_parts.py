@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec, ScheduleSpec
+from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec
 from stratagem.worker.engine.numerics.fingerprint import numerics_fingerprint, processor_name
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import schedule_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.stochastic_modules import draws_random_numbers
 from stratagem.worker.plans.supported_settings import check_supported
@@ -155,25 +154,6 @@ def test_wrong_optimizers_are_refused() -> None:
         optimizer(name="adam", betas=[2.0, 0.9])
     with pytest.raises(InvalidInputError, match="'lbfgs' is not one of adadelta, "):
         optimizer(name="lbfgs")
-
-
-def factor(step: int, **spec: Any) -> float:
-    return schedule_factor(ScheduleSpec.model_validate(spec), step, 10)
-
-
-def test_schedules() -> None:
-    assert [factor(step, name="constant", warmup_steps=4) for step in range(5)] == [
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        1.0,
-    ]
-    assert factor(5, name="linear") == 0.5
-    assert factor(10, name="linear", final_lr_fraction=0.1) == pytest.approx(0.1)
-    assert factor(5, name="cosine") == pytest.approx(0.5)
-    assert factor(12, name="cosine", final_lr_fraction=0.2) == pytest.approx(0.2)
-    assert factor(7, name="step", step_size_steps=3, gamma=0.5) == 0.25
 
 
 def test_masks_do_not_depend_on_who_computes_them() -> None:

@@ -9,6 +9,7 @@ from stratagem.common.job.interval import Every
 from stratagem.common.job.job_files import load_job, parse_yaml
 from stratagem.common.job.optimizers import check_optimizer
 from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
+from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
@@ -17,7 +18,6 @@ from stratagem.common.job.sections import (
     ModelSpec,
     OptimizerSpec,
     PartitionSpec,
-    ScheduleSpec,
 )
 from stratagem.common.job.spec import JobSpec
 from stratagem.common.model.graph import (

@@ -14,6 +14,7 @@ from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
 from stratagem.common.job.interval import Every, EveryField
+from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.schema.document import Section, one_of, only_with, refuse
 from stratagem.common.schema.field_types import (
@@ -93,30 +94,6 @@ class LossSpec(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         one_of(self, ("name", "entrypoint"))
-        return self
-
-
-class ScheduleSpec(Section):
-    """The schedule of the learning rate: a warm-up from 0, then the named curve. Bare text is a
-    name."""
-
-    name: Literal["constant", "linear", "cosine", "step"]
-    warmup_steps: Whole = 0
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    step_size_steps: Count | None = None
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _step_has_a_size(self) -> Self:
-        if self.name == "step" and self.step_size_steps is None:
-            raise InvalidInputError.at("step_size_steps", "missing; the step schedule needs it")
-        if self.name != "step" and self.step_size_steps is not None:
-            raise InvalidInputError.at("step_size_steps", "belongs to the step schedule only")
         return self
 
 

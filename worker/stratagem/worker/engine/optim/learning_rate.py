@@ -1,7 +1,7 @@
 """Learning-rate schedules: the rate of each step as a pure function of the step, with no state."""
 
 import math
-from typing import assert_never
+from bisect import bisect_right
 
 import torch
 
@@ -16,11 +16,28 @@ def learning_rate(spec: OptimizerSpec, step: int, num_steps: int) -> float:
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
-    """Returns the schedule's factor of the base rate; warm-up rises linearly and ends at 1."""
-    warmup, final = spec.warmup_steps, spec.final_lr_fraction
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    """Returns the schedule's factor of the base rate; warm-up rises linearly and ends at 1.
+
+    Where torch.optim.lr_scheduler has the curve, the factor is that of its scheduler, except that
+    `linear` and `cosine` end at `final_lr_fraction` themselves.
+    """
+    if spec.name == "chain":
+        part = spec.parts[0]
+        for following in spec.parts[1:]:
+            if part.steps is None or step < part.steps:
+                break
+            step, num_steps, part = step - part.steps, num_steps - part.steps, following
+        return schedule_factor(part, step, num_steps)
+    if step < spec.warmup_steps:
+        return (step + 1) / spec.warmup_steps
+    length = num_steps if spec.steps is None else spec.steps
+    return _curve(spec, step - spec.warmup_steps, max(1, length - spec.warmup_steps))
+
+
+def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
+    """Returns the factor at a step after the warm-up, of as many."""
+    final = spec.final_lr_fraction
+    progress = min(1.0, step / num_steps)
     match spec.name:
         case "constant":
             return 1.0
@@ -29,9 +46,45 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
         case "cosine":
             return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
         case "step":
-            return float(spec.gamma ** ((step - warmup) // (spec.step_size_steps or num_steps)))
+            return float(spec.gamma ** (step // (spec.step_size_steps or num_steps)))
+        case "multistep":
+            return float(spec.gamma ** bisect_right(spec.milestones, step))
+        case "exponential":
+            return float(spec.gamma**step)
+        case "polynomial":
+            return final + (1.0 - final) * float((1.0 - progress) ** spec.power)
+        case "restarts":
+            return _between(1.0, final, _share_of_period(spec, step))
+        case "onecycle":
+            return _one_cycle(spec, step, num_steps)
         case _:
-            assert_never(spec.name)
+            raise AssertionError(f"{spec.name} is no curve")
+
+
+def _share_of_period(spec: ScheduleSpec, step: int) -> float:
+    """Returns the share of the current period of `restarts` that is over."""
+    period = spec.period_steps or 1
+    if spec.period_factor == 1:
+        return step % period / period
+    while step >= period:
+        step, period = step - period, period * spec.period_factor
+    return step / period
+
+
+def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
+    """Returns the factor of Smith and Topin (2018): up to the base rate, then down to the end.
+
+    The peak is where torch's OneCycleLR has it: one step before the share of all steps.
+    """
+    peak, end = spec.up_fraction * num_steps - 1.0, num_steps - 1.0
+    if step < peak:
+        return _between(spec.initial_lr_fraction, 1.0, step / peak)
+    return _between(1.0, spec.final_lr_fraction, min(1.0, (step - peak) / max(1.0, end - peak)))
+
+
+def _between(start: float, end: float, share: float) -> float:
+    """Returns the half wave of a cosine that leads from start (share 0) to end (share 1)."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

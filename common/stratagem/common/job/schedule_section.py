@@ -1,0 +1,105 @@
+"""The section `optimizer.schedule`: the factor by which the learning rate follows the steps.
+
+Checks itself; the curves are computed by the worker (`engine/optim/learning_rate.py`).
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.field_types import Count, Items, Positive, Share, Whole, ZeroToOne
+
+MAX_PARTS: Final = 64
+_NEEDED: Final = {
+    "step": "step_size_steps",
+    "multistep": "milestones",
+    "exponential": "gamma",
+    "restarts": "period_steps",
+    "chain": "parts",
+}
+_ONLY_IN: Final = {
+    "step_size_steps": "step",
+    "milestones": "multistep",
+    "power": "polynomial",
+    "period_steps": "restarts",
+    "period_factor": "restarts",
+    "up_fraction": "onecycle",
+    "initial_lr_fraction": "onecycle",
+    "parts": "chain",
+}
+
+
+class ScheduleSpec(Section):
+    """The schedule of the learning rate: a warm-up from 0, then the named curve. Bare text is a
+    name, a list is a chain of schedules.
+
+    steps: the curve's length, warm-up included; None: to the end of the training, or of the part of
+    the chain. milestones: steps after the warm-up at which the rate is multiplied by gamma.
+    period_steps: length of the first period of `restarts`; each following one is period_factor
+    times as long. up_fraction: the share of `onecycle` in which the rate rises from
+    initial_lr_fraction.
+    """
+
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "step",
+        "multistep",
+        "exponential",
+        "polynomial",
+        "restarts",
+        "onecycle",
+        "chain",
+    ]
+    warmup_steps: Whole = 0
+    final_lr_fraction: ZeroToOne = 0.0
+    step_size_steps: Count | None = None
+    gamma: Share = 0.1
+    steps: Count | None = None
+    milestones: Items[Count] = ()
+    power: Positive = 1.0
+    period_steps: Count | None = None
+    period_factor: Count = 1
+    up_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    initial_lr_fraction: ZeroToOne = 0.04
+    parts: Annotated["Items[ScheduleSpec]", Field(max_length=MAX_PARTS)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text_or_list(cls, value: object) -> object:
+        if isinstance(value, list):
+            return {"name": "chain", "parts": value}
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fields_fit_the_name(self) -> Self:
+        refuse([*self._misplaced(), *self._in_parts()])
+        return self
+
+    def _misplaced(self) -> Iterator[Violation]:
+        needed = _NEEDED.get(self.name)
+        # A document that was written out names every field.
+        if needed and (needed not in self.model_fields_set or not getattr(self, needed)):
+            yield Violation(needed, f"missing; the {self.name} schedule needs it")
+        for field, name in _ONLY_IN.items():
+            is_default = getattr(self, field) == ScheduleSpec.model_fields[field].default
+            if name != self.name and not is_default:
+                yield Violation(field, f"belongs to the {name} schedule only")
+        if list(self.milestones) != sorted(set(self.milestones)):
+            text = f"{list(self.milestones)} do not ascend; each must be after the one before"
+            yield Violation("milestones", text)
+
+    def _in_parts(self) -> Iterator[Violation]:
+        if self.parts and (self.warmup_steps or self.steps):
+            field = "warmup_steps" if self.warmup_steps else "steps"
+            yield Violation(field, "has no meaning in a chain; the parts have their own")
+        for number, part in enumerate(self.parts):
+            if part.name == "chain":
+                yield Violation(f"parts[{number}]", "is a chain; a chain holds none")
+            elif part.steps is None and number < len(self.parts) - 1:
+                text = "missing; every part of a chain but the last needs it"
+                yield Violation(f"parts[{number}].steps", text)
