@@ -6,6 +6,7 @@ opens a gate (a file lock), so that a test decides who is late without any clock
 
 import fcntl
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,31 @@ class Gated:
 
 def gated(folder: str, num_rows: int = 48) -> dict[str, Any]:
     return {"train": Gated(rows_of(num_rows), folder, "batch"), "test": rows_of(23, seed=6)}
+
+
+class AugmentedRows:
+    """A torch `Dataset`: rows one by one, changed at random, which may wait at a gate."""
+
+    def __init__(self, rows: Gated) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Rows:
+        x, y = self.rows.take(torch.tensor([row]))
+        return (1 + 0.1 * random.random()) * x[0] + 0.1 * torch.randn(NUM_FEATURES), y[0]
+
+
+def augmented(folder: str = "nowhere", num_rows: int = 50) -> dict[str, Any]:
+    """Each row of the training data is counted by the gates."""
+    return {"train": AugmentedRows(Gated(rows_of(num_rows), folder, "row"))}
+
+
+def jittered(rows: list[Rows]) -> Rows:
+    """A collate that draws as well."""
+    x, y = (torch.stack(each) for each in zip(*rows, strict=True))
+    return x + 0.01 * torch.randn(()), y
 
 
 def gated_clients(folder: str, client_id: int = 0, num_clients: int = 1) -> dict[str, Any]:

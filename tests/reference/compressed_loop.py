@@ -37,6 +37,7 @@ from tests.reference.decoded_update import is_coded
 from tests.reference.loops import Result, cut_rows, is_skipped
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
+from tests.reference.row_batches import read
 
 _CPU = torch.device("cpu")
 
@@ -80,8 +81,8 @@ def compressed_loop(
             model.zero_grad()
             found = torch.zeros(2, dtype=torch.float64)  # weight, sum of the loss
             for micro_batch, part in enumerate(cut_rows(job, batch[rows.start : rows.stop])):
-                randomness.begin(job.seed, step, shard, micro_batch)
-                x, y = gather(data, part, "reference")
+                place = (job.seed, step, shard, micro_batch)
+                x, y = read(gather, data, part, (job.seed, "row", epoch), place, randomness)
                 value = loss_fn(model(x), y, len(part))
                 scale.up(value.mean * value.weight).backward()
                 found[0] += value.weight

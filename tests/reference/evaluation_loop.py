@@ -21,6 +21,7 @@ from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
 from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.reference.row_batches import read
 
 
 def evaluation_loop(
@@ -42,9 +43,10 @@ def evaluation_loop(
     metrics = make_metrics(spec.metrics, entrypoints)
     execution = prepare(model, job, device, KeyedRandomness(model, device))
     sums: dict[str, list[float]] = {}
-    for start in range(0, len(dataset), spec.batch_size):
+    for batch, start in enumerate(range(0, len(dataset), spec.batch_size)):
         rows = torch.arange(start, min(start + spec.batch_size, len(dataset)))
-        x, y = gather(dataset, rows, "reference")
+        key = ("evaluate", spec.split, batch)
+        x, y = read(gather, dataset, rows, ("row", "evaluate", spec.split), key)
         execution.begin_batch(len(rows))
         with torch.no_grad():
             output = model(x)

@@ -32,6 +32,7 @@ from tests.reference.decoded_update import is_coded
 from tests.reference.loops import backward, cut_rows, divide, is_skipped
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
+from tests.reference.row_batches import read
 
 _CPU = torch.device("cpu")
 
@@ -104,8 +105,8 @@ def gossip_loop(
             scale = executions[node].scale
             values = []
             for micro_batch, rows in enumerate(parts := cut_rows(job, batch[_slice(shard)])):
-                randomness[node].begin(job.seed, step, node, micro_batch)
-                x, y = gather(data, rows, "reference")
+                key = (job.seed, step, node, micro_batch)
+                x, y = read(gather, data, rows, (job.seed, "row", epoch), key, randomness[node])
                 value = loss_fn(models[node](x), y, len(rows))
                 values.append(backward(job, value, len(parts), scale))
             loss, weight = divide(job, params[node], values, scale)

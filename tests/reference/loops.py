@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
+from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
@@ -38,6 +39,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.decoded_update import is_coded, received
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
+from tests.reference.row_batches import read
 from tests.reference.server_optimizer import Slots, server_step
 
 _CPU = torch.device("cpu")
@@ -65,7 +67,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
             if len(losses) == (total_steps if num_steps is None else num_steps):
                 return Result(model.state_dict(), losses)
             set_learning_rate(optimizer, learning_rate(job.optimizer, len(losses), total_steps))
-            x, y = take(rows)
+            x, y = take(rows, (job.seed, "row", epoch), (job.seed, len(losses), 0, 0))
             loss = loss_fn(model(x), y, len(rows)).mean
             optimizer.zero_grad()
             loss.backward()
@@ -117,8 +119,8 @@ def sharded_loop(
                 each.forget()
             weight, loss = torch.zeros(2, dtype=torch.float64).unbind()
             for micro_batch, rows in enumerate(cut_rows(job, shard_rows, micro_batch_size)):
-                randomness.begin(job.seed, step, shard, micro_batch)
-                x, y = take(rows)
+                key = (job.seed, step, shard, micro_batch)
+                x, y = take(rows, (job.seed, "row", epoch), key, randomness)
                 value = loss_fn(model(x), y, len(rows))
                 scale.up(value.mean * value.weight).backward()
                 weight += value.weight
@@ -272,8 +274,9 @@ def _train_client(
             key = (job.seed, "client", client, round_num, num_steps)
             values = []
             for micro_batch, part in enumerate(parts := cut_rows(job, rows)):
-                randomness.begin(*key, *([micro_batch] if micro_batch else []))
-                x, y = gather(data, part, "reference")
+                own_key: Key = (*key, micro_batch) if micro_batch else key
+                row_key = (job.seed, "row", "client", client, epoch)
+                x, y = read(gather, data, part, row_key, own_key, randomness)
                 value = loss_fn(model(x), y, len(part))
                 values.append(backward(job, value, len(parts), scale))
             loss, weight = divide(job, params, values, scale)
@@ -351,7 +354,8 @@ def _mean_of(name: str, updates: list[Update], numerics: int) -> Tensor:
     return total / math.fsum(each.weight for each in updates)
 
 
-Take = Callable[[Tensor], tuple[Any, Any]]
+Take = Callable[..., tuple[Any, Any]]
+"""`read` of the job's training rows."""
 Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness]
 
 
@@ -365,7 +369,7 @@ def _setup(
     loss_fn = make_loss(job.loss, entrypoints)
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
-    take = partial(gather, data, activity="reference")
+    take = partial(read, gather, data)
     return model, loss_fn, params, take, execution, randomness
 
 

@@ -30,6 +30,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
+from tests.reference.row_batches import read
 
 _CPU = torch.device("cpu")
 
@@ -272,7 +273,8 @@ class _Loop:
 
     def gradient(self, step: int) -> tuple[Tensor, float]:
         """(mean gradient, mean loss) of the step's batch, shards added in the tree."""
-        _, batch = self._order.batch(step)
+        epoch, batch = self._order.batch(step)
+        row_key = (self._job.seed, "row", epoch)
         self._execution.begin_batch(len(batch))
         parts: list[list[Tensor]] = []
         self._reached = [False] * len(self._params)
@@ -284,8 +286,8 @@ class _Loop:
             weight, loss = torch.zeros(2, dtype=torch.float64).unbind()
             micro_batches = cut_rows(self._job, batch[rows.start : rows.stop], None)
             for micro_batch, indices in enumerate(micro_batches):
-                self._randomness.begin(self._job.seed, step, shard, micro_batch)
-                x, y = self._gather(self._data, indices, "reference")
+                key = (self._job.seed, step, shard, micro_batch)
+                x, y = read(self._gather, self._data, indices, row_key, key, self._randomness)
                 value = self._loss(self._model(x), y, len(indices))
                 root = value.mean * value.weight
                 self._scale.up(root).backward()

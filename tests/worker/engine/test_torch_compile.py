@@ -36,7 +36,7 @@ def gradients(trainer: Trainer, shard: int) -> dict[str, Tensor]:
     trainer._execution.begin_batch(16)
     for _, param in trainer.params:
         param.grad = None
-    rows = Rows(trainer._data["train"], torch.arange(8 * shard, 8 * shard + 8), "a test")
+    rows = Rows(trainer._data["train"], torch.arange(8 * shard, 8 * shard + 8), "a test", ())
     trainer._passes.add_sums(rows, Window([range(8)], key=lambda _: (3, 0, shard, 0)))
     return {name: p.grad.clone() for name, p in trainer.params if p.grad is not None}
 

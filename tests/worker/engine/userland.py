@@ -1,9 +1,11 @@
 """What a user would write: models, data, losses and metrics that job files of the tests name."""
 
 import os.path as borrowed_module
+import random
 from os import getcwd as borrowed
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -274,6 +276,50 @@ class Noisy:
 
 def noisy(num_rows: int = 30) -> dict[str, Any]:
     return {"train": Noisy(num_rows)}
+
+
+class NoisyRows:
+    """A torch `Dataset` of (input, label), augmented with all three generators."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.x, self.y = classes(num_rows)["train"]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        scale = 1.0 + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        return scale * self.x[row] + 0.1 * torch.randn(NUM_FEATURES), int(self.y[row])
+
+
+def noisy_rows(num_rows: int = 50) -> dict[str, Any]:
+    return {"train": NoisyRows(num_rows), "test": NoisyRows(23)}
+
+
+def noisy_batch(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    """A collate that draws as well, and answers a dict whose first leaf counts no rows."""
+    return {
+        "jitter": 0.1 * torch.randn(()),
+        "x": torch.stack([x for x, _ in rows]),
+        "y": torch.tensor([y for _, y in rows]),
+    }
+
+
+class FunctionalDropout(nn.Module):
+    """Draws in its own forward, so from the key that is in force when the batch has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, batch: Any) -> Tensor:
+        x = batch["x"] + batch["jitter"] if isinstance(batch, dict) else batch
+        out: Tensor = self.inner(nn.functional.dropout(x, 0.3, self.training))
+        return out
+
+
+def loss_of_batch(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output, batch["y"])
 
 
 def per_client(client_id: int, num_clients: int) -> dict[str, Any]:

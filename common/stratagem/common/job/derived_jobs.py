@@ -36,5 +36,6 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
 def entry_points(job: JobSpec) -> tuple[str, ...]:
     """Exactly what the job names of the user's code; nothing else may be imported."""
     metrics = job.evaluation.metrics if job.evaluation else ()
-    named = [job.model.entrypoint, job.data.entrypoint, job.loss.entrypoint, *metrics]
+    data = (job.data.entrypoint, job.data.collate)
+    named = [job.model.entrypoint, *data, job.loss.entrypoint, *metrics]
     return tuple(dict.fromkeys(name for name in named if name is not None and ":" in name))

@@ -62,10 +62,14 @@ def check_tensor_file(value: str) -> str:
 
 
 class DataSpec(Section):
-    """The data: an entry point, a file, an uploaded blob, or a name that each worker knows."""
+    """The data: an entry point, a file, an uploaded blob, or a name that each worker knows.
+
+    collate: an entry point that makes a batch of a list of rows, where they are fetched one by one.
+    """
 
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
+    collate: EntrypointName | None = None
     path: Annotated[str, AfterValidator(check_tensor_file)] | None = None
     inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
     worker_local: Name | None = None
@@ -74,6 +78,7 @@ class DataSpec(Section):
     def _one_source(self) -> Self:
         one_of(self, ("entrypoint", "path", "inline", "worker_local"))
         refuse(only_with(self, "kwargs", "entrypoint"))
+        refuse(only_with(self, "collate", "entrypoint"))
         return self
 
 

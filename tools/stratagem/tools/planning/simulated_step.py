@@ -22,6 +22,7 @@ from stratagem.common.job import JobSpec
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
+from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
@@ -253,7 +254,9 @@ class _ShapesOnly(Gather):
     x: Any
     y: Any
 
-    def __call__(self, dataset: Dataset, indices: Tensor, activity: str) -> tuple[Any, Any]:
+    def __call__(
+        self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys | None = None
+    ) -> tuple[Any, Any]:
         def rows(row: Tensor) -> Tensor:
             dtype = self.dtype if row.is_floating_point() else row.dtype
             return torch.empty((len(indices), *row.shape[1:]), dtype=dtype, device=self.device)

@@ -5,18 +5,15 @@ Cached: data sets are read once and kept on the device. Neither changes a value.
 models.
 """
 
-import random
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.data.datasets import Dataset, Gather, Subset, TensorDataset, map_tensors
+from stratagem.worker.data.generators import generators_kept, seed_users_generators
 
 _IN_USE_BY_US: Final = 2
 """References to a buffer's storage that we hold while we look at it."""
@@ -99,7 +96,9 @@ def _read(dataset: Dataset, gather: Gather) -> TensorDataset:
     num_rows = len(dataset)
     parts = []
     for start in range(0, max(1, num_rows), _CHUNK_ROWS):
-        with _drawing_from(start):
+        with generators_kept():
+            torch.manual_seed(start)
+            seed_users_generators(start)
             parts.append(
                 gather.take(dataset, torch.arange(start, min(num_rows, start + _CHUNK_ROWS)))
             )
@@ -127,18 +126,3 @@ def _joined(parts: list[Any]) -> Any:
             return type(first)(_joined(list(each)) for each in zip(*parts, strict=True))
         case _:
             return None
-
-
-@contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """Draws random numbers from a seed inside the context and restores all generators after it."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

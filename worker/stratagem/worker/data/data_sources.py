@@ -20,6 +20,7 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.job import DataSpec, JobSpec
 from stratagem.worker.data.client_partition import client_rows
 from stratagem.worker.data.datasets import Dataset, Subset, as_dataset, tensor_dataset
+from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 MAX_CLIENTS_KEPT: Final = 64
@@ -136,8 +137,27 @@ def _from_entrypoint(
             "data.entrypoint",
             f'"{name}" must return a dict {{split: data set}}, not a {type(value).__name__}',
         )
-    splits = {str(split): as_dataset(each, str(split)) for split, each in value.items()}
+    collate = job.data.collate and entrypoints.resolve(job.data.collate, "data.collate")
+    splits = {
+        str(split): as_dataset(each, str(split), collate or None) for split, each in value.items()
+    }
+    _check_kinds(job, splits)
     return splits if wanted else _own_rows(job, splits, client)
+
+
+def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
+    """Refuses settings that do not go with the kind of the data sets."""
+    by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
+    if job.data.collate is not None and not by_row:
+        raise InvalidInputError.at(
+            "data.collate", "belongs to data sets with len() and [row]; the entry point gives none"
+        )
+    if job.execution.memory == "Cached" and by_row:
+        raise InvalidInputError.at(
+            "execution.memory",
+            f"Cached reads each row once, but those of data.{by_row[0]} are fetched one by one "
+            "and may differ in each epoch; leave it out, or give a tuple (x, y) of tensors",
+        )
 
 
 def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
@@ -173,7 +193,11 @@ def _divided(job: JobSpec, train: Dataset, num_clients: int) -> list[Tensor]:
     labels = None
     if job.partition is not None and job.partition.method != "contiguous":
         with user_code("reading labels"):
-            labels = train.take(torch.arange(len(train)))[1]
+            labels = (
+                train.labels()
+                if isinstance(train, RowDataset)
+                else train.take(torch.arange(len(train)))[1]
+            )
         labels = torch.as_tensor(labels) if labels is not None else None
     partition = job.partition
     seed = job.seed if partition is None or partition.seed is None else partition.seed

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.data.row_datasets import (
+    BatchKeys,
+    Collate,
+    RowDataset,
+    has_foreign_take,
+    refuse_loaders,
+    row_dataset,
+)
 from stratagem.worker.user_code.entrypoints import user_code
 
 # torch aligns its own CPU allocations to this many bytes.
 _ALIGNMENT_BYTES: Final = 64
+_NO_KEYS: Final = BatchKeys()
 
 
 @runtime_checkable
@@ -61,7 +70,8 @@ class Subset:
         return self.base.take(self.rows.index_select(0, indices))
 
 
-def _at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
+def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
+    """The data set that a client's rows are rows of, and their numbers there."""
     while isinstance(dataset, Subset):
         indices = dataset.rows.index_select(0, indices)
         dataset = dataset.base
@@ -79,7 +89,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         case np.ndarray():
             return change(torch.from_numpy(value))
         case tuple() | list():
-            return type(value)(map_tensors(each, change) for each in value)
+            made = [map_tensors(each, change) for each in value]
+            return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
         case Mapping():
             return {key: map_tensors(each, change) for key, each in value.items()}
         case None:
@@ -91,16 +102,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             )
 
 
-def as_dataset(value: object, split: str) -> Dataset:
-    """A data set as it came from the user or a file, checked."""
+def as_dataset(value: object, split: str, collate: Collate | None = None) -> Dataset:
+    """A data set as it came from the user, checked. collate: of rows that are fetched one by
+    one."""
+    refuse_loaders(value, split)
     if isinstance(value, tuple) and len(value) in (1, 2):
         return tensor_dataset(value[0], value[1] if len(value) == 2 else None, split)
-    if isinstance(value, Dataset):
+    if isinstance(value, Dataset) and not has_foreign_take(value):
         return value
+    rows = row_dataset(value, split, collate)
+    if rows is not None:
+        return rows
     raise InvalidInputError.at(
         f"data.{split}",
-        f"is a {type(value).__name__}; allowed are a tuple (x, y) of tensors and an object with "
-        "len() and take(indices) -> (x, y)",
+        f"is a {type(value).__name__}; allowed are a tuple (x, y) of tensors, an object with "
+        "len() and [row], and one with len() and take(indices) -> (x, y)",
     )
 
 
@@ -148,20 +164,28 @@ class Gather:
     pool: Pool | None = field(default=None, kw_only=True)
     cache: Cache | None = field(default=None, kw_only=True)
 
-    def __call__(self, dataset: Dataset, indices: Tensor, activity: str) -> tuple[Any, Any]:
-        """(x, y) of these rows, in storage of their own."""
+    def __call__(
+        self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys = _NO_KEYS
+    ) -> tuple[Any, Any]:
+        """(x, y) of these rows, in storage of their own. keys: for rows that draw at random, where
+        they are fetched one by one."""
         with user_code(activity):
             if self.cache is not None:
                 dataset = self.cache.of(dataset, self)
-            return self.take(dataset, indices)
+            return self.take(dataset, indices, keys)
 
-    def take(self, dataset: Dataset, indices: Tensor) -> tuple[Any, Any]:
+    def take(
+        self, dataset: Dataset, indices: Tensor, keys: BatchKeys = _NO_KEYS
+    ) -> tuple[Any, Any]:
         """(x, y) of the data set itself, placed."""
-        if self.pool is not None:
-            dataset, indices = _at_the_base(dataset, indices)
-            if isinstance(dataset, TensorDataset):
-                return self._pooled(dataset.x, indices), self._pooled(dataset.y, indices)
-        pair = dataset.take(indices)
+        base, numbers = at_the_base(dataset, indices)
+        if isinstance(base, RowDataset):
+            x, y = base.batch(numbers, keys)
+            placed = map_tensors(x, self.place)
+            return placed, placed if y is x else map_tensors(y, self.place)
+        if self.pool is not None and isinstance(base, TensorDataset):
+            return self._pooled(base.x, numbers), self._pooled(base.y, numbers)
+        pair = base.take(numbers)
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
             raise TypeError(f"take() must return (x, y), not a {type(pair).__name__}")
         return map_tensors(pair[0], self.place), map_tensors(pair[1], self.place)

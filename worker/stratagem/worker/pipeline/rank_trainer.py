@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
@@ -78,6 +80,7 @@ class StageRunner:
         is_pipelined = setup.micro_batch_size is not None
         self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
         self._num_passes = 0
+        self._row_key: Key = ()  # of the latest step
         self._losses: list[float] = []  # of the latest step's micro-batches
         self.step = 0
 
@@ -110,7 +113,8 @@ class StageRunner:
         Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
         ExchangeError; parameters, buffers and optimizer are then as before.
         """
-        _, indices = self._order.batch(self.step)
+        epoch, indices = self._order.batch(self.step)
+        self._row_key = (self._job.seed, "row", epoch)
         live = [
             indices[rows.start : rows.stop] for rows in split_rows(len(indices), num_shards) if rows
         ]
@@ -233,13 +237,16 @@ class StageRunner:
         for trained in self._setup.trained:
             trained.forget()
 
+        def key(micro_batch: int) -> Key:
+            return (self._job.seed, self.step, shard, micro_batch)
+
         def begin(micro_batch: int) -> None:
-            key = (self._job.seed, self.step, shard, micro_batch)
-            self._randomness.begin(*key, forget=micro_batch == 0)
+            self._randomness.begin(*key(micro_batch), forget=micro_batch == 0)
 
         def load(micro_batch: int) -> tuple[Any, Any, int]:
             rows, gather = micro_batches[micro_batch], self._setup.evaluator.gather
-            return *gather(self._setup.data["train"], rows, activity), len(rows)
+            keys = BatchKeys(self._row_key, key(micro_batch))
+            return *gather(self._setup.data["train"], rows, activity, keys), len(rows)
 
         def lose(output: Any, y: Any, num_rows: int, micro_batch: int) -> Tensor:
             nonlocal weight, loss_sum

@@ -5,39 +5,18 @@ Before every module that may draw random numbers the default generator is seeded
 whichever worker computes the shard. Knows modules, but neither data nor the exchange.
 """
 
-import hashlib
-import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stratagem.common.numerics.mixed_keys import POSITIVE, mix, text_number
+from stratagem.worker.data.generators import seed_users_generators
 from stratagem.worker.models.stochastic_modules import draws_random_numbers, runs_only_known_code
-
-_MASK: Final = (1 << 64) - 1
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-_POSITIVE: Final = (1 << 63) - 1
-
-
-def mix(*values: int | str) -> int:
-    """Hashes the values and their order to 64 well-mixed bits (splitmix64 steps)."""
-    state = 0
-    for value in values:
-        number = _number(value) if isinstance(value, str) else value
-        state = (state + (number & _MASK) + _GOLDEN) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(slots=True)
@@ -86,7 +65,7 @@ class KeyedRandomness:
         self._border: Callable[[int], None] = self._before_call
         for name, module in model.named_modules():
             if draws_random_numbers(module):
-                hook = self._hooks[module] = _Hook(self, _number(name))
+                hook = self._hooks[module] = _Hook(self, text_number(name))
                 module.register_forward_pre_hook(hook)
 
     def begin(self, *key: int | str, forget: bool = True, is_users: bool = True) -> None:
@@ -102,8 +81,7 @@ class KeyedRandomness:
         self._seed(self._prefix)
         if is_users or not self._is_known:
             # Only the user's code draws from these two. Seeding them takes 15 µs.
-            random.seed(self._prefix)
-            np.random.seed(self._prefix & 0xFFFFFFFF)
+            seed_users_generators(self._prefix)
 
     def end(self) -> None:
         """Ends the computation: later calls of modules are not seeded."""
@@ -159,12 +137,12 @@ class KeyedRandomness:
         call = self._num_calls.get(name_key, 0)
         self._num_calls[name_key] = call + 1
         key = mix(self._prefix, name_key, call)
-        self._keys[place] = key & _POSITIVE
+        self._keys[place] = key & POSITIVE
         self._seed(key)
 
     def _seed(self, key: int) -> None:
         for generator in self._generators:
-            generator.manual_seed(key & _POSITIVE)
+            generator.manual_seed(key & POSITIVE)
 
 
 class _Watch(TorchDispatchMode):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluation_metrics import Metric, make_metrics
@@ -103,8 +104,9 @@ class Evaluator:
 
     def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
         """Begins a batch; returns (x, y, number of rows) of it."""
-        rows = self.begin(split, batch)
-        return *self.gather(self.dataset(split), rows, f"evaluating {split}"), len(rows)
+        rows, activity = self.begin(split, batch), f"evaluating {split}"
+        keys = BatchKeys(("row", "evaluate", split), ("evaluate", split, batch))
+        return *self.gather(self.dataset(split), rows, activity, keys), len(rows)
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
         """Computes loss and metrics of a batch from the model's output."""

@@ -6,18 +6,18 @@ that is part of a flat bucket, they add up there. Must not know shards, exchange
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from stratagem.common.numerics.mixed_keys import Key
 from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
+from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.losses import LossFunction, NamedLoss
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
 from stratagem.worker.user_code.entrypoints import user_code
-
-Key = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,13 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a data set, and the words for errors in working on them."""
+    """Some rows of a data set, the words for errors in working on them, and the key that their
+    random numbers have in this epoch."""
 
     dataset: Dataset
     indices: Tensor
     activity: str
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,10 @@ class Passes:
 
         for number, cut in enumerate(window.cuts):
             window.before(number)
-            self.randomness.begin(*window.key(number), is_users=is_users)
-            own = Rows(rows.dataset, part(rows.indices, cut), rows.activity)
-            found.append(self._run_one(own, weigh, is_weighted=is_weighted))
+            key = window.key(number)
+            self.randomness.begin(*key, is_users=is_users)
+            own = replace(rows, indices=part(rows.indices, cut))
+            found.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
         losses = tuple([mean.item() for mean, _ in found])
@@ -143,10 +146,14 @@ class Passes:
         return Counted(loss_sum, weight, losses)
 
     def _run_one(
-        self, rows: Rows, before_backward: Callable[[float], None], *, is_weighted: bool
+        self,
+        rows: Rows,
+        keys: BatchKeys,
+        before_backward: Callable[[float], None],
+        is_weighted: bool,
     ) -> tuple[Tensor, float]:
         """Forward and backward of one micro-batch; (its mean loss, its weight)."""
-        x, y = self.gather(rows.dataset, rows.indices, rows.activity)
+        x, y = self.gather(rows.dataset, rows.indices, rows.activity, keys)
         with user_code(rows.activity):
             loss = self.loss(self.model(x), y, rows.indices.shape[0])
         before_backward(float(loss.weight))

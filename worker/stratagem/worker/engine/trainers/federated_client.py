@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated, FedProx
@@ -28,7 +29,7 @@ from stratagem.worker.engine.optim.learning_rate import learning_rate
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
-from stratagem.worker.engine.step.forward_backward import Key, Passes, Rows, Window
+from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.models.model_builder import build_model
@@ -117,7 +118,8 @@ class ClientRunner:
                     key = (self._job.seed, "client", client, round_num, num_steps)
                     num_steps += 1
                     activity = f"round {round_num}, client {client}, step {num_steps}"
-                    rows = Rows(data, indices, activity)
+                    row_key = (self._job.seed, "row", "client", client, epoch)
+                    rows = Rows(data, indices, activity, row_key)
                     report = self._step(local_step, rate, anchors, rows, key)
                     if report.is_skipped:
                         num_skipped += 1

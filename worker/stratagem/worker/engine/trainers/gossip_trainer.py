@@ -135,13 +135,18 @@ class GossipTrainer:
         for it, is of all nodes after mixing. After an error the nodes are at different
         steps, and the trainer is of no more use.
         """
-        _, indices = self._order.batch(self.step)
+        epoch, indices = self._order.batch(self.step)
         shards = split_rows(len(indices), num_nodes)
         rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
         own = _Sums()
         for number, node in self._nodes.items():
-            rows = indices[shards[number].start : shards[number].stop]
-            if len(rows):  # a node without rows only mixes
+            rows = Rows(
+                self._setup.data["train"],
+                indices[shards[number].start : shards[number].stop],
+                f"training step {self.step + 1}",
+                (self._job.seed, "row", epoch),
+            )
+            if len(rows.indices):  # a node without rows only mixes
                 node.local_step.passes.execution.begin_batch(len(indices))
                 report = self._local_step(number, node, rows, rate)
                 node.sums.add(report)
@@ -176,18 +181,16 @@ class GossipTrainer:
             exchange_wait_s=wait_s,
         )
 
-    def _local_step(self, number: int, node: _Node, rows: Tensor, rate: float) -> LocalReport:
+    def _local_step(self, number: int, node: _Node, rows: Rows, rate: float) -> LocalReport:
         """One optimizer step with the mean gradient of the node's rows."""
         node.model.train()
         window = Window(
-            self._job.window.cut(len(rows)),
+            self._job.window.cut(len(rows.indices)),
             key=lambda micro_batch: (self._job.seed, self.step, number, micro_batch),
             before_backward=lambda _: failpoint("worker.gossip.before_backward"),
         )
-        step = self.step + 1
-        what = Rows(self._setup.data["train"], rows, f"training step {step}")
         try:
-            return node.local_step.run(what, window, rate=rate, number=step)
+            return node.local_step.run(rows, window, rate=rate, number=self.step + 1)
         finally:
             node.local_step.passes.randomness.end()
 

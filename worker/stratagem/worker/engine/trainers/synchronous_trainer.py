@@ -104,7 +104,7 @@ class Trainer:
         if self.phases is not None and not self.phases.phase.is_exact:
             return self._predicted_step(self.phases)
         self._replicas.begin_step(self.state)
-        _, indices = self._order.batch(self.step)
+        epoch, indices = self._order.batch(self.step)
         num_rows = indices.shape[0]
         live = split_rows(num_rows, min(num_shards, num_rows))
         if not self._is_training:  # walks all modules
@@ -121,7 +121,12 @@ class Trainer:
             for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
-                rows = part(indices, live[shard])
+                rows = Rows(
+                    self._data["train"],
+                    part(indices, live[shard]),
+                    f"training step {self.step + 1}",
+                    (self.job.seed, "row", epoch),
+                )
                 counted = self._run_shard(exchange, shard, rows, must_weigh=must_weigh)
                 self._losses += counted.losses
                 changes = self._buffers.contribution(shard, len(live))
@@ -194,12 +199,12 @@ class Trainer:
         self,
         exchange: GradientReducer | SingleMemberReducer,
         shard: int,
-        rows: Tensor,
+        rows: Rows,
         *,
         must_weigh: bool,
     ) -> Counted:
         """Forward and backward of one shard. must_weigh: the divisor is not known before."""
-        cuts = self._window.cut(rows.shape[0])
+        cuts = self._window.cut(rows.indices.shape[0])
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
 
         def before_backward(weight: float) -> None:
@@ -216,9 +221,8 @@ class Trainer:
             before=lambda micro_batch: self._next_micro_batch(exchange) if micro_batch else None,
             before_backward=before_backward,
         )
-        what = Rows(self._data["train"], rows, f"training step {self.step + 1}")
         self._timer.begin_passes()
-        counted = self._passes.add_sums(what, window)
+        counted = self._passes.add_sums(rows, window)
         self._timer.end_passes()
         return counted
 

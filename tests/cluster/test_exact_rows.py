@@ -1,0 +1,52 @@
+"""Data sets whose rows are fetched one by one, over real processes that are killed."""
+
+import signal
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    federated,
+    job,
+    outcome_of,
+    train,
+    user,
+    wait_for,
+)
+from tests.reference.loops import federated_loop, sharded_loop
+
+pytestmark = pytest.mark.cluster
+
+COLLATE = "tests.cluster.userland:jittered"
+
+
+def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
+) -> None:
+    data = {**user("augmented", folder=str(gates.folder)), "collate": COLLATE}
+    spec = job(
+        "dropout_mlp",
+        data=data,
+        accumulation={"micro_batch_size": 3},
+        strategy=data_parallel(3),
+    )
+    gates.close("row-13")  # of each member: in step 3 of four
+    run = client.submit(spec)
+    gates.wait_reached("row-13")
+    (formed,) = wait_for(run, "MembersFormed")
+    exact_cluster.kill(formed.payload["members"][1]["worker_id"], signal.SIGKILL)
+    gates.open()
+    outcome = outcome_of(run)
+    assert len(outcome.of("MembersFormed")) > 1
+    assert outcome.status.reproducible
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
+def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
+    spec = federated("dropout_mlp", data={**user("augmented"), "collate": COLLATE}, batch_size=5)
+    assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)

@@ -1,0 +1,166 @@
+"""Data sets whose rows are fetched one by one: which are taken, and what they may draw."""
+
+import random
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import TensorDataset as TorchDataset
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.worker.data.client_partition import by_label
+from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
+from stratagem.worker.data.datasets import Gather, Subset, as_dataset
+from stratagem.worker.data.row_datasets import BatchKeys, RowDataset
+from tests.worker.engine.support import ALLOWED, CPU, job
+from tests.worker.engine.userland import NoisyRows
+
+GATHER = Gather(torch.float32, CPU)
+KEYS = BatchKeys((3, "row", 0), (3, 0, 0, 0))
+NOISY = {"entrypoint": "tests.worker.engine.userland:noisy_rows"}
+
+
+def rows_of(value: Any, indices: list[int], keys: BatchKeys = KEYS) -> tuple[Any, Any]:
+    return GATHER(as_dataset(value, "train"), torch.tensor(indices), "a test", keys)
+
+
+def test_a_row_is_the_same_in_whichever_batch_and_another_in_another_epoch() -> None:
+    rows = NoisyRows(20)
+    whole, labels = rows_of(rows, list(range(20)))
+    x, y = rows_of(rows, [7, 3], BatchKeys(KEYS.rows, ("another", "batch")))
+    assert torch.equal(x, whole[[7, 3]])
+    assert torch.equal(y, labels[[7, 3]])
+    assert not torch.equal(rows_of(rows, [7], BatchKeys((3, "row", 1), ()))[0][0], whole[7])
+    assert not torch.equal(whole[7] / rows.x[7], whole[3] / rows.x[3])
+    # The same row of a client's subset has the number that it has in the whole.
+    own = Subset(as_dataset(rows, "train"), torch.tensor([3, 7]))
+    assert torch.equal(GATHER(own, torch.tensor([1]), "a test", KEYS)[0][0], whole[7])
+
+
+def test_the_generators_stay_as_they_were() -> None:
+    def drawn() -> tuple[Any, ...]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    expected = drawn()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    rows_of(NoisyRows(20), [1, 2])
+    assert drawn() == expected
+
+
+def test_memory_maps_lists_and_data_sets_of_torch_are_rows(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(12.0).reshape(6, 2))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    x, y = rows_of(mapped, [4, 1])
+    assert x.tolist() == [[8, 9], [2, 3]]
+    assert x is y  # a batch that is no pair is input and target
+    assert x.dtype == torch.float32
+    assert rows_of(torch.arange(6), [4, 1])[0].tolist() == [4, 1]
+    assert rows_of([(1.0, 5), (2.0, 6)], [1])[1].tolist() == [6]
+    of_torch = TorchDataset(torch.arange(6), torch.arange(6) * 2)
+    assert [each.tolist() for each in rows_of(of_torch, [4, 1])] == [[4, 1], [8, 2]]
+    point = namedtuple("point", "left right middle")
+    x, _ = rows_of([point(1, 2, 3), point(4, 5, 6)], [0, 1])
+    assert x.middle.tolist() == [3, 6]
+
+
+def test_what_others_call_take_is_not_ours() -> None:
+    class Foreign:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, row: int) -> tuple[int, int]:
+            return row, -row
+
+        def take(self, count: int) -> "Foreign":
+            raise AssertionError("the first rows, and not those that are named")
+
+    Foreign.__module__ = "datasets.arrow_dataset"
+    assert rows_of(Foreign(), [2])[1].tolist() == [-2]
+
+
+def test_data_sets_that_cannot_be_used_are_refused() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    class Unbounded:
+        def __getitem__(self, row: int) -> int:
+            return row
+
+    loader: DataLoader[Any] = DataLoader(TorchDataset(torch.arange(3)))
+    said = r"give its dataset: its collate_fn is data\.collate, its batch_size the job's"
+    for value, words in (
+        (loader, f"DataLoader; {said}"),
+        (Endless(), "IterableDataset"),
+        (Unbounded(), r"Unbounded, which has no len\(\)"),
+        ({"x": torch.arange(3)}, "is a dict"),
+        ((1, 2, 3), "is a tuple"),
+    ):
+        with pytest.raises(InvalidInputError, match=rf"data\.train: .*{words}"):
+            as_dataset(value, "train")
+
+
+def test_what_goes_wrong_in_a_row_names_the_row() -> None:
+    class Torn(NoisyRows):
+        def __getitem__(self, row: int) -> tuple[Tensor, int]:
+            if row == 4:
+                raise OSError("truncated image")
+            return super().__getitem__(row)
+
+    with pytest.raises(UserCodeError, match=r"truncated image") as caught:
+        rows_of(Torn(6), [1, 4])
+    assert "row 4 of data.train" in str(caught.value)
+    with pytest.raises(InvalidInputError, match="holds a str"):
+        rows_of(["a", "b"], [1])
+
+
+def test_a_data_set_keeps_its_number_of_rows() -> None:
+    growing = [(torch.zeros(2), 1)]
+    dataset = as_dataset(growing, "train")
+    growing.append((torch.zeros(2), 1))
+    with pytest.raises(InvalidInputError, match="had 1 rows when it was loaded and has 2 now"):
+        GATHER(dataset, torch.tensor([0]), "a test")
+
+
+def test_settings_that_do_not_go_with_the_data() -> None:
+    collate = "tests.worker.engine.userland:noisy_batch"
+    tensors = {"entrypoint": "tests.worker.engine.userland:classes"}
+    with pytest.raises(InvalidInputError, match=r"data\.collate: belongs to data sets with len"):
+        load_data(job(data={**tensors, "collate": collate}), ALLOWED, DataSources())
+    cached = {"memory": "Cached"}
+    with pytest.raises(InvalidInputError, match=r"execution\.memory: Cached reads each row once"):
+        load_data(job(data=NOISY, execution=cached), ALLOWED, DataSources())
+    with pytest.raises(InvalidInputError, match=r"execution\.memory: .*with data\.collate"):
+        job(data={**NOISY, "collate": collate}, execution=cached)
+    with pytest.raises(InvalidInputError, match=r"data\.collate: .*entrypoint"):
+        job(data={"path": "x.safetensors", "collate": collate})
+
+
+def test_labels_of_rows_divide_clients() -> None:
+    strategy = {
+        "type": "Federated",
+        "num_clients": 4,
+        "rounds": 2,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+    }
+    partition = {"method": "by_label"}
+    spec = job(data=NOISY, steps=None, strategy=strategy, partition=partition)
+    expected = by_label(NoisyRows(50).y, 4, 2, spec.seed)
+    for client in range(4):
+        own = load_data(spec, ALLOWED, DataSources(), ClientShare(client, 4))["train"]
+        assert isinstance(own, Subset)
+        assert torch.equal(own.rows, expected[client])
+    unlabelled = as_dataset([1, 2], "train")
+    assert isinstance(unlabelled, RowDataset)
+    with pytest.raises(InvalidInputError, match="no pairs"):
+        unlabelled.labels()

@@ -1,0 +1,37 @@
+"""The generators that the user's code draws from: seeding them, and leaving them as they were.
+
+These are Python's, numpy's and torch's default generator on the CPU. Must not know what keys mean.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from stratagem.common.numerics.mixed_keys import POSITIVE
+
+
+def seed_users_generators(key: int) -> None:
+    """Seeds Python's generator and numpy's, which only the user's code draws from. key: 64 bits."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+def seed_generators(key: int) -> None:
+    """Seeds all of them."""
+    seed_users_generators(key)
+    torch.default_generator.manual_seed(key & POSITIVE)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restores all generators at the end of the context."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
