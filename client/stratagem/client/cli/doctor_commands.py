@@ -87,7 +87,10 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
     if not ended.stdout.startswith("["):  # --help, or a failure that stderr explains
         print(ended.stdout, end="")
         raise typer.Exit(ended.returncode)
-    return [Finding(**{**each, "level": Level(each["level"])}) for each in json.loads(ended.stdout)]
+    return [
+        Finding(**{**finding, "level": Level(finding["level"])})
+        for finding in json.loads(ended.stdout)
+    ]
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -167,8 +167,8 @@ def show_certs(
 ) -> None:
     """Print whose certificates these are, and until when."""
     with reporting():
-        found = [each for path in files for each in _certificates_in(path)]
-        _print_certificates(found)
+        certificates = [certificate for path in files for certificate in _certificates_in(path)]
+        _print_certificates(certificates)
 
 
 @certs.command("revoke")
@@ -263,12 +263,12 @@ def _certificates_in(path: Path) -> list[Path]:
 def _print_certificates(files: list[Path]) -> None:
     from stratagem.common.identity.certificates import show
 
-    for each in (shown for file in files for shown in show(file)):
-        who = f"{each.role or 'no role'} {each.name}".rstrip()
-        expired = ", EXPIRED" if each.has_expired else ""
-        print(f"{each.file}: {who}, until {each.expires:%Y-%m-%d %H:%M} UTC{expired}")
-        names = ", ".join((*each.uris, *each.hosts))
-        print(f"    {names or each.fingerprint}")
+    for certificate in (shown for file in files for shown in show(file)):
+        who = f"{certificate.role or 'no role'} {certificate.name}".rstrip()
+        expired = ", EXPIRED" if certificate.has_expired else ""
+        print(f"{certificate.file}: {who}, until {certificate.expires:%Y-%m-%d %H:%M} UTC{expired}")
+        names = ", ".join((*certificate.uris, *certificate.hosts))
+        print(f"    {names or certificate.fingerprint}")
 
 
 def _holder(word: str) -> str:
@@ -277,7 +277,7 @@ def _holder(word: str) -> str:
         return word
     role, _, name = word.partition("/")
     if role not in list(Role) or not name:
-        known = ", ".join((*(f"{each}/NAME" for each in Role), "sha256:HEX"))
+        known = ", ".join((*(f"{kind}/NAME" for kind in Role), "sha256:HEX"))
         raise InvalidInputError.at("holders", f"{word!r} is neither a file nor one of {known}")
     return f"{role} {name}"
 

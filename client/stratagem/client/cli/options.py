@@ -110,12 +110,12 @@ def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str,
     """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
     names = local_names(num_workers)
     found: dict[str, list[str]] = {name: [] for name in names}
-    for each in tags:
-        worker, _, tag = each.rpartition("=")
+    for pair in tags:
+        worker, _, tag = pair.rpartition("=")
         if worker and worker not in found:
             raise InvalidInputError.at("--tag", f"{not_one_of(worker, names)}")
         if not tag:
-            raise InvalidInputError.at("--tag", f"{each!r} holds no tag")
+            raise InvalidInputError.at("--tag", f"{pair!r} holds no tag")
         for name in [worker] if worker else names:
             found[name].append(tag)
     return {name: ("--tags", ",".join(of_one)) for name, of_one in found.items() if of_one}
@@ -143,6 +143,6 @@ def with_proof(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, proof=proof)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {each.name: each.annotation for each in shown}
+    call.__annotations__ = {option.name: option.annotation for option in shown}
     call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return call

@@ -128,4 +128,4 @@ def _is_of_whole_run(event: Event) -> bool:
 def _metrics_in(value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
         return {}
-    return {name: each for name, each in value.items() if isinstance(each, int | float)}
+    return {name: number for name, number in value.items() if isinstance(number, int | float)}

@@ -291,7 +291,7 @@ def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Cli
         workers=workers,
         data_dir=data_dir,
         allow=known.allow,
-        import_path=tuple(Path(each) for each in known.import_path),
+        import_path=tuple(Path(folder) for folder in known.import_path),
         worker_arguments=tag_arguments(known.tags, workers),
     )
     with cluster, cluster.client() as client:

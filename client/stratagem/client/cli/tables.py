@@ -47,9 +47,9 @@ def _plain(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return str(value)
         case Mapping():
-            return {key: _plain(each) for key, each in value.items()}
+            return {key: _plain(item) for key, item in value.items()}
         case list() | tuple():
-            return [_plain(each) for each in value]
+            return [_plain(item) for item in value]
         case _:
             return value
 
@@ -136,10 +136,10 @@ def _schedule_text(schedule: Sequence[Hyperparameters]) -> str:
     """Return which hyperparameters changed at which steps: "lr 0.1 from step 0; lr 0.11 from step
     5"."""
     parts, known = [], dict[str, Any]()
-    for each in schedule:
-        changed = {n: v for n, v in each.values.items() if n not in known or known[n] != v}
-        parts.append(f"{values_text(changed) or 'the same'} from step {each.from_step}")
-        known = dict(each.values)
+    for setting in schedule:
+        changed = {n: v for n, v in setting.values.items() if n not in known or known[n] != v}
+        parts.append(f"{values_text(changed) or 'the same'} from step {setting.from_step}")
+        known = dict(setting.values)
     left = len(parts) - MAX_CHANGES
     return "; ".join([f"{left} earlier", *parts[left:]] if left > 0 else parts)
 
@@ -153,7 +153,7 @@ def _engine_text(status: RunStatus) -> str:
     """Return the engine that carries the exchange and, while there are workers, the data plane,
     which says who may read it."""
     plane = f"data plane {status.data_plane}" if status.data_plane else ""
-    return ", ".join(each for each in (status.engine, plane) if each)
+    return ", ".join(word for word in (status.engine, plane) if word)
 
 
 def _commits_table(commits: Iterable[Commit]) -> Table:

@@ -223,9 +223,9 @@ class LocalCluster:
                 *self.programs["worker"],
                 *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
                 *("--listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
-                *(part for each in self.allow for part in ("--allow", each)),
-                *(part for each in self.import_path for part in ("--import-path", str(each))),
-                *(part for each in self.data_root for part in ("--data-root", str(each))),
+                *(part for pattern in self.allow for part in ("--allow", pattern)),
+                *(part for folder in self.import_path for part in ("--import-path", str(folder))),
+                *(part for root in self.data_root for part in ("--data-root", str(root))),
                 *("--threads", str(threads), "--ready-file", str(self._ready_file(name))),
                 *self.worker_arguments.get(name, ()),
             ]

@@ -160,7 +160,7 @@ def _numerics(answer: pb.DiagnoseResponse) -> Iterator[Finding]:
         yield Finding("numerics", "workers", Level.OK, f"all have {fingerprint}")
     elif by_fingerprint:
         told = "; ".join(
-            f"{', '.join(each.worker_id for each in who)}: {who[0].capability.numerics_description}"
+            f"{', '.join(w.worker_id for w in who)}: {who[0].capability.numerics_description}"
             for who in by_fingerprint.values()
         )
         advice = (

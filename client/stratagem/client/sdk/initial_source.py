@@ -41,7 +41,7 @@ async def _of_run(connection: Connection, run_id: str, which: str) -> InitialSpe
     status = views.run_status(response.run)
     commit = status.commit(which)
     if commit is None:
-        kept = ", ".join(str(each.segment) for each in status.commits) or "nothing"
+        kept = ", ".join(str(stored.segment) for stored in status.commits) or "nothing"
         text = f"initial.which: run {run_id} has no state {which!r}; kept is {kept}"
         raise NotFoundError(text)
     return InitialSpec(

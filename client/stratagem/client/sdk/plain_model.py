@@ -22,19 +22,19 @@ class PlainModel:
 
     def __init__(self, manifest: Manifest, file: IO[bytes]) -> None:
         """Writes the header. Raises InvalidInputError for a state without a model."""
-        found = [tensor for tensor in manifest.tensors if tensor.name.startswith(MODEL_PREFIX)]
+        found = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not found:
             raise InvalidInputError.at("plain", "there is no model in this file of the run")
         plain = build_manifest(
-            [(each.name.removeprefix(MODEL_PREFIX), each.dtype, each.shape) for each in found],
+            [(spec.name.removeprefix(MODEL_PREFIX), spec.dtype, spec.shape) for spec in found],
             Purpose.STATE,
             metadata=_FORMAT,
         )
         header = header_bytes(plain)
         file.write(header)
         self._file = file
-        self._stored = [each for each in manifest.stored() if each.size_bytes]
-        self._starts = [each.offset for each in self._stored]
+        self._stored = [spec for spec in manifest.stored() if spec.size_bytes]
+        self._starts = [spec.offset for spec in self._stored]
         self._places: defaultdict[str, list[int]] = defaultdict(list)
         for source, target in zip(found, plain.tensors, strict=True):
             self._places[source.alias_of or source.name].append(len(header) + target.offset)

@@ -158,7 +158,7 @@ def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
             "memory_bytes": worker.memory_bytes,
             "num_threads": worker.num_threads,
         }
-        for worker in sorted(workers, key=lambda each: each.worker_id)
+        for worker in sorted(workers, key=lambda worker: worker.worker_id)
         if worker.is_alive
     ]
 
@@ -211,7 +211,9 @@ def _ask(
 
 def _error(told: Mapping[str, Any]) -> StratagemError:
     if "violations" in told:
-        return InvalidInputError(violations=[Violation(**each) for each in told["violations"]])
+        return InvalidInputError(
+            violations=[Violation(**violation) for violation in told["violations"]]
+        )
     if "traceback" in told:
         return UserCodeError(told["type"], told["message"], told["traceback"], "this machine")
     return StratagemError(told["text"])

@@ -211,4 +211,4 @@ def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
     found = from_rpc_error(error)
     if isinstance(found, StandbyError):
         return not found.leader  # one that leads elsewhere is for the caller to know
-    return any(each in (error.details() or "") for each in _CLOSED)
+    return any(phrase in (error.details() or "") for phrase in _CLOSED)

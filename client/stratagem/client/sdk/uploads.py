@@ -91,8 +91,8 @@ def _side(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if value is None:
         return
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _side(f"{name}.{key}", each)
+        for key, item in value.items():
+            yield from _side(f"{name}.{key}", item)
         return
     if not (isinstance(value, np.ndarray) or _is_torch(value)):
         kind = type(value).__name__

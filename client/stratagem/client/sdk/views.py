@@ -111,7 +111,7 @@ class RunStatus:
         match which:
             case "final":
                 finals = [commit for commit in self.commits if commit.is_final]
-                newest = max(self.commits, key=lambda each: each.segment, default=None)
+                newest = max(self.commits, key=lambda commit: commit.segment, default=None)
                 return finals[-1] if finals else newest
             case "best":
                 return next((commit for commit in self.commits if commit.is_best), None)
@@ -278,7 +278,8 @@ def worker(info: pb.WorkerInfo) -> Worker:
 
 def _commit(info: pb.CommitInfo) -> Commit:
     schedule = tuple(
-        Hyperparameters(each.from_step, json.loads(each.values_json)) for each in info.schedule
+        Hyperparameters(setting.from_step, json.loads(setting.values_json))
+        for setting in info.schedule
     )
     return Commit(
         segment=info.segment,

@@ -35,12 +35,12 @@ def _bare_codec(spec: CompressionSpec, layout: Layout, seed: int, numerics: int)
         case "vsa":
             fraction, inner = spec.dimension_fraction, spec.sketch_codec
             beside = places_beside(layout, fraction, numerics)
-            others = [each for place, each in enumerate(layout) if place not in beside]
+            others = [tensor for place, tensor in enumerate(layout) if place not in beside]
             bundled = Vsa(others, dimension_fraction=fraction, sketch_codec=inner)
             return VsaBesidePlain(layout, beside, bundled) if beside else bundled
         case _:
             make = _tensor_codec(spec)
-            return PerTensor(layout, [make(each.numel) for each in layout])
+            return PerTensor(layout, [make(tensor.numel) for tensor in layout])
 
 
 def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:

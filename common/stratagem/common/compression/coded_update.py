@@ -22,9 +22,11 @@ def update_codec(
 ) -> tuple[Codec, list[str]]:
     """The codec of these tensors, and their names in the order in which it takes them."""
     assert job.compression is not None
-    layout = sorted((TensorLayout(each.name, each.shape) for each in coded), key=lambda e: e.name)
+    layout = sorted(
+        (TensorLayout(tensor.name, tensor.shape) for tensor in coded), key=lambda e: e.name
+    )
     codec = make_codec(job.compression, layout, job.seed, with_feedback=False, numerics=numerics)
-    return codec, [each.name for each in layout]
+    return codec, [tensor.name for tensor in layout]
 
 
 def update_key(job: JobSpec, round_num: int, client: int) -> int:

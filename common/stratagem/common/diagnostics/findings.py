@@ -190,7 +190,7 @@ def agreement(
             (found,) = by_version
             yield Finding("versions", package, Level.OK, found)
         elif by_version:
-            told = "; ".join(f"{each}: {', '.join(who)}" for each, who in by_version.items())
+            told = "; ".join(f"{version}: {', '.join(who)}" for version, who in by_version.items())
             yield Finding("versions", package, level, told, advice)
 
 

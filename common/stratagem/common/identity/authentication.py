@@ -172,5 +172,5 @@ class Authorizer:
 def _describe(caller: Caller) -> str:
     if caller.cert_id is not None:
         return caller.name
-    scopes = ", ".join(each for each in Scope if each in caller.scopes)
+    scopes = ", ".join(scope for scope in Scope if scope in caller.scopes)
     return f"{caller.name} with the scopes {scopes}"

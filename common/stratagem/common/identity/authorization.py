@@ -110,6 +110,6 @@ def is_open(method: str) -> bool:
 def say_needed(needed: Iterable[Who]) -> str:
     """The scopes and roles of which one is enough, for a refusal."""
     words = [
-        f"the scope {each}" if isinstance(each, Scope) else f"the role {each}" for each in needed
+        f"the scope {need}" if isinstance(need, Scope) else f"the role {need}" for need in needed
     ]
     return " or ".join(words)

@@ -71,7 +71,7 @@ def new_token(
 ) -> tuple[str, KnownToken]:
     """A fresh token, and what is kept of it."""
     token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
-    kept = tuple(each for each in Scope if each in set(scopes))
+    kept = tuple(scope for scope in Scope if scope in set(scopes))
     if not kept:
         raise InvalidInputError.at("scopes", f"must name some of {', '.join(Scope)}")
     token_id = secrets.token_hex(_ID_BYTES)
@@ -122,9 +122,9 @@ class TokenBook:
     def find(self, token: str, now_s: float) -> KnownToken:
         """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
         digest, found = _digest(token), None
-        for each in self._file.content():  # all of them: how long it takes says nothing
-            if hmac.compare_digest(each.sha256, digest):
-                found = each
+        for entry in self._file.content():  # all of them: how long it takes says nothing
+            if hmac.compare_digest(entry.sha256, digest):
+                found = entry
         if found is None:
             raise UnauthenticatedError("the token is not known here")
         if found.expires_s is not None and found.expires_s <= now_s:
@@ -172,7 +172,7 @@ def _known(entry: Any) -> KnownToken:
     sha256, expires_s = str(entry["sha256"]), entry["expires_s"]
     if len(bytes.fromhex(sha256)) != hashlib.sha256().digest_size:
         raise ValueError("sha256 is not 64 hex digits")
-    scopes = tuple(Scope(each) for each in entry["scopes"])
+    scopes = tuple(Scope(scope) for scope in entry["scopes"])
     name = check_token_name(entry["name"])
     expires = None if expires_s is None else float(expires_s)
     return KnownToken(name, sha256, scopes, expires, str(entry.get("token_id", "")))

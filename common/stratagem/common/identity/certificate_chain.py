@@ -57,7 +57,7 @@ def chain_of(
     known = [(whose, certificate) for certificate in certificates[1:]]
     known += [(ca_file, authority) for authority in authorities]
     while len(links) < _MAX_LINKS and current.issuer != current.subject:
-        signers = [(file, each) for file, each in known if _has_signed(each, current)]
+        signers = [(file, signer) for file, signer in known if _has_signed(signer, current)]
         if not signers:
             break
         # Of two for the same key the later end counts, as it does for a verifier.

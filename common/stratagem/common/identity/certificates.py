@@ -156,7 +156,7 @@ def init(
         message = f"{days} is more than the {authorities.DAYS} for which an authority is valid"
         raise InvalidInputError.at("days", message)
     wanted = [(Role.COORDINATOR, "coordinator"), *_named(workers, pools, clients)]
-    names = ["ca", *(_file_name(CertId(trust_domain, *each)) for each in wanted)]
+    names = ["ca", *(_file_name(CertId(trust_domain, *party)) for party in wanted)]
     for name in names:
         for path in (folder / f"{name}.crt", folder / f"{name}.key"):
             if path.exists():
@@ -184,15 +184,15 @@ def issue(
     named = _signed(folder)
     authority = Authority(folder, named[0].trust_domain)
     wanted: list[tuple[Role, str, Sequence[str]]]
-    wanted = [(*each, ()) for each in _named(workers, pools, clients)]
+    wanted = [(*name, ()) for name in _named(workers, pools, clients)]
     if renew and not wanted:
-        wanted = [(Role(each.role), each.name, _own_hosts(each)) for each in named]
+        wanted = [(Role(cert.role), cert.name, _own_hosts(cert)) for cert in named]
     if not wanted:
         raise InvalidInputError.at("worker", "name a worker or a client, or renew all")
     valid = _valid(days)
     authority.end_of(valid)  # refused before the first one is replaced
     made = [authority.issue(role, name, hosts, valid, renew=renew) for role, name, hosts in wanted]
-    return [Path(each.cert or "") for each in made]
+    return [Path(cert.cert or "") for cert in made]
 
 
 def renew_authority(folder: Path) -> Path:
@@ -204,14 +204,14 @@ def renew_authority(folder: Path) -> Path:
 
 def retire_authority(folder: Path) -> Path:
     """Drop the authority that signs no more; the file with the one that is left."""
-    authorities.retire(folder, [Path(each.file) for each in _signed(folder)])
+    authorities.retire(folder, [Path(cert.file) for cert in _signed(folder)])
     return folder / CA_FILE
 
 
 def _signed(folder: Path) -> "list[Shown]":
     """The certificates of holders in a folder of `init`."""
-    known = [each for path in sorted(folder.glob("*.crt")) for each in show(path)]
-    named = [each for each in known if each.name]
+    known = [cert for path in sorted(folder.glob("*.crt")) for cert in show(path)]
+    named = [cert for cert in known if cert.name]
     if not (folder / CA_KEY_FILE).exists() or not named:
         raise InvalidInputError.at("folder", f"{folder} was not made by `stratagem certs init`")
     return named

@@ -33,7 +33,7 @@ def fingerprint(pem: bytes) -> str:
 def check_entry(entry: str) -> str:
     """An entry of the file; InvalidInputError when it names no holder."""
     if not (_FINGERPRINT.fullmatch(entry) or _HOLDER.fullmatch(entry)):
-        roles = ", ".join(f"`{each} NAME`" for each in Role)
+        roles = ", ".join(f"`{role} NAME`" for role in Role)
         raise InvalidInputError.at("revoked", f"{entry!r} is neither {roles} nor `sha256:HEX`")
     return entry
 
@@ -62,7 +62,7 @@ def add_revoked(path: Path, entries: Iterable[str]) -> None:
     before = path.read_text() if path.exists() else ""
     before += "" if before.endswith("\n") or not before else "\n"
     with whole_file(path) as file:
-        file.write((before + "".join(f"{each}\n" for each in new)).encode())
+        file.write((before + "".join(f"{entry}\n" for entry in new)).encode())
 
 
 class RevokedFile:

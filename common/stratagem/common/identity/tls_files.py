@@ -77,14 +77,14 @@ class CertId:
     @classmethod
     def from_uris(cls, uris: list[str]) -> Self:
         """The one identity among a certificate's URIs; InvalidInputError when there is not one."""
-        found = [each for each in map(_SPIFFE.fullmatch, uris) if each is not None]
-        if len(found) != 1:
+        matches = [match_ for match_ in map(_SPIFFE.fullmatch, uris) if match_ is not None]
+        if len(matches) != 1:
             named = ", ".join(uris) or "no URI at all"
             raise InvalidInputError.at(
                 "certificate",
                 f"must have one URI spiffe://TRUST/role/ROLE/NAME, and it has {named}",
             )
-        trust_domain, role, name = found[0]["trust"], found[0]["role"], found[0]["name"]
+        trust_domain, role, name = matches[0]["trust"], matches[0]["role"], matches[0]["name"]
         if role == POOL:
             return cls(trust_domain, Role.WORKER, of_pool(name))
         if role not in tuple(Role):
@@ -103,7 +103,7 @@ def worker_name(trust_domain: str, worker_id: str = "") -> str:
 
     A pool's is a wildcard, which stands for one label: `*.<pool>.worker.<trust domain>`.
     """
-    return ".".join(each for each in (worker_id, Role.WORKER, trust_domain) if each)
+    return ".".join(label for label in (worker_id, Role.WORKER, trust_domain) if label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class TlsFiles:
 
     def stamp(self) -> Stamp:
         """Another one when a file has been written or replaced. Raises OSError."""
-        files = [each for each in (self.ca, self.cert, self.key) if each is not None]
+        files = [path for path in (self.ca, self.cert, self.key) if path is not None]
         return stamp_of(*files)
 
     def read(self) -> Material:
@@ -207,7 +207,7 @@ def tls_files(
     needed = given if needs_cert else ("tls_ca",)
     for name in needed:
         if given[name] is None:
-            there = ", ".join(each for each, path in given.items() if path is not None)
+            there = ", ".join(setting for setting, path in given.items() if path is not None)
             raise InvalidInputError.at(name, f"is needed where {there} is given")
     assert ca is not None
     return TlsFiles(ca, cert, key)

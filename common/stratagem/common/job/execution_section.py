@@ -163,7 +163,7 @@ class ExecutionSpec(Section):
         name = value.get("preset") if isinstance(value, Mapping) else None
         if not isinstance(value, Mapping) or not isinstance(name, str) or name not in PRESETS:
             return value  # what is wrong with it is found field by field
-        return {**PRESETS[name], **{key: each for key, each in value.items() if key != "preset"}}
+        return {**PRESETS[name], **{key: item for key, item in value.items() if key != "preset"}}
 
     @model_validator(mode="after")
     def _sixteen_bits(self) -> Self:

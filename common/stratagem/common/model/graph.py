@@ -147,10 +147,10 @@ def _absent(graph: GraphSpec, path: str, part: str) -> GraphSpec:
 def _duplicate_ids(graph: GraphSpec) -> list[Violation]:
     found, seen = [], set()
     for group, items in (("nodes", graph.nodes), ("subgraphs", graph.subgraphs)):
-        for i, each in enumerate[NodeSpec | SubgraphSpec](items):
-            if each.id in seen:
-                found.append(Violation(f"{group}[{i}].id", f"{each.id!r} is taken already"))
-            seen.add(each.id)
+        for i, item in enumerate[NodeSpec | SubgraphSpec](items):
+            if item.id in seen:
+                found.append(Violation(f"{group}[{i}].id", f"{item.id!r} is taken already"))
+            seen.add(item.id)
     return found
 
 
@@ -159,7 +159,7 @@ def _unknown_ends(graph: GraphSpec) -> list[Violation]:
     for i, edge in enumerate(graph.edges):
         named += [(f"edges[{i}].source", edge.source), (f"edges[{i}].target", edge.target)]
     for group, ids in (("inputs", graph.inputs), ("outputs", graph.outputs)):
-        named += [(f"{group}[{i}]", each) for i, each in enumerate(ids)]
+        named += [(f"{group}[{i}]", node) for i, node in enumerate(ids)]
     known = set(graph.node_ids())
     unknown = [(field, name) for field, name in named if name not in known]
     # To look for a similar name among thousands takes a while.
@@ -182,14 +182,14 @@ def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
 
 def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
     """(order, sources of what could not be ordered); Kahn's algorithm with a stable heap."""
-    position = {each: i for i, each in enumerate(graph.node_ids())}
-    sources: dict[str, list[str]] = {each: [] for each in position}
-    targets: dict[str, list[str]] = {each: [] for each in position}
+    position = {node: i for i, node in enumerate(graph.node_ids())}
+    sources: dict[str, list[str]] = {node: [] for node in position}
+    targets: dict[str, list[str]] = {node: [] for node in position}
     for edge in graph.edges:
         sources[edge.target].append(edge.source)
         targets[edge.source].append(edge.target)
-    num_missing = {each: len(found) for each, found in sources.items()}
-    ready = [(position[each], each) for each, count in num_missing.items() if not count]
+    num_missing = {node: len(feeding) for node, feeding in sources.items()}
+    ready = [(position[node], node) for node, count in num_missing.items() if not count]
     heapify(ready)
     order: list[str] = []
     while ready:
@@ -200,9 +200,9 @@ def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:
                 heappush(ready, (position[target], target))
     done = set(order)
     left = {
-        each: [source for source in found if source not in done]
-        for each, found in sources.items()
-        if each not in done
+        node: [source for source in feeding if source not in done]
+        for node, feeding in sources.items()
+        if node not in done
     }
     return order, left
 

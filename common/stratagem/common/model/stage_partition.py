@@ -144,7 +144,7 @@ def _ordered(
     left = set(range(len(needs)))
     order: list[int] = []
     while left:
-        ready = [each for each in left if not needs[each] & left]
+        ready = [node for node in left if not needs[node] & left]
         if not ready:
             raise InvalidInputError.at("partitions", _ring(needs, left))
         order.append(min(ready, key=first.__getitem__))
@@ -187,7 +187,9 @@ def _boundaries(
     number = {pair: num_stages - 1 + i for i, pair in enumerate(skips)}
     boundaries = tuple(
         Boundary(
-            number.get(pair, pair[0]), *pair, {node: tuple(each) for node, each in by_node.items()}
+            number.get(pair, pair[0]),
+            *pair,
+            {node: tuple(consumers) for node, consumers in by_node.items()},
         )
         for pair, by_node in sorted(uses.items())
     )

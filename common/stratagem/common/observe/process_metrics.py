@@ -67,7 +67,10 @@ class ProcessStats:
     def readings(self) -> Iterator[tuple[Metric, Values]]:
         """The present values of `SHARED`."""
         yield BUILD_INFO, {(version("stratagem"), PROTOCOL_VERSION): 1.0}
-        yield RPC_SECONDS, {(method,): each for method, each in list(self.calls.seconds.items())}
+        yield (
+            RPC_SECONDS,
+            {(method,): histogram for method, histogram in list(self.calls.seconds.items())},
+        )
         yield RPC_OPEN, {(method,): n for method, n in list(self.calls.num_open.items())}
         yield RPC_REFUSED, {key: n for key, n in list(self.calls.refused.items())}
         yield LOOP_LAG, one(self.lag.seconds)

@@ -160,7 +160,7 @@ class Guard:
 
     def _stamp(self) -> Stamp:
         """Return a stamp that changes when a file has been written or replaced."""
-        files = [each for each in (self.cert, self.key, self.client_ca) if each is not None]
+        files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
         try:
             return stamp_of(*files)
         except OSError:  # while one is being replaced

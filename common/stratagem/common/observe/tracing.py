@@ -47,7 +47,9 @@ def start(process: str, name: str = "") -> bool:
     global _tracing
     if not _is_wanted(os.environ):
         return False
-    protocol = next((os.environ[each] for each in PROTOCOLS if each in os.environ), "grpc")
+    protocol = next(
+        (os.environ[variable] for variable in PROTOCOLS if variable in os.environ), "grpc"
+    )
     if protocol != "grpc":
         raise InvalidInputError.at(PROTOCOLS[1], f"{protocol!r} is not spoken here; it is grpc")
     try:

@@ -45,7 +45,7 @@ def check(
         for rank, place in at.items():
             groups = required(schedule[rank][place], needs, needed_by)
             missing = [group[0] for group in groups if done.isdisjoint(group)]
-            awaited = " and ".join(f"{each} of {_owner(schedule, each)}" for each in missing)
+            awaited = " and ".join(f"{op} of {_owner(schedule, op)}" for op in missing)
             waits.append(f"rank {rank} at {schedule[rank][place]} waits for {awaited}")
         text = f"deadlock: {'; '.join(waits)}\n{format_lists(schedule, at)}"
         raise InvalidInputError.at("schedule", text)

@@ -30,8 +30,8 @@ def flag(name: str) -> str:
 def told(program: str, error: ValidationError) -> str:
     """Describe what is wrong with the settings of a program, one line for each error."""
     lines = []
-    for each in error.errors():
-        where = ".".join(map(str, each["loc"]))
-        text = each["msg"].removeprefix("Value error, ")
+    for detail in error.errors():
+        where = ".".join(map(str, detail["loc"]))
+        text = detail["msg"].removeprefix("Value error, ")
         lines.append(f"{program}: {flag(where)}: {text}" if where else f"{program}: {text}")
     return "\n".join(lines)

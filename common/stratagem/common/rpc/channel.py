@@ -197,5 +197,5 @@ class _RenewedChannel(DelegatingChannel):
         return lambda *a, **k: getattr(self._present(), kind)(*args, **kwargs)(*a, **k)
 
     async def close(self, grace: float | None = None) -> None:
-        for each in (*self._old, self._newest):
-            await each.close(grace)
+        for channel in (*self._old, self._newest):
+            await channel.close(grace)

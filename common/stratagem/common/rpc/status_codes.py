@@ -72,7 +72,7 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[StratagemError]]] = {
     Code.DEADLINE_EXCEEDED: UnavailableError,
     Code.CANCELLED: UnavailableError,
 }
-_BY_NAME: Final = {each.__name__: each for each, _ in TABLE if issubclass(each, StratagemError)}
+_BY_NAME: Final = {kind.__name__: kind for kind, _ in TABLE if issubclass(kind, StratagemError)}
 
 _DOMAIN: Final = "stratagem"
 # All of a status must fit into 16 KiB of headers: the message stands there percent-coded, three
@@ -121,10 +121,10 @@ def shown(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
 
 def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None:
     request = error_details_pb2.BadRequest()
-    for each in error.violations:
+    for violated in error.violations:
         violation = request.field_violations.add(
-            field=shown(each.field, _MAX_VIOLATION_BYTES),
-            description=shown(each.message, _MAX_VIOLATION_BYTES),
+            field=shown(violated.field, _MAX_VIOLATION_BYTES),
+            description=shown(violated.message, _MAX_VIOLATION_BYTES),
         )
         if status.ByteSize() + request.ByteSize() > _MAX_DETAIL_BYTES:
             request.field_violations.remove(violation)

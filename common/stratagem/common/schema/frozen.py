@@ -67,9 +67,9 @@ def frozen(value: _T) -> _T:
     if isinstance(value, FrozenDict | FrozenList):
         return value
     if isinstance(value, Mapping):
-        made = FrozenDict({key: frozen(each) for key, each in value.items()})
+        made = FrozenDict({key: frozen(item) for key, item in value.items()})
     elif isinstance(value, list | tuple):
-        made = FrozenList(frozen(each) for each in value)
+        made = FrozenList(frozen(item) for item in value)
     found: _T = made
     return found
 
@@ -78,8 +78,8 @@ def thawed(value: _T) -> _T:
     """Return the same JSON value as fresh dicts and lists, which the caller may change."""
     made: Any = value
     if isinstance(value, Mapping):
-        made = {key: each if type(each) in _LEAVES else thawed(each) for key, each in value.items()}
+        made = {key: item if type(item) in _LEAVES else thawed(item) for key, item in value.items()}
     elif isinstance(value, list | tuple):
-        made = [each if type(each) in _LEAVES else thawed(each) for each in value]
+        made = [item if type(item) in _LEAVES else thawed(item) for item in value]
     found: _T = made
     return found

@@ -54,11 +54,11 @@ def check_json(value: object, field: str = "", depth: int = 0) -> JSON:
         case str():
             return check_text(value, field)
         case list() | tuple():
-            return [_inside(each, i, field, depth) for i, each in enumerate(value)]
+            return [_inside(item, i, field, depth) for i, item in enumerate(value)]
         case dict():
             return {
-                check_key(key, field): _inside(each, key, field, depth)
-                for key, each in value.items()
+                check_key(key, field): _inside(item, key, field, depth)
+                for key, item in value.items()
             }
         case _:
             raise InvalidInputError.at(
@@ -78,10 +78,10 @@ def _inside(value: object, place: int | str, field: str, depth: int) -> JSON:
 def _check_number_of_values(value: object, field: str) -> None:
     num_values, open_values = 0, [value]
     while open_values:
-        each = open_values.pop()
+        item = open_values.pop()
         num_values += 1
-        if isinstance(each, dict | list):
-            open_values.extend(each.values() if isinstance(each, dict) else each)
+        if isinstance(item, dict | list):
+            open_values.extend(item.values() if isinstance(item, dict) else item)
         if num_values + len(open_values) > MAX_VALUES and limits.are_checked():
             raise InvalidInputError.at(field, f"has more than {MAX_VALUES} values")
 
@@ -108,7 +108,7 @@ def sort_keys(value: JSON) -> JSON:
         case dict():
             return {key: sort_keys(value[key]) for key in sorted(value)}
         case list():
-            return [sort_keys(each) for each in value]
+            return [sort_keys(item) for item in value]
         case _:
             return value
 

@@ -299,9 +299,9 @@ def from_proto(
 
 
 def _purpose(number: int, wanted: Purpose | None) -> Purpose:
-    known = {int(each): each for each in Purpose}
+    known = {int(purpose): purpose for purpose in Purpose}
     if number not in known or wanted not in (None, known[number]):
         allowed = [wanted] if wanted else list(Purpose)
-        names = ", ".join(each.name for each in allowed)
+        names = ", ".join(purpose.name for purpose in allowed)
         raise InvalidInputError.at("purpose", f"{number} is not accepted here; allowed: {names}")
     return known[number]

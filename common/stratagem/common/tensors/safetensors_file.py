@@ -152,8 +152,8 @@ def _manifest(document: dict[str, Any], name: str) -> Manifest:
         raise InvalidInputError.at(name, f"{RESERVED_NAME} does not map text to text")
     stored = [_spec(key, entry, name) for key, entry in document.items()]
     # Foreign files may list their tensors in any order; sorting is stable, so that of ours stays.
-    stored.sort(key=lambda each: (each.offset, each.size_bytes))
-    by_name = {each.name: each for each in stored}
+    stored.sort(key=lambda tensor: (tensor.offset, tensor.size_bytes))
+    by_name = {tensor.name: tensor for tensor in stored}
     aliases = []
     for key in sorted(key for key in metadata if key.startswith(ALIAS_PREFIX)):
         source = by_name.get(metadata.pop(key))
@@ -171,7 +171,7 @@ def _manifest(document: dict[str, Any], name: str) -> Manifest:
         )
     return Manifest(
         tensors=(*stored, *aliases),
-        total_bytes=sum(each.size_bytes for each in stored),
+        total_bytes=sum(tensor.size_bytes for tensor in stored),
         purpose=Purpose.STATE,
         metadata=metadata,
     )

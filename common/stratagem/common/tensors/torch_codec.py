@@ -23,7 +23,7 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import from_file, read_header
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    each.name: getattr(torch, each.name) for each in DTYPES if hasattr(torch, each.name)
+    dtype.name: getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)
 }
 _NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -55,7 +55,7 @@ def manifest_of(
         seen[key] = name
         buffers.append(bytes_of(tensor))
     manifest = build_manifest(
-        ((name, _info(name, each).name, tuple(each.shape)) for name, each in ordered),
+        ((name, _info(name, value).name, tuple(value.shape)) for name, value in ordered),
         purpose,
         aliases=aliases,
         weight=weight,
@@ -80,8 +80,8 @@ def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]
     Each byte is written once, straight into the tensor that it belongs to.
     """
     stored = {
-        each.name: torch.empty(each.shape, dtype=torch_dtype(each.dtype))
-        for each in manifest.stored()
+        spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        for spec in manifest.stored()
     }
 
     def finish() -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def allocate(manifest: Manifest) -> tuple[Sink, Callable[[], dict[str, Tensor]]]
 
 
 def _scatter(manifest: Manifest, stored: Mapping[str, Tensor]) -> Sink:
-    specs = [each for each in manifest.stored() if each.size_bytes]
+    specs = [spec for spec in manifest.stored() if spec.size_bytes]
     starts = [spec.offset for spec in specs]
     views = [bytes_of(stored[spec.name]) for spec in specs]
 

@@ -278,8 +278,9 @@ class App:
         # The committed state no longer says what made it; the newest closing of the round does.
         closed = self.feed.newest(
             run_id,
-            lambda each: (
-                isinstance(each, RoundClosed) and (each.party, each.round_num) == (party, number)
+            lambda worker: (
+                isinstance(worker, RoundClosed)
+                and (worker.party, worker.round_num) == (party, number)
             ),
         )
         accepted = closed.accepted if isinstance(closed, RoundClosed) else ()

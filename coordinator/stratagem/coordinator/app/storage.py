@@ -55,7 +55,7 @@ class Storage:
         if self.objects is None:
             return
         mine = f"{_OWNER}/{journal}"
-        names = {each.name for each in self.objects.list(_OWNER)}
+        names = {stored.name for stored in self.objects.list(_OWNER)}
         if others := sorted(names - {mine}):
             raise InvalidInputError.at(
                 SETTING,

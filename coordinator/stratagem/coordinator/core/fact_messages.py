@@ -106,7 +106,7 @@ def _generation(fact: f.GenerationClosed) -> str:
     text = f"generation {fact.generation}: scores {scores}; member {fact.best} is best"
     if fact.params:
         text += f" with {values_text(fact.params)}"
-    return "; ".join([text, *(_copied(each) for each in fact.copied)])
+    return "; ".join([text, *(_copied(copy) for copy in fact.copied)])
 
 
 _SENTENCES: Mapping[str, Callable[[Any], str]] = {

@@ -52,7 +52,9 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     if job.evaluation is not None and job.evaluation.predictions:
         pairs = zip(effect.members, finished, strict=True)
         try:
-            predictions = await _predictions(env, effect, [m for m, each in pairs if each.parts])
+            predictions = await _predictions(
+                env, effect, [m for m, result in pairs if result.parts]
+            )
         except ContradictionError as error:
             reason = f"the outputs of the batches cannot be joined: {error}"
             await env.report(effect.run_id, PartyFailed(party=party, reason=reason))
@@ -71,7 +73,7 @@ async def _predictions(env: EffectContext, effect: EvaluateState, members: list[
 
     if not members:
         return Digest("")
-    digest, _ = await merged(env, [partial(pull, each) for each in members], joins_rows=True)
+    digest, _ = await merged(env, [partial(pull, member) for member in members], joins_rows=True)
     return digest
 
 
@@ -140,8 +142,8 @@ class _Shown:
     def _sum(self) -> SegmentProgress:
         latest = self._latest.values()
         return SegmentProgress(
-            step=sum(each.step for each in latest),
+            step=sum(progress.step for progress in latest),
             loss=0.0,
-            rows_per_s=sum(each.rows_per_s for each in latest),
+            rows_per_s=sum(progress.rows_per_s for progress in latest),
             engine="",
         )

@@ -57,7 +57,7 @@ class Profiles:
         folder.mkdir(parents=True, exist_ok=True)
         party, worker = _UNSAFE.sub("_", recording.party), _UNSAFE.sub("_", recording.worker_id)
         path = folder / f"{recording.segment:08}-{party}-{worker}"
-        others = (each for each in _kept(folder) if each != path)
+        others = (other for other in _kept(folder) if other != path)
         used = sum(Recording.head_in(other).num_bytes for other in others)
         if used + recording.num_bytes > MAX_RUN_BYTES:
             return

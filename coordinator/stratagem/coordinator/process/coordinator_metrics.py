@@ -143,8 +143,8 @@ METRICS: Final = (
     HEARTBEAT_AGE,
     *SHARED,
 )
-_EFFECTS: Final = tuple(each.__name__ for each in Effect.__args__)
-_CAUSES: Final = tuple(each for each in Cause if each is not Cause.UNKNOWN)
+_EFFECTS: Final = tuple(effect.__name__ for effect in Effect.__args__)
+_CAUSES: Final = tuple(cause for cause in Cause if cause is not Cause.UNKNOWN)
 _COUNTED: Final = (
     (COMMITS, "SegmentCommitted"),
     (SEGMENTS, "SegmentFinished"),
@@ -268,12 +268,12 @@ def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
 def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
     """Count the runs in each phase, phases without runs included."""
     counts = Counter(phases.values()) + Counter(run.ended for run in state.ended.values())
-    return {(each.value,): counts[each] for each in RunPhase}
+    return {(phase.value,): counts[phase] for phase in RunPhase}
 
 
 def _workers(state: CoordinatorState) -> Values:
     counts = Counter(map(_state_of, state.workers.values()))
-    return {(each,): counts[each] for each in ("alive", "draining", "lost")}
+    return {(status,): counts[status] for status in ("alive", "draining", "lost")}
 
 
 def _state_of(worker: WorkerRecord) -> str:

@@ -69,7 +69,7 @@ class RunSupervisor:
         """Start and stop tasks so that exactly these effects run: all effects of the runs `of` or,
         with None, of all runs."""
         concerned = self._of_run if of is None else set(of)
-        running = [each for run_id in concerned for each in self._of_run.get(run_id, ())]
+        running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
         for effect in ended:
             self._stop(effect)

@@ -294,7 +294,7 @@ def _at_rest(
     """Return those of these runs that are at rest; walls_s: per run the time of its newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
     found = (at_rest(world, run, at_s) for run, at_s in runs)
-    return [each for each in found if each is not None]
+    return [command for command in found if command is not None]
 
 
 _ERRORS = {

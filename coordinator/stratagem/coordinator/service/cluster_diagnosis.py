@@ -43,7 +43,7 @@ async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseRespons
 async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
     if not are_wanted:
         return []
-    workers = sorted(app.loop.state.workers.values(), key=lambda each: each.member.worker_id)
+    workers = sorted(app.loop.state.workers.values(), key=lambda record: record.member.worker_id)
     alive = [worker for worker in workers if worker.is_alive]
     infos = protobuf_views.worker_infos(app.loop.state, app.leases.silent_s)  # sorted likewise
     return await asyncio.gather(

@@ -126,7 +126,7 @@ def _commit_info(commit: CommitView, paths: Paths) -> coordinator_pb2.CommitInfo
         metrics=dict(commit.metrics),
         path=paths(commit.digest),
         member=commit.member,
-        schedule=[_setting(each) for each in commit.schedule],
+        schedule=[_setting(setting) for setting in commit.schedule],
     )
 
 

@@ -56,7 +56,7 @@ def which(run: RunView, name: str) -> Digest:
     by_name = {str(commit.segment): commit.digest for commit in run.commits}
     if name in by_name:
         return by_name[name]
-    named = [("final", bool(run.commits)), ("best", any(each.is_best for each in run.commits))]
+    named = [("final", bool(run.commits)), ("best", any(commit.is_best for commit in run.commits))]
     known = ", ".join([*(name for name, is_there in named if is_there), *by_name]) or "none"
     raise NotFoundError(f"run {run.run_id!r} has no state {name[:80]!r}; kept are {known}")
 

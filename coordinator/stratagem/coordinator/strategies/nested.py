@@ -52,7 +52,7 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
     except InvalidInputError as error:
         reasons = "; ".join(str(violation) for violation in error.violations)
         return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
-    return [replace(each, field=_inside(each.field)) for each in found]
+    return [replace(violation, field=_inside(violation.field)) for violation in found]
 
 
 def _inside(field: str) -> str:

@@ -110,7 +110,7 @@ def joined_rows(merged: Manifest) -> Manifest:
             raise ContradictionError(f"{text}{spec.shape} in another")
         shape = (before.shape[0] + rows, *spec.shape[1:])
         found[name] = TensorSpec(name, spec.dtype, shape, 0, 0)
-    named = [(each.name, each.dtype, each.shape) for each in found.values()]
+    named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in found.values()]
     return build_manifest(named, Purpose.STATE, metadata=merged.metadata)
 
 

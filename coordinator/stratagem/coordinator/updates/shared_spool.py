@@ -97,14 +97,14 @@ class SharedSpool:
         """Delete what was written below a folder, by this coordinator and earlier ones; is_meant is
         asked about each name, <run>/<party>/..."""
         listed = self._objects.list(f"{_FOLDER}/{folder}")
-        meant = [each for each in listed if is_meant(each.name.partition("/")[2])]
+        meant = [stored for stored in listed if is_meant(stored.name.partition("/")[2])]
         self._delete(meant, mark(self._term))
 
     def clean(self, kept: Collection[str]) -> None:
         """Delete what earlier coordinators have written below other folders of runs than these."""
         listed = self._objects.list(_FOLDER)
-        others = [each for each in listed if each.name.split("/")[1] not in kept]
+        others = [stored for stored in listed if stored.name.split("/")[1] not in kept]
         self._delete(others, beginning(self._term))
 
     def _delete(self, found: list[Found], before: str) -> None:
-        self._objects.delete(each.name for each in deletable(found, before))
+        self._objects.delete(stored.name for stored in deletable(found, before))

@@ -72,7 +72,7 @@ class DataCheck:
     def __init__(self, manifest: Manifest) -> None:
         self.crc32c = 0
         self.num_bytes = 0
-        self._specs = [each for each in manifest.stored() if each.size_bytes]
+        self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
         self._index = 0
         self._split_element = b""  # the first bytes of an element that two pieces share
 

@@ -48,10 +48,10 @@ class CodedLayout:
         """expected: manifest of the model. Raises UpdateRejectedError where `found` cannot be that
         of a coded update."""
         self.stored = expected.stored()
-        self._ends = [each.offset + each.size_bytes for each in self.stored]
+        self._ends = [spec.offset + spec.size_bytes for spec in self.stored]
         self.given = {tensor.name: tensor for tensor in found.tensors}
         """The tensors that are in the file as they are, and the payload."""
-        self.coded = [each for each in self.stored if each.name not in self.given]
+        self.coded = [spec for spec in self.stored if spec.name not in self.given]
         self._check_given()
         self.payload = self.given[PAYLOAD]
         self.codec, names = update_codec(job, self.coded, numerics)
@@ -87,7 +87,7 @@ class CodedLayout:
     def _check_given(self) -> None:
         """Check that tensors that are not coded are as in the model, and that coded ones are
         float32."""
-        wanted = {each.name: each for each in self.stored}
+        wanted = {spec.name: spec for spec in self.stored}
         for name, have in self.given.items():
             want = wanted.get(name)
             if name == PAYLOAD and have.dtype == "uint8":
@@ -96,7 +96,7 @@ class CodedLayout:
                 raise UpdateRejectedError(
                     Cause.LAYOUT, f"{name!r} is no tensor of the model, or another one"
                 )
-        wide = [each.name for each in self.coded if each.dtype != "float32"]
+        wide = [spec.name for spec in self.coded if spec.dtype != "float32"]
         if PAYLOAD not in self.given or wide:
             raise UpdateRejectedError(
                 Cause.CODEC, f"no payload, or one that cannot hold {wide or 'anything'}"

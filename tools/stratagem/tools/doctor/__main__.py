@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         report = [_bad_settings(line) for line in told("stratagem worker", error).splitlines()]
     else:
         report = asyncio.run(examine(settings))
-    print(json.dumps([dataclasses.asdict(each) for each in report]))
+    print(json.dumps([dataclasses.asdict(finding) for finding in report]))
     return 0
 
 

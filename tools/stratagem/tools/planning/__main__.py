@@ -49,7 +49,7 @@ def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str,
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
-    members = [CandidateWorker(**each) for each in request.get("members") or ()]
+    members = [CandidateWorker(**member) for member in request.get("members") or ()]
     found = recommend(
         job,
         site,
@@ -61,7 +61,7 @@ def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str
 
 
 def _resolve(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
-    fleet = Fleet(tuple(CandidateWorker(**each) for each in request["members"]))
+    fleet = Fleet(tuple(CandidateWorker(**member) for member in request["members"]))
     resolved, reason = resolve(job, site, fleet)
     return {"job_json": resolved.canonical_json(), "reason": reason}
 

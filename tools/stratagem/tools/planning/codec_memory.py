@@ -38,7 +38,7 @@ def codec_memory(
     times = max(1.0, _numel(layout) / max(1, _numel(small)))
     codec = make_codec(spec, small, 0, with_feedback=with_feedback)
     draw = np.random.default_rng(0)
-    values = [draw.standard_normal(each.numel, np.float32) for each in small]
+    values = [draw.standard_normal(tensor.numel, np.float32) for tensor in small]
     before = codec.initial_state()
     was_tracing = tracemalloc.is_tracing()
     tracemalloc.start()
@@ -68,11 +68,11 @@ def scaled_down(layout: Layout, max_elements: int) -> Sequence[TensorLayout]:
     share = max_elements / total
 
     def shrunk(shape: tuple[int, ...]) -> tuple[int, ...]:
-        each = share ** (1 / max(1, len(shape)))
-        return tuple(max(1, math.floor(size * each)) if size else 0 for size in shape)
+        factor = share ** (1 / max(1, len(shape)))
+        return tuple(max(1, math.floor(size * factor)) if size else 0 for size in shape)
 
-    return [TensorLayout(each.name, shrunk(each.shape)) for each in layout]
+    return [TensorLayout(tensor.name, shrunk(tensor.shape)) for tensor in layout]
 
 
 def _numel(layout: Layout) -> int:
-    return sum(each.numel for each in layout)
+    return sum(tensor.numel for tensor in layout)

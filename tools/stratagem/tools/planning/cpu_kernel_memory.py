@@ -60,8 +60,8 @@ def _columns_bytes(x: Tensor, weight: Tensor, output: Tensor) -> int:
 def _run(args: tuple[Any, ...], num_steps: int) -> int:
     x, *rest = args
     shapes = [(num_steps, *x.shape[1:])]
-    shapes += [tuple(each.shape) for each in rest if isinstance(each, Tensor)]
-    plain = [each for each in rest if not isinstance(each, Tensor)]
+    shapes += [tuple(argument.shape) for argument in rest if isinstance(argument, Tensor)]
+    plain = [argument for argument in rest if not isinstance(argument, Tensor)]
     with _disable_current_modes(), torch.enable_grad():
         tensors = [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
         workspace: Tensor = LAYER(*tensors, *plain)[3]

@@ -99,7 +99,7 @@ class Fleet:
     def _own(self, member: CandidateWorker) -> int:
         if member.on_cuda:
             return member.memory_bytes
-        return member.memory_bytes // sum(each.host == member.host for each in self.members)
+        return member.memory_bytes // sum(other.host == member.host for other in self.members)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
         peak=live.peak,
         flops=counter.get_total_flops(),
         num_rows=len(data[_split(job)]),
-        output_bytes_per_row=sum(each.nbytes for each in outputs) // num_rows,
+        output_bytes_per_row=sum(tensor.nbytes for tensor in outputs) // num_rows,
         num_parameters=sum(param.numel() for param in model.parameters()),
         state=state,
     )
@@ -230,7 +230,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _optimizer_state(trainer: Trainer) -> list[Tensor]:
-    values = chain.from_iterable(each.values() for each in trainer.optimizer.state.values())
+    values = chain.from_iterable(state.values() for state in trainer.optimizer.state.values())
     return [value for value in values if isinstance(value, Tensor)]
 
 

@@ -54,9 +54,9 @@ class BatchPool:
         is_pinned = device.type == "cpu" and torch.cuda.is_available()
         made = torch.empty(max(1, numel), dtype=dtype, device=device, pin_memory=is_pinned)
         self._buffers = [
-            each
-            for each in self._buffers
-            if (each.dtype, each.device) != (dtype, device) or not _is_idle(each)
+            storage
+            for storage in self._buffers
+            if (storage.dtype, storage.device) != (dtype, device) or not _is_idle(storage)
         ]
         self._buffers.append(made)
         return made.detach()[:numel].view(shape)
@@ -123,6 +123,6 @@ def _joined(parts: list[Any]) -> Any:
         case dict() as first:
             return {key: _joined([part[key] for part in parts]) for key in first}
         case tuple() | list() as first:
-            return type(first)(_joined(list(each)) for each in zip(*parts, strict=True))
+            return type(first)(_joined(list(column)) for column in zip(*parts, strict=True))
         case _:
             return None

@@ -60,7 +60,7 @@ def dirichlet(labels: Tensor, num_clients: int, alpha: float, seed: int) -> list
 
 def _without_empty(parts: list[Rows]) -> list[Rows]:
     for client, rows in enumerate(parts):
-        largest = max(range(len(parts)), key=lambda each: len(parts[each]))
+        largest = max(range(len(parts)), key=lambda index: len(parts[index]))
         if len(rows) == 0 and len(parts[largest]) > 1:
             parts[client], parts[largest] = parts[largest][:1], parts[largest][1:]
     return parts

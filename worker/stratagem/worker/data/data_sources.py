@@ -139,7 +139,7 @@ def _from_entrypoint(
         )
     collate = job.data.collate and entrypoints.resolve(job.data.collate, "data.collate")
     splits = {
-        str(split): as_dataset(each, str(split), collate or None) for split, each in value.items()
+        str(split): as_dataset(rows, str(split), collate or None) for split, rows in value.items()
     }
     _check_kinds(job, splits)
     return splits if wanted else _own_rows(job, splits, client)

@@ -89,10 +89,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         case np.ndarray():
             return change(torch.from_numpy(value))
         case tuple() | list():
-            made = [map_tensors(each, change) for each in value]
+            made = [map_tensors(item, change) for item in value]
             return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
         case Mapping():
-            return {key: map_tensors(each, change) for key, each in value.items()}
+            return {key: map_tensors(item, change) for key, item in value.items()}
         case None:
             return None
         case _:

@@ -234,7 +234,7 @@ def _shown_frames(frames: list[str]) -> list[str]:
     shown = frames[:MAX_FRAMES]
     if own is None or own == frames[0]:
         return shown
-    return [own, *(each for each in shown if each != own)][:MAX_FRAMES]
+    return [own, *(frame for frame in shown if frame != own)][:MAX_FRAMES]
 
 
 def check_previous_exit(value: str) -> str:

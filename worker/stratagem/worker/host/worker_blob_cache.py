@@ -65,7 +65,7 @@ class _InMemory:
 
     def digest(self) -> str:
         tensors = self._views()
-        stored = [bytes_of(tensors[each.name]) for each in self._manifest.stored()]
+        stored = [bytes_of(tensors[spec.name]) for spec in self._manifest.stored()]
         return blob_digest(self._manifest, stored)
 
     def finish(self) -> None:
@@ -193,7 +193,7 @@ class ReceivedBlobs:
 
     def _forget_oldest(self) -> None:
         """Drop the oldest idle uploads above the limit: abandoned ones may not pile up."""
-        idle = [key for key, each in self._uploads.items() if not each.is_open]
+        idle = [key for key, upload in self._uploads.items() if not upload.is_open]
         for run_id, digest in idle[: max(0, len(self._uploads) - self._max_uploads + 1)]:
             self._uploads.pop((run_id, digest)).drop()
 
@@ -242,7 +242,7 @@ class ReceivedBlobs:
     def _keep(self, run_id: str, digest: str, blob: Blob) -> None:
         blobs = self._runs.setdefault(run_id, OrderedDict())
         blobs[digest] = blob
-        states = [each for each, held in blobs.items() if held.purpose is not Purpose.DATA]
+        states = [state for state, held in blobs.items() if held.purpose is not Purpose.DATA]
         for oldest in states[:-NUM_STATES_PER_RUN]:
             blobs.pop(oldest).drop()
         self._changed.set()

@@ -112,7 +112,7 @@ class GrpcLink:
 
     async def connected(self) -> None:
         """Returns when each other member has answered; raises ExchangeError."""
-        await asyncio.gather(*(each.connected for each in self._out.values()))
+        await asyncio.gather(*(peer.connected for peer in self._out.values()))
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

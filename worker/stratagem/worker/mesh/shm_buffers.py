@@ -74,8 +74,8 @@ class SharedGroup:
             for peer, sock in self._sockets.items():
                 segments[peer] = take_segment(sock, sizes_bytes[peer], peer, deadline_s)
         finally:
-            for each in fds:
-                os.close(each)
+            for descriptor in fds:
+                os.close(descriptor)
         return [segments[rank] for rank in range(self.size)]
 
     def send_token(self) -> None:

@@ -25,8 +25,8 @@ class Add(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         total = inputs[0]
-        for each in inputs[1:]:
-            total = total + each
+        for tensor in inputs[1:]:
+            total = total + tensor
         return total
 
 
@@ -35,8 +35,8 @@ class Multiply(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         product = inputs[0]
-        for each in inputs[1:]:
-            product = product * each
+        for tensor in inputs[1:]:
+            product = product * tensor
         return product
 
 

@@ -132,8 +132,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         case Tensor():
             yield value
         case list() | tuple():
-            for each in value:
-                yield from _tensors(each)
+            for item in value:
+                yield from _tensors(item)
         case dict():
-            for each in value.values():
-                yield from _tensors(each)
+            for item in value.values():
+                yield from _tensors(item)

@@ -88,7 +88,7 @@ def separate_tied(model: nn.Module, program: ModelProgram | None) -> list[Traine
                     # setattr, because RNNs keep a second list of their weights in step with it.
                     setattr(module, key, held[node])
     return [
-        Trained(name, tuple(Copy(node, each) for node, each in copies[name].items()))
+        Trained(name, tuple(Copy(node, tensor) for node, tensor in copies[name].items()))
         for name, _ in named
     ]
 
@@ -101,13 +101,15 @@ def without_storage(trained: Iterable[Trained], nodes: Collection[str]) -> list[
             return copy
         return Copy(copy.node, nn.Parameter(torch.empty_like(copy.param, device="meta")))
 
-    return [Trained(each.name, tuple(emptied(copy) for copy in each.copies)) for each in trained]
+    return [
+        Trained(weight.name, tuple(emptied(copy) for copy in weight.copies)) for weight in trained
+    ]
 
 
 def tie_again(trained: Iterable[Trained]) -> None:
     """Makes copies share their memory that were separated by a move to another device."""
-    for each in trained:
-        here = [copy.param for copy in each.copies if not copy.param.is_meta]
+    for weight in trained:
+        here = [copy.param for copy in weight.copies if not copy.param.is_meta]
         for param in here[1:]:
             param.data = here[0].data
 

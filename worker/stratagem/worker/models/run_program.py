@@ -32,8 +32,8 @@ def run_calls(
 
 def put(slots: Slots, node: str, num_uses: int, value: Any) -> None:
     """Files the output of a node under each of its uses."""
-    for use, each in enumerate(_fan(value, num_uses)):
-        slots[node, use] = each
+    for use, copy in enumerate(_fan(value, num_uses)):
+        slots[node, use] = copy
 
 
 def evaluate(source: Source, given: Any, slots: Slots) -> Any:
@@ -64,11 +64,11 @@ def map_nested(value: Any, change: Callable[[Tensor], Any]) -> Any:
         case Tensor():
             return change(value)
         case tuple() if hasattr(value, "_fields"):
-            return type(value)(*(map_nested(each, change) for each in value))
+            return type(value)(*(map_nested(item, change) for item in value))
         case tuple() | list():
-            return type(value)(map_nested(each, change) for each in value)
+            return type(value)(map_nested(item, change) for item in value)
         case dict():
-            return {key: map_nested(each, change) for key, each in value.items()}
+            return {key: map_nested(item, change) for key, item in value.items()}
         case _:
             return value
 

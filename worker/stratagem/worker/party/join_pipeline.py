@@ -166,10 +166,10 @@ def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> 
     def exchange(column: bytes) -> list[bytes]:
         endpoint = len(offer).to_bytes(4, "big") + offer + column
         columns = []
-        for each in meet(work, where.view, endpoint):
-            end = 4 + int.from_bytes(each.endpoint[:4], "big")
-            activations.append(each.endpoint[4:end])
-            columns.append(each.endpoint[end:])
+        for peer in meet(work, where.view, endpoint):
+            end = 4 + int.from_bytes(peer.endpoint[:4], "big")
+            activations.append(peer.endpoint[4:end])
+            columns.append(peer.endpoint[end:])
         return columns[where.rank :: where.width]
 
     if where.num_replicas == 1:
@@ -185,7 +185,7 @@ def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> 
 def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) -> Group:
     """Return the group of the members of these ranks, of which this member is one."""
     party = f"{work.key.party}/{name}".lstrip("/")
-    worker_ids = tuple(view.members[each].worker_id for each in ranks)
+    worker_ids = tuple(view.members[peer].worker_id for peer in ranks)
     rank, size = ranks.index(view.rank), len(ranks)
     return Group(work.key.run_id, party, view.term, view.membership, rank, size, worker_ids)
 

@@ -118,7 +118,7 @@ class LossHistory:
         older, newer = self.losses[-2 * size : -size], self.losses[-size:]
         low, high = mean(older), mean(newer)
         # Not by squares, which overflow where the losses themselves do not yet.
-        deviations = [*(each - low for each in older), *(each - high for each in newer)]
+        deviations = [*(loss - low for loss in older), *(loss - high for loss in newer)]
         error = math.hypot(*deviations) / size
         return high - low > SIGNIFICANT_ERRORS * error
 

@@ -117,7 +117,7 @@ class ActivationStore:
     def _delete(self, prefix: str, is_one: Callable[[str], bool]) -> None:
         store = self._open()
         for page in store.list(prefix):
-            for path in [str(each["path"]) for each in page]:
+            for path in [str(entry["path"]) for entry in page]:
                 if is_one(path):
                     _delete_if_there(store, path)
 

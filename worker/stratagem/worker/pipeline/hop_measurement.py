@@ -89,8 +89,8 @@ def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
         found[rank] = dict(lane.transport.recv(address, lane.timeout_s).words)
     lane.transport.end(lane.timeout_s)
     told = [found[rank] for rank in range(lane.size)]
-    compute_s = sum(each["compute_s"] for each in told) / lane.size
-    return Hops(max(each["hop_s"] for each in told), compute_s)
+    compute_s = sum(report["compute_s"] for report in told) / lane.size
+    return Hops(max(report["hop_s"] for report in told), compute_s)
 
 
 def _pairs(lane: StageChannel) -> list[tuple[int, int]]:

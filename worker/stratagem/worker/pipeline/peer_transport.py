@@ -18,7 +18,7 @@ class PeerTransport:
         self._sends: list[PendingTransfer] = []
 
     def begin(self, step: int, awaited: Iterable[Address]) -> None:
-        self._link.open_step(step, [(each.source, each.tag) for each in awaited])
+        self._link.open_step(step, [(message.source, message.tag) for message in awaited])
 
     def send(self, address: Address, message: Message) -> None:
         frame = pack(address, message)

@@ -62,7 +62,7 @@ class StageRunner:
         self._lane, self._randomness = lane, setup.evaluator.randomness
         self._agreement = Agreement(lane, setup.trained, setup.numerics)
         self._own = self._agreement.own
-        self.params = [(each.name, each.param) for each in self._own]
+        self.params = [(weight.name, weight.param) for weight in self._own]
         self.optimizer = (
             make_optimizer(
                 self._job.optimizer, [p for _, p in self.params], fused=self._job.execution.fusion
@@ -172,7 +172,11 @@ class StageRunner:
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, str] = {}
         if self.optimizer is not None:
-            mine = [(each.name, each.param) for each in self._own if self._agreement.is_first(each)]
+            mine = [
+                (weight.name, weight.param)
+                for weight in self._own
+                if self._agreement.is_first(weight)
+            ]
             tensors, numbers = state.optimizer_state(self.optimizer, mine)
         numbers |= self._setup.execution.scale.metadata()
         metadata = state.state_metadata(self.step, numbers)
@@ -299,8 +303,8 @@ class StageRunner:
     def _undo(self) -> None:
         self._randomness.end()
         self._buffers.restore()
-        for each in self._setup.trained:
-            each.forget()
+        for weight in self._setup.trained:
+            weight.forget()
 
 
 def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:

@@ -186,10 +186,12 @@ def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tenso
         for use in uses:
             found: list[Tensor] = []
             skeleton = take_apart(slots.pop((node, use)), found)
-            left |= {(node, use, i): each for i, each in enumerate(found) if each.requires_grad}
+            left |= {
+                (node, use, i): tensor for i, tensor in enumerate(found) if tensor.requires_grad
+            }
             if use == uses[0]:
-                values.append([node, skeleton, [each.requires_grad for each in found]])
-                tensors += [each.detach() for each in found]
+                values.append([node, skeleton, [tensor.requires_grad for tensor in found]])
+                tensors += [tensor.detach() for tensor in found]
     return Message(tensors, {"values": values}), left
 
 

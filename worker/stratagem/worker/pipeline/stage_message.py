@@ -188,9 +188,9 @@ def take_apart(value: Any, found: list[Tensor]) -> Skeleton:
             return {"value": value}
         case tuple() | list() if type(value) in (tuple, list):
             kind = type(value).__name__
-            return {kind: [take_apart(each, found) for each in value]}
+            return {kind: [take_apart(item, found) for item in value]}
         case dict() if all(isinstance(key, str) for key in value):
-            return {"dict": {key: take_apart(each, found) for key, each in value.items()}}
+            return {"dict": {key: take_apart(item, found) for key, item in value.items()}}
         case _:
             raise InvalidInputError.at(
                 "partitions",
@@ -207,6 +207,6 @@ def put_together(skeleton: Skeleton, tensors: Sequence[Any]) -> Any:
     if kind == "value":
         return inner
     if kind == "dict":
-        return {key: put_together(each, tensors) for key, each in inner.items()}
-    members = [put_together(each, tensors) for each in inner]
+        return {key: put_together(item, tensors) for key, item in inner.items()}
+    members = [put_together(item, tensors) for item in inner]
     return tuple(members) if kind == "tuple" else members

@@ -33,12 +33,12 @@ class Agreement:
     def __init__(self, lane: StageChannel, trained: Sequence[Trained], numerics: int) -> None:
         self._lane, self._trained, self._numerics = lane, trained, numerics
         self._holders = {
-            each.name: [self._rank_of(c.node) for c in each.copies] for each in trained
+            weight.name: [self._rank_of(c.node) for c in weight.copies] for weight in trained
         }
-        mine = [each for each in trained if lane.rank in self._holders[each.name]]
-        self.own = [self._here(each) for each in mine]
+        mine = [weight for weight in trained if lane.rank in self._holders[weight.name]]
+        self.own = [self._here(weight) for weight in mine]
         """The parameters that this rank holds, with the copies it holds, in the model's order."""
-        self._whole = {each.name: each for each in mine}
+        self._whole = {weight.name: weight for weight in mine}
         self._others = [rank for rank in range(lane.size) if rank != lane.rank]
         self._tied_with = {rank: self._shared(rank) for rank in self._others}
         self.step, self._count = -1, 0
@@ -84,20 +84,22 @@ class Agreement:
                 message = self._recv(_TIED, rank)
                 names = [(name, node) for name, node in message.words["copies"]]
                 foreign |= dict(zip(names, message.tensors, strict=True))
-        totals = [self._total(each, foreign) for each in self.own]
-        for each, total in zip(self.own, totals, strict=True):
-            each.forget()
-            each.param.grad = total
+        totals = [self._total(weight, foreign) for weight in self.own]
+        for weight, total in zip(self.own, totals, strict=True):
+            weight.forget()
+            weight.param.grad = total
         return [total is not None for total in totals]
 
     def summarize(self, scalars: StepScalars) -> tuple[StepSummary, bool]:
         """Returns the summary of all ranks together, and whether one of them wishes to stop. Norms
         are of the .grad of the first copies."""
-        grads = {each.name: each.param.grad for each in self.own if each.param.grad is not None}
+        grads = {
+            weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
+        }
         found = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
         own = total_norm(list(found.values()), self._numerics)
         is_finite = are_finite(own, list(grads.values()))
-        firsts = {each.name for each in self.own if self.is_first(each)}
+        firsts = {weight.name for weight in self.own if self.is_first(weight)}
         norms = {name: norm for name, norm in found.items() if name in firsts}
         words = {"is_finite": is_finite, "stop": scalars.stop > 0, "names": list(norms)}
         mine = Message(list(norms.values()), words)
@@ -107,9 +109,9 @@ class Agreement:
         by_name: dict[str, Tensor] = {}
         for message in said:
             by_name |= zip(message.words["names"], message.tensors, strict=True)
-        ordered = [by_name[each.name] for each in self._trained if each.name in by_name]
+        ordered = [by_name[weight.name] for weight in self._trained if weight.name in by_name]
         device = (self.own[0].param if self.own else torch.zeros(())).device
-        norm = total_norm([each.to(device) for each in ordered], self._numerics)
+        norm = total_norm([part.to(device) for part in ordered], self._numerics)
         is_finite = all(message.words["is_finite"] for message in said)
         stop = any(message.words["stop"] for message in said)
         return StepSummary(scalars.loss, scalars.weight, norm, is_finite), stop
@@ -117,19 +119,19 @@ class Agreement:
     def _rank_of(self, node: str) -> int:
         return self._lane.rank_of[self._lane.plan.stage_of[node]]
 
-    def _here(self, each: Trained) -> Trained:
-        copies = [c for c in each.copies if self._rank_of(c.node) == self._lane.rank]
-        return Trained(each.name, tuple(copies))
+    def _here(self, weight: Trained) -> Trained:
+        copies = [c for c in weight.copies if self._rank_of(c.node) == self._lane.rank]
+        return Trained(weight.name, tuple(copies))
 
     def _shared(self, rank: int) -> list[Trained]:
         """Returns the own parameters of which that rank holds copies too."""
-        return [each for each in self.own if rank in self._holders[each.name]]
+        return [weight for weight in self.own if rank in self._holders[weight.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:
         found = [
-            ([each.name, copy.node], copy.param.grad)
-            for each in shared
-            for copy in each.copies
+            ([weight.name, copy.node], copy.param.grad)
+            for weight in shared
+            for copy in weight.copies
             if copy.param.grad is not None
         ]
         return Message([grad for _, grad in found], {"copies": [name for name, _ in found]})

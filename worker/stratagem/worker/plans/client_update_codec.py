@@ -33,7 +33,7 @@ def coded_update(
     assert job.compression is not None
     whole, _ = manifest_of(done.tensors, Purpose.UPDATE)
     coded = [
-        each for each in whole.stored() if each.name in done.trained and each.dtype == "float32"
+        spec for spec in whole.stored() if spec.name in done.trained and spec.dtype == "float32"
     ]
     codec, names = update_codec(job, coded, numerics)
     trained, before = _flats(done.tensors, names), _flats(base, names)
@@ -42,7 +42,7 @@ def coded_update(
         payload, _ = codec.encode(moves, codec.initial_state(), update_key(job, round_num, client))
     except NonFiniteError:
         return None
-    others = {each.name: done.tensors[each.name] for each in whole.stored()}
+    others = {spec.name: done.tensors[spec.name] for spec in whole.stored()}
     for name in names:
         del others[name]
     others[PAYLOAD] = torch.from_numpy(payload)

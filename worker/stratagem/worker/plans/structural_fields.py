@@ -65,8 +65,8 @@ def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
     first: dict[int, str] = {}
     tensors = sorted(model.state_dict(keep_vars=True).items())
     return [
-        (name, each.dtype, each.shape, each.requires_grad, first.setdefault(id(each), name))
-        for name, each in tensors
+        (name, tensor.dtype, tensor.shape, tensor.requires_grad, first.setdefault(id(tensor), name))
+        for name, tensor in tensors
     ]
 
 

@@ -74,7 +74,7 @@ class Session:
         self.executions.pop(execution.key, None)
         self.executions[execution.key] = execution
         finished = [
-            key for key, each in self.executions.items() if each.phase is not ExecutionPhase.ACTIVE
+            key for key, held in self.executions.items() if held.phase is not ExecutionPhase.ACTIVE
         ]
         for key in finished[: max(0, len(self.executions) - NUM_RESULTS)]:
             del self.executions[key]
@@ -222,7 +222,7 @@ class Sessions:
             for execution in self._executions()
             if execution.phase is ExecutionPhase.ACTIVE
         ]
-        num_parked = sum(each.is_parked for each in active)
+        num_parked = sum(execution.is_parked for execution in active)
         return len(active) - num_parked, num_parked
 
     def describe(self) -> Iterator[pb.SessionInfo]:

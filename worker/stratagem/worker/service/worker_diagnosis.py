@@ -33,7 +33,7 @@ async def diagnosis(
     proof = host.hub.proof
     return await asyncio.gather(
         asyncio.to_thread(surroundings, host.blobs.data_dir, proof),
-        asyncio.gather(*(probe(proof, each.worker_id, each.address) for each in probes)),
+        asyncio.gather(*(probe(proof, peer.worker_id, peer.address) for peer in probes)),
     )
 
 
@@ -44,7 +44,7 @@ def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
     if dist.is_available():
         found.backends.extend(name for name, is_there in available.items() if is_there())
     if torch.cuda.is_available():
-        names = (torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count()))
+        names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         found.cuda_devices.extend(names)
     return found
 

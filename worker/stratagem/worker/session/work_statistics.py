@@ -17,7 +17,10 @@ if TYPE_CHECKING:  # the engine knows nothing of this
 DEFECT: Final = "defect"
 """The outcome of an execution that ended by a defect of ours."""
 OUTCOMES: Final = (
-    *(each.name for each in worker_pb2.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields),
+    *(
+        outcome.name
+        for outcome in worker_pb2.ExecuteResult.DESCRIPTOR.oneofs_by_name["outcome"].fields
+    ),
     DEFECT,
 )
 STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

@@ -45,8 +45,8 @@ class Agenda:
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
         """Take in that a fact of this run, or of the cluster, has been applied."""
         if run_id == CLUSTER:
-            for each in list(self._burdened):
-                self._carry(state, each, state.runs[each])
+            for burdened_id in list(self._burdened):
+                self._carry(state, burdened_id, state.runs[burdened_id])
             self._change_world(state)
             return
         run = state.runs.get(run_id)
@@ -71,7 +71,9 @@ class Agenda:
         self, state: CoordinatorState, now_s: float, add: Callable[[JournalEntry], CoordinatorState]
     ) -> None:
         """Ask every due run for the facts that follow; `add` applies and notes one fact."""
-        self._due |= {each for each, deadline_s in self._deadlines.items() if deadline_s <= now_s}
+        self._due |= {
+            run_id for run_id, deadline_s in self._deadlines.items() if deadline_s <= now_s
+        }
         counts = Counter[RunId]()
         while (entry := self._next(state, now_s)) is not None:
             counts[entry.run_id] += 1

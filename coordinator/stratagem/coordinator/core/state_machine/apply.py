@@ -111,7 +111,7 @@ def _workers_after(
         case WorkerLeft():
             return without(workers, fact.member.worker_id)
         case WorkersForgotten():
-            return {name: each for name, each in workers.items() if name not in fact.names}
+            return {name: worker for name, worker in workers.items() if name not in fact.names}
         case _:
             raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
     return {**workers, record.member.worker_id: record}

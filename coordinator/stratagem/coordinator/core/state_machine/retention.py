@@ -16,18 +16,18 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Jou
     """Return the fact that forgets the workers beyond the limits, if there are any."""
     lost = sorted(
         (worker for worker in state.workers.values() if not worker.is_alive),
-        key=lambda each: (each.lost_s, each.member.worker_id),
+        key=lambda record: (record.lost_s, record.member.worker_id),
     )
-    num_old = sum(each.lost_s < command.lost_before_s for each in lost)
+    num_old = sum(record.lost_s < command.lost_before_s for record in lost)
     old = lost[: max(num_old, len(lost) - command.num_kept)]
     if not old:
         return ()
     active = [run for run in state.runs.values() if run.ended is None]
     named = _named(active)
     names = tuple(
-        each.member.worker_id
-        for each in old
-        if each.member.worker_id not in named and not _hosts_data_of(each, active)
+        record.member.worker_id
+        for record in old
+        if record.member.worker_id not in named and not _hosts_data_of(record, active)
     )
     return (JournalEntry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
 

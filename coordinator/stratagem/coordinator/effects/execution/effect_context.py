@@ -181,12 +181,12 @@ class EffectContext:
             self.pushes[key].cancel()
         for run_party in [text for text in self.job_texts if text[0] == run_id]:
             del self.job_texts[run_party]
-        for member_run in [each for each in self.brought if each[1] == run_id]:
+        for member_run in [pair for pair in self.brought if pair[1] == run_id]:
             del self.brought[member_run]
 
     def forget_member(self, member: Member) -> None:
         """Forget what was brought to a start of a worker that is gone."""
-        for member_run in [each for each in self.brought if each[0] == member]:
+        for member_run in [pair for pair in self.brought if pair[0] == member]:
             del self.brought[member_run]
 
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:

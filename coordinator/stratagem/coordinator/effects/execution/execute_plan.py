@@ -213,7 +213,7 @@ def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> f
         job.get("data", {}).get("inline"),
         (job.get("initial") or {}).get("digest"),
     }
-    return frozenset(each for each in named if each)
+    return frozenset(digest for digest in named if digest)
 
 
 def _not_named(member: Member, digest: str) -> PermissionDeniedError:

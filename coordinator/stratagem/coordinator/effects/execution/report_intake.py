@@ -123,31 +123,31 @@ class _Plan:
 @cache
 def _plan_of(descriptor: Descriptor) -> _Plan:
     fields = list(descriptor.fields)
-    strings = [each for each in fields if each.type == FieldDescriptor.TYPE_STRING]
-    messages = [each for each in fields if each.message_type is not None]
+    strings = [entry for entry in fields if entry.type == FieldDescriptor.TYPE_STRING]
+    messages = [entry for entry in fields if entry.message_type is not None]
     maps = [message for message in messages if _entry_of(message) is not None]
     others = [message for message in messages if message not in maps]
     return _Plan(
         tuple(_rule_of(string) for string in strings if not string.is_repeated),
         tuple(_rule_of(string) for string in strings if string.is_repeated),
-        tuple(each.name for each in maps if _is_by_name(each)),
+        tuple(entry.name for entry in maps if _is_by_name(entry)),
         tuple(other.name for other in others if not other.is_repeated),
         tuple(other.name for other in others if other.is_repeated),
     )
 
 
-def _rule_of(each: FieldDescriptor) -> _Rule:
-    limit = _LONG.get(each.full_name)
-    keeps_end = each.full_name == _TRACEBACK
-    return _Rule(each.name, limit or MAX_WORD_CHARS, limit is not None, keeps_end)
+def _rule_of(descriptor: FieldDescriptor) -> _Rule:
+    limit = _LONG.get(descriptor.full_name)
+    keeps_end = descriptor.full_name == _TRACEBACK
+    return _Rule(descriptor.name, limit or MAX_WORD_CHARS, limit is not None, keeps_end)
 
 
-def _entry_of(each: FieldDescriptor) -> Descriptor | None:
+def _entry_of(descriptor: FieldDescriptor) -> Descriptor | None:
     """Return the type of a map's entries; None for a field that is no map."""
-    kind = each.message_type
+    kind = descriptor.message_type
     return kind if kind is not None and kind.GetOptions().map_entry else None
 
 
-def _is_by_name(each: FieldDescriptor) -> bool:
-    entry = _entry_of(each)
+def _is_by_name(descriptor: FieldDescriptor) -> bool:
+    entry = _entry_of(descriptor)
     return entry is not None and entry.fields_by_name["key"].type == FieldDescriptor.TYPE_STRING

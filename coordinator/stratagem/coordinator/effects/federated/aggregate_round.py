@@ -111,7 +111,7 @@ def _fold(
         server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
     weights = [weight(job, accepted) for accepted in effect.accepted]
     rebasing = _rebasing(env, effect)
-    bases = [each.base or effect.base.digest for each in effect.accepted]
+    bases = [update.base or effect.base.digest for update in effect.accepted]
     decoding = decoding_of(env, effect, manifest, bases)
     # The last thing before the fold, which leaves nothing of it behind when it fails.
     writer = env.blobs.writer(len(header) + manifest.total_bytes)
@@ -130,7 +130,7 @@ def _fold(
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:
-    bases = {index: each.base for index, each in enumerate(effect.accepted) if each.base}
+    bases = {index: update.base for index, update in enumerate(effect.accepted) if update.base}
     return Rebasing(env.blobs, effect.base.digest, bases) if bases else None
 
 

@@ -71,6 +71,6 @@ def _variants(env: EffectContext, effect: Build) -> list[worker_pb2.Variant]:
         return []
     found = variants(env.state.runs[effect.run_id].job, effect.params)
     return [
-        worker_pb2.Variant(name=each.name, fields_json=dump_json(dict(each.fields)))
-        for each in found
+        worker_pb2.Variant(name=variant.name, fields_json=dump_json(dict(variant.fields)))
+        for variant in found
     ]

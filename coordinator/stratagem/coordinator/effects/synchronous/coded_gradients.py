@@ -50,7 +50,7 @@ def reply_to(
     num_extras, rest = divmod(len(messages[0]) - codec.payload_bytes, 8)
     if num_extras < 1 or rest:
         raise IntegrityError(f"messages of {len(messages[0])} bytes are none of {spec.codec}")
-    raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
+    raw_bytes = sum(tensor.raw_bytes for tensor in layout) + 8 * num_extras
     if are_forwarded(len(messages), len(messages[0]), raw_bytes):
         data = b"".join(messages)
         named = [("messages", "uint8", (len(data),))]
@@ -63,4 +63,4 @@ def reply_to(
         raise IntegrityError(str(error)) from error
     shapes = [("sums", "float32", sums.shape), ("extras", "float64", extras.shape)]
     manifest = build_manifest(shapes, Purpose.GRADIENTS)
-    return Reply(manifest, tuple(memoryview(each.tobytes()) for each in (sums, extras)))
+    return Reply(manifest, tuple(memoryview(array.tobytes()) for array in (sums, extras)))

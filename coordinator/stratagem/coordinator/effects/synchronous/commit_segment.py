@@ -76,7 +76,7 @@ async def merged(
             for task in pulls:
                 task.cancel()
             ended = await asyncio.gather(*pulls, return_exceptions=True)
-            parts += [each for each in ended if isinstance(each, StatePart)]
+            parts += [result for result in ended if isinstance(result, StatePart)]
         return await env.in_thread(lambda: _write(env, parts, cancelled, joins_rows=joins_rows))
     finally:
         cancelled.set()

@@ -36,8 +36,8 @@ class BlobCache:
         self._copies = DirectoryBlobs(root, is_durable=False, make_room=self.make_room)
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        by_use = sorted(self._copies.stored(), key=lambda each: each.used_ns)
-        self._sizes = OrderedDict((each.digest, each.num_bytes) for each in by_use)
+        by_use = sorted(self._copies.stored(), key=lambda copy: copy.used_ns)
+        self._sizes = OrderedDict((copy.digest, copy.num_bytes) for copy in by_use)
         self._evict()
 
     def writer(self, total_bytes: int, adopt: Adopt) -> BlobWriter:

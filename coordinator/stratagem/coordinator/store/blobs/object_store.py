@@ -92,11 +92,11 @@ class Objects:
         """Return all objects below a folder, by name."""
         with _translated(f"listing {folder}"):
             found = [
-                Found(each["path"], each["size"])
+                Found(entry["path"], entry["size"])
                 for page in self._obstore.list(self._store, prefix=folder)
-                for each in page
+                for entry in page
             ]
-        return sorted(found, key=lambda each: each.name)
+        return sorted(found, key=lambda stored: stored.name)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
@@ -153,9 +153,9 @@ def deletable(found: Iterable[Found], before: str) -> list[Found]:
     """Return the objects of coordinators whose names sort before a mark, so that none is of a later
     term."""
     return [
-        each
-        for each in found
-        if term_of(each.name) is not None and each.name.rpartition("/")[2] < before
+        stored
+        for stored in found
+        if term_of(stored.name) is not None and stored.name.rpartition("/")[2] < before
     ]
 
 

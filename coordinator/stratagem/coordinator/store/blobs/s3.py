@@ -81,7 +81,7 @@ def _try(objects: Objects) -> None:
     """Make every kind of request that a coordinator makes, once."""
     name = f"trial/{unique_name(0)}.txt"
     objects.put(name, [_TRIAL], len(_TRIAL))
-    found = [each for each in objects.list("trial") if each.name == name]
+    found = [stored for stored in objects.list("trial") if stored.name == name]
     if not found or b"".join(objects.read(found[0])) != _TRIAL:
         raise UnavailableError("an object that was just written is not listed, or has other bytes")
     objects.delete([name])

@@ -100,7 +100,7 @@ class SharedBlobs:
         with self._lock:
             self._claims.add(digest)
         found = self._found(digest)
-        if any(term_of(each.name) == self._term for each in found):
+        if any(term_of(stored.name) == self._term for stored in found):
             return True
         # What an earlier leader wrote, it may still delete, not knowing that it leads no more.
         return bool(found) and self._rewrite(digest)
@@ -131,7 +131,7 @@ class SharedBlobs:
             collected = []
             for digest, found in self._all():
                 if digest in live:
-                    self._objects.delete(each.name for each in found[:-1])
+                    self._objects.delete(stored.name for stored in found[:-1])
                 elif self._delete(digest, found, grace_s):
                     collected.append(digest)
             with self._lock:
@@ -143,32 +143,32 @@ class SharedBlobs:
     def _all(self) -> list[tuple[Digest, list[Found]]]:
         """Return the objects that this coordinator may delete, by blob, the newest last."""
         found = deletable(self._objects.list(_FOLDER), mark(self._term))
-        groups = groupby(found, key=lambda each: each.name.split("/")[1])
-        return [(Digest(digest), list(each)) for digest, each in groups]
+        groups = groupby(found, key=lambda stored: stored.name.split("/")[1])
+        return [(Digest(digest), list(group)) for digest, group in groups]
 
     def _delete(self, digest: Digest, found: list[Found], grace_s: float) -> bool:
         with self._lock:
             if digest in self._writing or self._claims.hold(digest, grace_s):
                 return False
-            self._objects.delete(each.name for each in found)
+            self._objects.delete(stored.name for stored in found)
         self._cache.drop(digest)
         return True
 
     def _found(self, digest: Digest) -> list[Found]:
         """Return the objects of a blob, the newest last."""
         folder = f"{_FOLDER}/{_check(digest)}"
-        return [each for each in self._objects.list(folder) if term_of(each.name) is not None]
+        return [stored for stored in self._objects.list(folder) if term_of(stored.name) is not None]
 
     def _fetch(self, digest: Digest) -> BlobFile:
         """Read the blob into the cache, verifying it on the way."""
         is_damaged = False
         for _ in range(2):  # of what was listed, all may have been replaced by a new object
-            for each in reversed(self._found(digest)):
+            for stored in reversed(self._found(digest)):
                 try:
-                    return self._copy(digest, each)
+                    return self._copy(digest, stored)
                 except IntegrityError as error:  # there may be another one
                     is_damaged = True
-                    _log.warning("an object is damaged", name=each.name, reason=str(error))
+                    _log.warning("an object is damaged", name=stored.name, reason=str(error))
                 except NotFoundError:
                     continue
             if is_damaged:

@@ -36,5 +36,7 @@ class Claims:
 
     def forget_old(self, grace_s: float) -> None:
         """Remove the blobs whose claims have all been settled or have lapsed."""
-        for digest in [each for each in self._since_s if not self.hold(each, grace_s)]:
+        for digest in [
+            candidate for candidate in self._since_s if not self.hold(candidate, grace_s)
+        ]:
             del self._since_s[digest]

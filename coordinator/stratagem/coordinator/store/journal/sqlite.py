@@ -61,7 +61,7 @@ def _translated() -> Iterator[None]:
         yield
     except OperationalError as error:
         name = getattr(error.orig, "sqlite_errorname", "")
-        passes = any(name.startswith(each) for each in _PASSING)
+        passes = any(name.startswith(prefix) for prefix in _PASSING)
         kind = UnavailableError if passes else GoneError
         raise kind(f"the journal cannot be used now: {error.orig}") from error
     except DatabaseError as error:

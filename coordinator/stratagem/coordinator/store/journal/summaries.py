@@ -32,10 +32,10 @@ def put(connection: Connection, summaries: Sequence[RunSummary]) -> None:
     if not summaries:
         return
     connection.execute(delete(summary).where(summary.c.run_id.in_([s.run_id for s in summaries])))
-    for each in summaries:
-        of_run = select(event.c.position).where(event.c.run_id == each.run_id)
+    for newer in summaries:
+        of_run = select(event.c.position).where(event.c.run_id == newer.run_id)
         newest = of_run.order_by(event.c.seq.desc()).limit(1).scalar_subquery()
-        row = {**asdict(each), "position": newest}
+        row = {**asdict(newer), "position": newest}
         connection.execute(insert(summary).values(row))
 
 

@@ -15,8 +15,8 @@ PERPLEXITY = "perplexity"
 def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the totals by name, added in the order given."""
     totals: dict[str, float] = {}
-    for each in sums:
-        for name, value in sorted(each.items()):
+    for part in sums:
+        for name, value in sorted(part.items()):
             totals[name] = totals.get(name, 0.0) + value
     return totals
 

@@ -33,8 +33,8 @@ def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
     return replace(
         value,
         to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
-        evaluators={n: each for n, each in value.evaluators.items() if n != segment},
-        evaluations={n: each for n, each in value.evaluations.items() if n != segment},
+        evaluators={n: members for n, members in value.evaluators.items() if n != segment},
+        evaluations={n: received for n, received in value.evaluations.items() if n != segment},
         metrics=value.metrics if fact.without else fact.metrics,
     )
 
@@ -44,7 +44,7 @@ def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> Federa
     come some rounds after what they evaluate."""
 
     def staying(of_segments: Mapping[int, T]) -> dict[int, T]:
-        return {number: each for number, each in of_segments.items() if number <= segment}
+        return {number: entry for number, entry in of_segments.items() if number <= segment}
 
     return replace(
         fresh,

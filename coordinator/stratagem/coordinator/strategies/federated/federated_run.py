@@ -211,8 +211,8 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
         deadline_s=None,
         num_needed=fact.num_needed,
         tried={**value.tried, **tried},
-        rejected={c: each for c, each in value.rejected.items() if c not in again},
-        deaths={t: each for t, each in value.deaths.items() if t not in map(task_of, again)},
+        rejected={c: rejection for c, rejection in value.rejected.items() if c not in again},
+        deaths={t: count for t, count in value.deaths.items() if t not in map(task_of, again)},
     )
     return _assigned(value, {c: a for c, a in value.assigned.items() if c not in again})
 

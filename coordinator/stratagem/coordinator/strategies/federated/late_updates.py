@@ -53,7 +53,7 @@ def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> Fede
     if not max_staleness(job):
         return value
     assert before.committed is not None
-    late = {client: each for client, each in before.late.items() if each.update is None}
+    late = {client: training for client, training in before.late.items() if training.update is None}
     for client in due_clients(before):
         member, membership = before.assigned[client]
         late[client] = Late(before.round_num, before.committed, member, membership)
@@ -64,25 +64,29 @@ def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
     """Give up the late clients that would be too stale in the next round, or all after the last."""
     is_over = value.round_num > spec_of(job).rounds
     limit = -1 if is_over else max_staleness(job)
-    late = {c: each for c, each in value.late.items() if value.round_num - each.round_num <= limit}
+    late = {
+        c: training
+        for c, training in value.late.items()
+        if value.round_num - training.round_num <= limit
+    }
     return replace(value, late=late)
 
 
 def after_selection(value: FederatedRun) -> FederatedRun:
     """Drop late clients that are selected again: they train for the new round."""
     chosen = set(value.selected)
-    return replace(value, late={c: each for c, each in value.late.items() if c not in chosen})
+    return replace(value, late={c: late for c, late in value.late.items() if c not in chosen})
 
 
 def is_late(value: FederatedRun, fact: Fact) -> bool:
     """Return True for a fact about clients that an earlier round was closed without."""
     match fact:
         case UpdateReceived() | UpdateRejected():
-            each = value.late.get(fact.client)
-            return each is not None and each.round_num == fact.round_num
+            late = value.late.get(fact.client)
+            return late is not None and late.round_num == fact.round_num
         case ClientsAssigned():
             return all(
-                (each := value.late.get(a.client)) is not None and each.round_num == fact.round_num
+                (late := value.late.get(a.client)) is not None and late.round_num == fact.round_num
                 for a in fact.assignments
             )
         case _:
@@ -110,18 +114,18 @@ def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned
     """Give up late clients whose worker is lost; they are not trained again. None while there are
     none."""
     here = {worker.member for worker in workers}
-    lost = {c: each for c, each in _training(value) if each.member not in here}
+    lost = {c: training for c, training in _training(value) if training.member not in here}
     if not lost:
         return None
-    round_num = min(each.round_num for each in lost.values())
+    round_num = min(training.round_num for training in lost.values())
     return ClientsAssigned(
         party=value.party,
         round_num=round_num,
         membership=value.membership + 1,
         assignments=tuple(
             Assignment(client=client, member=None)
-            for client, each in sorted(lost.items())
-            if each.round_num == round_num
+            for client, training in sorted(lost.items())
+            if training.round_num == round_num
         ),
     )
 
@@ -131,46 +135,46 @@ def accepted(value: FederatedRun) -> list[Accepted]:
     return [
         Accepted(
             client=client,
-            digest=each.update.digest,
-            num_samples=each.update.num_samples,
-            staleness=value.round_num - each.round_num,
-            base=each.base.digest,
+            digest=late.update.digest,
+            num_samples=late.update.num_samples,
+            staleness=value.round_num - late.round_num,
+            base=late.base.digest,
         )
-        for client, each in sorted(value.late.items())
-        if each.update is not None
+        for client, late in sorted(value.late.items())
+        if late.update is not None
     ]
 
 
 def received(value: FederatedRun) -> list[UpdateReceived]:
     """Return the facts of the late updates that have arrived, in order of client."""
-    return [each.update for _, each in sorted(value.late.items()) if each.update is not None]
+    return [late.update for _, late in sorted(value.late.items()) if late.update is not None]
 
 
 def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
     """Yield the training of the late clients, unchanged from when their round was open."""
     strategy = spec_of(job)
-    for client, each in _training(value):
+    for client, late in _training(value):
         yield TrainClient(
             run_id=run_id,
             party=value.party,
-            membership=each.membership,
-            round_num=each.round_num,
+            membership=late.membership,
+            round_num=late.round_num,
             client=client,
             num_clients=strategy.num_clients,
             local_epochs=strategy.options.local_epochs,
-            member=each.member,
-            base=each.base,
+            member=late.member,
+            base=late.base,
         )
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
     """Return the states that late clients train from, or that accepted late updates were trained
     from."""
-    kept = {each.base.digest for each in value.late.values()}
-    return frozenset(kept | {each.base for each in value.accepted if each.base})
+    kept = {late.base.digest for late in value.late.values()}
+    return frozenset(kept | {update.base for update in value.accepted if update.base})
 
 
 def _training(value: FederatedRun) -> Iterator[tuple[int, Late]]:
-    for client, each in value.late.items():
-        if each.update is None:
-            yield client, each
+    for client, late in value.late.items():
+        if late.update is None:
+            yield client, late

@@ -59,7 +59,7 @@ def with_build(value: FederatedRun, fact: ModelBuilt | BuildFailed) -> Federated
         value,
         helper=tuple(member for member in value.helper if member.worker_id != name),
         unfit={**value.unfit, name: fact},
-        deaths={task: each for task, each in value.deaths.items() if task != BUILD},
+        deaths={task: count for task, count in value.deaths.items() if task != BUILD},
     )
 
 

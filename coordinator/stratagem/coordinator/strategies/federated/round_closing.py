@@ -48,10 +48,10 @@ def close(
         count += f", {len(value.rejected)} rejected ({said(job, value)})"
     late = late_updates.accepted(value)
     if late:
-        each = ", ".join(
+        clients = ", ".join(
             f"client {a.client} of round {value.round_num - a.staleness}" for a in late
         )
-        count += f", {len(late)} late ({each})"
+        count += f", {len(late)} late ({clients})"
     on_time = [
         Accepted(client=client, digest=update.digest, num_samples=update.num_samples)
         for client, update in value.updates.items()
@@ -59,7 +59,7 @@ def close(
     return RoundClosed(
         party=value.party,
         round_num=value.round_num,
-        accepted=tuple(sorted([*on_time, *late], key=lambda each: each.client)),
+        accepted=tuple(sorted([*on_time, *late], key=lambda update: update.client)),
         reason=count,
         by_policy=num_answered < num_selected or bool(late),
         metrics=round_metrics(

@@ -59,12 +59,12 @@ def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
         values = [update.metrics[name] for update in saying]
         if name == SKIPPED_STEPS:
             # What an earlier version has received is counted already.
-            found[name] = _sum(each.metrics[name] for each in saying if each.num_steps)
+            found[name] = _sum(update.metrics[name] for update in saying if update.num_steps)
         elif name.startswith(_LARGEST):
             found[name] = max(values)
         else:
-            weighted = _sum(each.num_samples * each.metrics[name] for each in saying)
-            found[name] = weighted / sum(each.num_samples for each in saying)
+            weighted = _sum(update.num_samples * update.metrics[name] for update in saying)
+            found[name] = weighted / sum(update.num_samples for update in saying)
     return found
 
 

@@ -148,21 +148,21 @@ def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
     """Merge rejections so that each client occurs once, with the rounds of all and its newest
     reason."""
     found: dict[int, RejectedClient] = {}
-    for each in rejected:
-        before = found[each.client].num_rounds if each.client in found else 0
-        found[each.client] = replace(each, num_rounds=before + each.num_rounds)
+    for refused in rejected:
+        before = found[refused.client].num_rounds if refused.client in found else 0
+        found[refused.client] = replace(refused, num_rounds=before + refused.num_rounds)
     return tuple(found.values())
 
 
 def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:
     """Return the rejected clients of the whole run, for its last sentence; "" when there were
     none."""
-    order = sorted(together(rejected), key=lambda each: (-each.num_rounds, each.client))
+    order = sorted(together(rejected), key=lambda client: (-client.num_rounds, client.client))
     has_homes = job.data.worker_local is not None
     parts = [
-        f"client {each.client}{f' ({each.worker_id})' if has_homes else ''} in "
-        f"{counted(each.num_rounds, 'round')} ({each.reason})"
-        for each in order[:MAX_NAMED]
+        f"client {client.client}{f' ({client.worker_id})' if has_homes else ''} in "
+        f"{counted(client.num_rounds, 'round')} ({client.reason})"
+        for client in order[:MAX_NAMED]
     ]
     more = f"; {len(order) - MAX_NAMED} more" if len(order) > MAX_NAMED else ""
     return f"rejected: {'; '.join(parts)}{more}" if parts else ""

@@ -95,19 +95,19 @@ def explored(
 ) -> dict[str, JSON]:
     """Return copied hyperparameters, varied but for those that are kept."""
 
-    def value_of(each: Plain) -> JSON:
-        varied = _varied(explore, each, params, rng)  # which takes its place in the stream
-        return params[each.name] if each.name in kept and each.name in params else varied
+    def value_of(dim: Plain) -> JSON:
+        varied = _varied(explore, dim, params, rng)  # which takes its place in the stream
+        return params[dim.name] if dim.name in kept and dim.name in params else varied
 
     return _assemble(space, value_of)
 
 
-def _varied(explore: ExploreStrategy, dimension: Plain, params: Params, rng: Random) -> JSON:
+def _varied(explore: ExploreStrategy, dim: Plain, params: Params, rng: Random) -> JSON:
     match explore:
         case Resample():
-            return _drawn(dimension, rng)
+            return _drawn(dim, rng)
         case Perturbation(factor=factor):
-            return _perturbed(dimension, params, factor, rng)
+            return _perturbed(dim, params, factor, rng)
         case _:
             assert_never(explore)
 
@@ -115,7 +115,7 @@ def _varied(explore: ExploreStrategy, dimension: Plain, params: Params, rng: Ran
 def draw(space: SearchSpace, rng: Random) -> dict[str, JSON]:
     """Draw hyperparameters from the search space; a conditional one only where its parent allows
     it."""
-    return _assemble(space, lambda each: _drawn(each, rng))
+    return _assemble(space, lambda dimension: _drawn(dimension, rng))
 
 
 def _assemble(space: SearchSpace, value_of: Draw) -> dict[str, JSON]:

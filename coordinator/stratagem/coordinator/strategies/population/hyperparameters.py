@@ -65,13 +65,13 @@ def check_params(job: JobSpec) -> list[Violation]:
     can be varied."""
     space = space_of(job)
     names = [plain(dimension).name for dimension in space.dimensions]
-    found = [each for name in (*names, *space.frozen) for each in _check_name(job, name)]
+    found = [violation for name in (*names, *space.frozen) for violation in _check_name(job, name)]
     if found:
         return found
-    for each in map(plain, space.dimensions):
-        if each.name in BY_DEFINITION and each.options.structural is False:
+    for dim in map(plain, space.dimensions):
+        if dim.name in BY_DEFINITION and dim.options.structural is False:
             text = "must not be false: it decides what the optimizer keeps"
-            return [Violation(f"search_space.{each.name}.structural", text)]
+            return [Violation(f"search_space.{dim.name}.structural", text)]
     found = [
         violation for dimension in space.dimensions for violation in _check_values(job, dimension)
     ]
@@ -100,7 +100,7 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
     space, name = space_of(job), plain(dimension).name
     needed = _conditions(space, dimension)
     others = draw(space, stream(job.seed, 0, 0))
-    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    first = {plain(dim).name: next(values_of(plain(dim))) for dim in space.dimensions}
     for value in _extremes(plain(dimension)):
         alone = {**space.frozen, **needed, name: value}
         # It may need values of other dimensions.
@@ -114,10 +114,10 @@ def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:
 def _check_optimizers(job: JobSpec, dimension: Dimension) -> Iterator[Violation]:
     """Refuse a keyword that is drawn together with an optimizer which does not take it."""
     space, name = space_of(job), plain(dimension).name
-    chosen = next((each for each in space.dimensions if plain(each).name == _OPTIMIZER), None)
+    chosen = next((dim for dim in space.dimensions if plain(dim).name == _OPTIMIZER), None)
     if chosen is None or name == _OPTIMIZER or not name.startswith("optimizer."):
         return
-    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    first = {plain(dim).name: next(values_of(plain(dim))) for dim in space.dimensions}
     needed = {**_conditions(space, chosen), **_conditions(space, dimension)}
     for optimizer in _extremes(plain(chosen)):
         params = active_values(space, {**first, **needed, _OPTIMIZER: optimizer})
@@ -136,12 +136,15 @@ def _unknown(job: JobSpec, params: Params, name: str) -> str:
         return ""
     assert optimizer is not None  # a member trains
     field = f"optimizer.{name.rpartition('.')[2]}"
-    return next((each.message for each in check_optimizer(optimizer) if each.field == field), "")
+    return next(
+        (violation.message for violation in check_optimizer(optimizer) if violation.field == field),
+        "",
+    )
 
 
 def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
     """Return values of other dimensions under which the dimension is active."""
-    by_name = {each.name: each for each in space.dimensions}
+    by_name = {dim.name: dim for dim in space.dimensions}
     found: dict[str, JSON] = {}
     while isinstance(dimension, Conditional):
         parent = by_name[dimension.parent]
@@ -166,4 +169,8 @@ def _why_not(job: JobSpec, params: Params) -> str:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError as error:
         return "; ".join(violation.message for violation in error.violations) or str(error)
-    return "; ".join(each.message for each in check_optimizer(optimizer)) if optimizer else ""
+    return (
+        "; ".join(violation.message for violation in check_optimizer(optimizer))
+        if optimizer
+        else ""
+    )

@@ -231,7 +231,7 @@ def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
     """Return one member's score, and whom it copies: judged by the newest scores of all."""
     member, spec = value.members[number], spec_of(job)
     score = score_of(job, member)
-    scores = [each.scores[-1] if each.scores else None for each in value.members]
+    scores = [scored.scores[-1] if scored.scores else None for scored in value.members]
     scores[number] = score
     # A member without any score yet is not a donor, and is not judged here.
     streams = [stream(job.seed, m, member.generation) for m in range(len(scores))]
@@ -317,7 +317,7 @@ def closed(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> Popula
     if spec_of(job).options.asynchronous:
         return value
     rows = _rows(value)
-    copied = {each.member: each for each in fact.copied}
+    copied = {copy.member: copy for copy in fact.copied}
     members = tuple(
         _next(job, value, number, fact.scores[number], copied.get(number), rows)
         for number in range(len(value.members))
@@ -339,8 +339,8 @@ def with_origin(job: JobSpec, value: PopulationRun, fact: GenerationClosed) -> P
     origin = Origin(fact.best, trained_with(value.members[fact.best], fact.step))
     newest = fact.generation - job.retention
     origins = {
-        generation: each
-        for generation, each in {**value.origins, fact.generation: origin}.items()
+        generation: members
+        for generation, members in {**value.origins, fact.generation: origin}.items()
         if generation > newest or (best is not None and generation == best[1])
     }
     return replace(value, origins=origins, best=best)

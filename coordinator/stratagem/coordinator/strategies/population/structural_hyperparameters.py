@@ -49,8 +49,8 @@ class Variant:
 
 def known_structure(space: SearchSpace) -> frozenset[str]:
     """Return the hyperparameters that are structural whatever the model is."""
-    each = map(plain, space.dimensions)
-    named = (dim.name for dim in each if dim.options.structural or dim.name in BY_DEFINITION)
+    dimensions = map(plain, space.dimensions)
+    named = (dim.name for dim in dimensions if dim.options.structural or dim.name in BY_DEFINITION)
     return with_parents(space, frozenset(named))
 
 
@@ -75,16 +75,16 @@ def variants(job: JobSpec, params: Params) -> Iterator[Variant]:
     space = job.search_space
     assert space is not None
     document, decided = job.document(), known_structure(space)
-    first = {plain(each).name: next(values_of(plain(each))) for each in space.dimensions}
+    first = {plain(dim).name: next(values_of(plain(dim))) for dim in space.dimensions}
     for dimension in map(plain, space.in_order().dimensions):
         name = dimension.name
         if name in params and name not in decided and _may_be_structural(dimension):
             for value in values_of(dimension):
                 if value != params[name]:
                     tried = active_values(space, {**first, **params, name: value})
-                    fields = {each: thawed(tried[each]) for each in _changed(tried, params)}
+                    fields = {field: thawed(tried[field]) for field in _changed(tried, params)}
                     left = (param for param in params if param not in tried)
-                    yield Variant(name, fields | {each: _given(document, each) for each in left})
+                    yield Variant(name, fields | {field: _given(document, field) for field in left})
 
 
 def _may_be_structural(dimension: Plain) -> bool:

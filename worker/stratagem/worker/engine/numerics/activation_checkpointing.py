@@ -72,10 +72,10 @@ def grouped(
 ) -> Callable[[Any, Slots], None]:
     """Does the calls as `run_calls` does, every `interval` of them checkpointed together."""
     for module in modules.values():
-        for each in module.modules():
-            if getattr(each, "inplace", False):
+        for submodule in module.modules():
+            if getattr(submodule, "inplace", False):
                 # It would overwrite what its group has to begin with again. The bits are equal.
-                each.inplace = False  # type: ignore[assignment]
+                submodule.inplace = False  # type: ignore[assignment]
     groups = [
         _group(calls[start : start + interval], modules, num_uses)
         for start in range(0, len(calls), interval)

@@ -59,7 +59,7 @@ def processor_name(cpuinfo: str) -> str:
         re.findall(rf"^CPU {key}\s*:\s*(\S+)$", cpuinfo, re.MULTILINE)
         for key in ("implementer", "part", "variant")
     )
-    kinds = sorted({"/".join(each) for each in zip(*columns, strict=False)})
+    kinds = sorted({"/".join(column) for column in zip(*columns, strict=False)})
     return f"arm64 {' '.join(kinds)}" if kinds else ""
 
 

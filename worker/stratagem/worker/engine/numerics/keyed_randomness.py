@@ -108,9 +108,9 @@ class KeyedRandomness:
         self._num_calls, self._keys = calls, keys
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-        for each in module.modules():
-            hook = self._hooks.get(each)
-            if hook is not None and not type(each).__module__.startswith("torch.nn."):
+        for submodule in module.modules():
+            hook = self._hooks.get(submodule)
+            if hook is not None and not type(submodule).__module__.startswith("torch.nn."):
                 hook.is_idle = hook.name_key not in watch.names
         idle = {hook.name_key for hook in self._hooks.values() if hook.is_idle}
         return Draws({n: c for n, c in made.items() if n in idle}, last if last in idle else None)

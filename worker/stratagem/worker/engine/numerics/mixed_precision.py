@@ -52,7 +52,9 @@ def lowered(forward: Forward, module: nn.Module, dtype: torch.dtype) -> Forward:
     float32 parameters through the casts. What changes in a buffer is carried back.
     """
     holders = [
-        each for each in module.modules() if not isinstance(each, nn.modules.batchnorm._NormBase)
+        submodule
+        for submodule in module.modules()
+        if not isinstance(submodule, nn.modules.batchnorm._NormBase)
     ]
 
     def run(*args: Any, **kwargs: Any) -> Any:

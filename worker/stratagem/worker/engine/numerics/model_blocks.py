@@ -40,17 +40,17 @@ def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Tracing runs the user's forward, which may assign what it traced to its modules."""
     held = [
-        each
+        attributes
         for module in model.modules()
-        for each in (module.__dict__, module._buffers, module._parameters)
+        for attributes in (module.__dict__, module._buffers, module._parameters)
     ]
-    before = [dict(each) for each in held]
+    before = [dict(attributes) for attributes in held]
     try:
         yield
     finally:
-        for each, values in zip(held, before, strict=True):
-            each.clear()
-            each.update(values)
+        for attributes, values in zip(held, before, strict=True):
+            attributes.clear()
+            attributes.update(values)
 
 
 def _unique(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -59,11 +59,11 @@ def _copies(name: str, output: Any, num_rows: int) -> Iterator[tuple[str, Tensor
         case Tensor() if output.shape[:1] == (num_rows,):
             yield name, torch.empty_like(output, device="cpu").copy_(output).contiguous()
         case Mapping():
-            for key, each in output.items():
-                yield from _copies(f"{name}.{key}", each, num_rows)
+            for key, item in output.items():
+                yield from _copies(f"{name}.{key}", item, num_rows)
         case tuple() | list():
-            for key, each in enumerate(output):
-                yield from _copies(f"{name}.{key}", each, num_rows)
+            for key, item in enumerate(output):
+                yield from _copies(f"{name}.{key}", item, num_rows)
         case _:
             found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             text = f"the model's {name} is no tensor of {num_rows} rows, but {found}"

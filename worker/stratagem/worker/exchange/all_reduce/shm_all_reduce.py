@@ -60,7 +60,7 @@ class SharedTransport:
         self.deadline_s = deadline_s
         self._group, self._buckets, self._party = group, buckets, party
         parties = [ShardOwners(rank, party.size, party.num_shards) for rank in range(party.size)]
-        counts = [num_sets(each) for each in parties]
+        counts = [num_sets(member) for member in parties]
         layout = buckets.layout
         segments = group.share([count * _set_bytes(layout) for count in counts], deadline_s)
         self._sets: MemberSets = [

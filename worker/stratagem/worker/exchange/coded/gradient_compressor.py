@@ -84,7 +84,7 @@ class Compressor:
         self._may_skip, self._numerics = may_skip, numerics
         self._seed = seed if spec.seed is None else spec.seed
         self._num_extras = num_extras
-        self.raw_bytes = sum(each.raw_bytes for each in layout) + 8 * num_extras
+        self.raw_bytes = sum(tensor.raw_bytes for tensor in layout) + 8 * num_extras
         self.message_bytes = self._codec.payload_bytes + 8 * num_extras
         self.bypassed = self._codec.bypassed
         self._owned: range | None = None
@@ -130,8 +130,8 @@ class Compressor:
             if not self._may_skip:
                 raise self._not_finite(error) from None
             coded.is_spoiled = True
-            for each in chosen:
-                each.zero_()
+            for gradient in chosen:
+                gradient.zero_()
             self.code(shard, portion, gradients)
             return
         coded.payloads[portion.index] = payload
@@ -206,7 +206,7 @@ class Compressor:
     def applied(self) -> None:
         """Makes the step's residuals the shards' state: the step has been applied."""
         if self.keeps_state:
-            self._states.update({shard: each.state for shard, each in self._coded.items()})
+            self._states.update({shard: encoded.state for shard, encoded in self._coded.items()})
         self._coded = {}
 
     def rescale(self, factor: float) -> None:

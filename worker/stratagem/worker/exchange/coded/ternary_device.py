@@ -32,11 +32,13 @@ class TernaryForm:
     def __init__(
         self, spec: CompressionSpec, layout: Sequence[TensorLayout], bypassed: Sequence[str]
     ) -> None:
-        self._spec, self._names = spec, [each.name for each in layout]
-        self._numels = [each.numel for each in layout]
+        self._spec, self._names = spec, [tensor.name for tensor in layout]
+        self._numels = [tensor.numel for tensor in layout]
         as_it_is = set(bypassed)
         self._coded = [
-            place for place, each in enumerate(layout) if each.numel and each.name not in as_it_is
+            place
+            for place, tensor in enumerate(layout)
+            if tensor.numel and tensor.name not in as_it_is
         ]
 
     def encode(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:
@@ -59,7 +61,7 @@ class TernaryForm:
         parts = [[bytes_of(tensor)] for tensor in tensors]
         for place, part in zip(self._coded, with_scales(scales, codes), strict=True):
             parts[place] = part
-        return torch.cat([each for part in parts for each in part])
+        return torch.cat([tensor for part in parts for tensor in part])
 
     def decode(
         self, payload: Tensor, host: ByteArray, key: int, targets: Sequence[Tensor], *, adds: bool
@@ -122,7 +124,7 @@ def with_scales(scales: FloatArray, codes: Sequence[Tensor]) -> list[list[Tensor
     if not codes:
         return []
     there = bytes_of(torch.from_numpy(scales).to(codes[0].device))
-    return [[there[FLOAT_BYTES * i : FLOAT_BYTES * (i + 1)], each] for i, each in enumerate(codes)]
+    return [[there[FLOAT_BYTES * i : FLOAT_BYTES * (i + 1)], code] for i, code in enumerate(codes)]
 
 
 def unpacked(payload: Tensor, host: ByteArray, numel: int) -> Tensor:

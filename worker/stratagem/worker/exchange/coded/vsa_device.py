@@ -48,8 +48,8 @@ class VsaForm:
         self._codec = Vsa(
             bundled, dimension_fraction=spec.dimension_fraction, sketch_codec=spec.sketch_codec
         )
-        self._all_names = [each.name for each in layout]
-        self._inner, self._names = spec.sketch_codec, [each.name for each in bundled]
+        self._all_names = [tensor.name for tensor in layout]
+        self._inner, self._names = spec.sketch_codec, [tensor.name for tensor in bundled]
         self._inner_bytes = self._codec.payload_bytes - FLOAT_BYTES * len(bundled)
 
     def encode(self, tensors: Sequence[Tensor], key: int, *, leaves_rest: bool) -> Tensor:

@@ -58,7 +58,7 @@ class PublicCopies:
         self._own = own
         self.name, self.step_size = spec.codec, spec.consensus_step
         self.payload_bytes = self._codec.payload_bytes
-        self.raw_bytes = sum(each.raw_bytes for each in self._layout)
+        self.raw_bytes = sum(tensor.raw_bytes for tensor in self._layout)
         self.traffic = Traffic()
         self.nodes = sorted({*own, *(j for node in own for j in weights[node])})
         self._copies: dict[int, list[FloatArray]] = {}

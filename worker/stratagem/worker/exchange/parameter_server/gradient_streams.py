@@ -76,7 +76,7 @@ class GradientPort:
                 header=pb.GradientHeader(
                     step=step,
                     manifest=to_proto(manifest),
-                    coded=[TensorSpec(name=each.name, shape=each.shape) for each in layout],
+                    coded=[TensorSpec(name=tensor.name, shape=tensor.shape) for tensor in layout],
                 )
             )
             offset = 0

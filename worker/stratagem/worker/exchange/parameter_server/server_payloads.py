@@ -122,7 +122,7 @@ class CodedFreight:
             num_bytes = step.num_live * compressor.message_bytes
             self.inbox = [self._room(num_bytes, torch.uint8)]
         else:
-            numel = sum(each.numel for each in compressor.layout)
+            numel = sum(tensor.numel for tensor in compressor.layout)
             self.inbox = [
                 self._room(numel, torch.float32),
                 self._room(self._buckets.num_extras, torch.float64),
