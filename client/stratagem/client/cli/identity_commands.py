@@ -293,10 +293,10 @@ def _scope(word: str) -> Scope:
 def _seconds(expires: str) -> float | None:
     if expires == "never":
         return None
-    found = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", expires)
-    if found is None:
+    span = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", expires)
+    if span is None:
         raise InvalidInputError.at("expires", f"{expires!r} is not a time such as 12h or 30d")
-    return int(found[1]) * _UNITS_S[found[2]]
+    return int(span[1]) * _UNITS_S[span[2]]
 
 
 def _when(expires_s: float | None) -> str:

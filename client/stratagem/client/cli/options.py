@@ -109,16 +109,16 @@ _PROOF: Final = {
 def tag_arguments(tags: Sequence[str], num_workers: int) -> dict[str, tuple[str, ...]]:
     """Arguments for each worker of a local cluster, from TAG (of all) and WORKER=TAG (of one)."""
     names = local_names(num_workers)
-    found: dict[str, list[str]] = {name: [] for name in names}
+    tags_by_worker: dict[str, list[str]] = {name: [] for name in names}
     for pair in tags:
         worker, _, tag = pair.rpartition("=")
-        if worker and worker not in found:
+        if worker and worker not in tags_by_worker:
             raise InvalidInputError.at("--tag", f"{not_one_of(worker, names)}")
         if not tag:
             raise InvalidInputError.at("--tag", f"{pair!r} holds no tag")
         for name in [worker] if worker else names:
-            found[name].append(tag)
-    return {name: ("--tags", ",".join(of_one)) for name, of_one in found.items() if of_one}
+            tags_by_worker[name].append(tag)
+    return {name: ("--tags", ",".join(of_one)) for name, of_one in tags_by_worker.items() if of_one}
 
 
 def with_proof(command: Callable[..., None]) -> Callable[..., None]:

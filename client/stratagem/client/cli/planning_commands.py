@@ -57,7 +57,7 @@ def estimate(
     than this machine. Shapes come from one row of the job's data.
     """
     with reporting():
-        found = estimate_memory(
+        memory = estimate_memory(
             load_job(job_path, overrides or []),
             num_workers=workers,
             inference=inference,
@@ -65,7 +65,7 @@ def estimate(
             device=device,
             import_path=import_folders(job_path),
         )
-        print(json.dumps(asdict(found)) if form is Format.JSON else found)
+        print(json.dumps(asdict(memory)) if form is Format.JSON else memory)
 
 
 def recommend(  # noqa: PLR0913  (each parameter is an option of the command line)
@@ -103,7 +103,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
     Exit code: 0 when it fits, 1 when nothing does.
     """
     with reporting():
-        found = recommend_settings(
+        settings = recommend_settings(
             load_job(job_path, overrides or []),
             memory_bytes=None if memory is None else parse_size(memory),
             num_workers=workers,
@@ -112,13 +112,13 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
             import_path=import_folders(job_path),
         )
         if form is Format.JSON:
-            print(json.dumps(asdict(found)))
+            print(json.dumps(asdict(settings)))
         else:
-            print("\n".join(found.reasons))
-            print(f"execution: {json.dumps(found.execution)}")
-            print(f"strategy: {json.dumps(found.strategy)}")
-            print(found.estimate)
-    if not found.fits:
+            print("\n".join(settings.reasons))
+            print(f"execution: {json.dumps(settings.execution)}")
+            print(f"strategy: {json.dumps(settings.strategy)}")
+            print(settings.estimate)
+    if not settings.fits:
         raise typer.Exit(1)
 
 

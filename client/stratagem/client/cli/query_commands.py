@@ -67,11 +67,11 @@ def status(
 ) -> None:
     """Show a run: phase and why, progress, metrics, commits."""
     with connected(coordinator, proof) as client:
-        found = client.get(run_id).status()
+        run_status = client.get(run_id).status()
         if form is Format.JSON:
-            print(tables.to_json(found))
+            print(tables.to_json(run_status))
         else:
-            tables.print_status(make_console(), found)
+            tables.print_status(make_console(), run_status)
 
 
 def workers(
@@ -81,11 +81,11 @@ def workers(
 ) -> None:
     """List the registered workers."""
     with connected(coordinator, proof) as client:
-        found = client.workers()
+        listed = client.workers()
         if form is Format.JSON:
-            print(tables.many_to_json(found))
+            print(tables.many_to_json(listed))
         else:
-            tables.print_workers(make_console(), found)
+            tables.print_workers(make_console(), listed)
 
 
 def logs(

@@ -123,13 +123,13 @@ class AsyncClient:
     async def runs(self) -> tuple[RunStatus, ...]:
         """Return all runs, newest first."""
         connection = self._connection
-        found: list[RunStatus] = []
+        statuses: list[RunStatus] = []
         request = pb.ListRunsRequest()
         while True:
             response = await connection.call(connection.stub.ListRuns, request)
-            found += [views.run_status(run) for run in response.runs]
+            statuses += [views.run_status(run) for run in response.runs]
             if not response.next_page_token:
-                return tuple(found)
+                return tuple(statuses)
             request.page_token = response.next_page_token
 
     async def workers(self) -> tuple[Worker, ...]:

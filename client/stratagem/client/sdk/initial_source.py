@@ -29,11 +29,11 @@ async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
     if initial is None or initial.digest is not None:
         return job
     if initial.run is not None:
-        found = await _of_run(connection, initial.run, initial.which or _FINAL)
+        spec = await _of_run(connection, initial.run, initial.which or _FINAL)
     else:
         assert initial.file is not None  # exactly one of the three is set
-        found = InitialSpec(digest=await _upload(connection, Path(initial.file)))
-    return job.model_copy(update={"initial": found})
+        spec = InitialSpec(digest=await _upload(connection, Path(initial.file)))
+    return job.model_copy(update={"initial": spec})
 
 
 async def _of_run(connection: Connection, run_id: str, which: str) -> InitialSpec:

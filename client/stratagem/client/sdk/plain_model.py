@@ -22,11 +22,11 @@ class PlainModel:
 
     def __init__(self, manifest: Manifest, file: IO[bytes]) -> None:
         """Writes the header. Raises InvalidInputError for a state without a model."""
-        found = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
-        if not found:
+        specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
+        if not specs:
             raise InvalidInputError.at("plain", "there is no model in this file of the run")
         plain = build_manifest(
-            [(spec.name.removeprefix(MODEL_PREFIX), spec.dtype, spec.shape) for spec in found],
+            [(spec.name.removeprefix(MODEL_PREFIX), spec.dtype, spec.shape) for spec in specs],
             Purpose.STATE,
             metadata=_FORMAT,
         )
@@ -36,7 +36,7 @@ class PlainModel:
         self._stored = [spec for spec in manifest.stored() if spec.size_bytes]
         self._starts = [spec.offset for spec in self._stored]
         self._places: defaultdict[str, list[int]] = defaultdict(list)
-        for source, target in zip(found, plain.tensors, strict=True):
+        for source, target in zip(specs, plain.tensors, strict=True):
             self._places[source.alias_of or source.name].append(len(header) + target.offset)
 
     def write(self, offset: int, data: bytes) -> None:

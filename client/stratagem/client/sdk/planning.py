@@ -92,7 +92,7 @@ def estimate_memory(
     or cuda, if it is here; unless given, what is here. import_path: folders of the user's modules;
     unless given, this folder and that of the job file.
     """
-    found = _ask(
+    answer = _ask(
         "estimate",
         job,
         import_path=import_path,
@@ -101,7 +101,7 @@ def estimate_memory(
         measure=measure,
         device=device,
     )
-    return _to_estimate(found)
+    return _to_estimate(answer)
 
 
 def recommend(
@@ -124,10 +124,10 @@ def recommend(
         "device": device,
         "members": None if workers is None else _members(workers),
     }
-    found = _ask("recommend", job, import_path=import_path, **asked)
-    text = found.pop("text")
-    found["estimate"] = _to_estimate({**found["estimate"], "text": text})
-    return Recommendation(**{**found, "reasons": tuple(found["reasons"])})
+    answer = _ask("recommend", job, import_path=import_path, **asked)
+    text = answer.pop("text")
+    answer["estimate"] = _to_estimate({**answer["estimate"], "text": text})
+    return Recommendation(**{**answer, "reasons": tuple(answer["reasons"])})
 
 
 def resolve_parallelism(
@@ -144,8 +144,8 @@ def resolve_parallelism(
             return changed, f"DataParallel over {number} workers, as asked for"
         case "Automatic" if job.only_evaluates:
             return _over_all(job, sum(worker.is_alive for worker in workers))
-    found = _ask("resolve", job, import_path=import_path, members=_members(workers))
-    return JobSpec.from_json(found["job_json"]), found["reason"]
+    answer = _ask("resolve", job, import_path=import_path, members=_members(workers))
+    return JobSpec.from_json(answer["job_json"]), answer["reason"]
 
 
 def _members(workers: Sequence[Worker]) -> list[dict[str, Any]]:
@@ -202,10 +202,10 @@ def _ask(
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise StratagemError(f"the question {question!r} could not be answered: {last}")
-    found = json.loads(done.stdout)
-    if "error" in found:
-        raise _error(found["error"])
-    answer: dict[str, Any] = found["answer"]
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise _error(reply["error"])
+    answer: dict[str, Any] = reply["answer"]
     return answer
 
 
@@ -219,5 +219,5 @@ def _error(told: Mapping[str, Any]) -> StratagemError:
     return StratagemError(told["text"])
 
 
-def _to_estimate(found: Mapping[str, Any]) -> MemoryEstimate:
-    return MemoryEstimate(**{**found, "notes": tuple(found["notes"])})
+def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:
+    return MemoryEstimate(**{**answer, "notes": tuple(answer["notes"])})

@@ -208,7 +208,7 @@ def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
     false once this has lasted STARTING_S."""
     if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > since_s + STARTING_S:
         return False
-    found = from_rpc_error(error)
-    if isinstance(found, StandbyError):
-        return not found.leader  # one that leads elsewhere is for the caller to know
+    reason = from_rpc_error(error)
+    if isinstance(reason, StandbyError):
+        return not reason.leader  # one that leads elsewhere is for the caller to know
     return any(phrase in (error.details() or "") for phrase in _CLOSED)

@@ -13,10 +13,10 @@ def _seconds(value: object) -> object:
     """Convert a span of time such as "7d" to seconds; a number is returned as it is."""
     if not isinstance(value, str):
         return value
-    found = _SPAN.fullmatch(value.strip())
-    if found is None:
+    match_ = _SPAN.fullmatch(value.strip())
+    if match_ is None:
         raise ValueError(f"{value!r} is not a span of time, such as 30s, 10m, 12h or 7d")
-    number, unit = found.groups()
+    number, unit = match_.groups()
     return float(number) * _SECONDS[unit]
 
 

@@ -17,9 +17,9 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 def sole(error: BaseException) -> BaseException:
     """The exception that a group is about; a group of several that differ stays as it is."""
-    found = leaves(error)
-    same = {(type(leaf), str(leaf)) for leaf in found}
-    return found[0] if len(same) == 1 else error
+    causes = leaves(error)
+    same = {(type(leaf), str(leaf)) for leaf in causes}
+    return causes[0] if len(same) == 1 else error
 
 
 def told(error: BaseException) -> str:

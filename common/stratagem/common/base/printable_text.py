@@ -24,7 +24,7 @@ def printable(text: str, *, is_line: bool = False) -> str:
     if pattern.search(text) is None:
         return text
     return pattern.sub(
-        lambda found: f"\\x{ord(found[0]):02x}", _COLOUR.sub("", text).replace("\r\n", "\n")
+        lambda match_: f"\\x{ord(match_[0]):02x}", _COLOUR.sub("", text).replace("\r\n", "\n")
     )
 
 

@@ -59,13 +59,13 @@ class TopK:
             bits = read(4 * self._k + first, -(-stop // 8) - first, "u1")
             inside = np.unpackbits(bits, count=stop - 8 * first, bitorder="little")[skipped:]
             return np.flatnonzero(inside) + start
-        found = [np.empty(0, np.int64)]
-        while num_before < self._k and (not found[-1].size or found[-1][-1] < stop):
+        chunks = [np.empty(0, np.int64)]
+        while num_before < self._k and (not chunks[-1].size or chunks[-1][-1] < stop):
             num = min(_PLACES_READ, self._k - num_before)
             places = read(4 * (self._k + num_before), num, "<u4")
-            found.append(places.astype(np.int64))
+            chunks.append(places.astype(np.int64))
             num_before += num
-        kept = np.concatenate(found)
+        kept = np.concatenate(chunks)
         if (np.diff(kept, prepend=start - 1) <= 0).any():
             raise ValueError("a top_k payload names places that do not ascend")
         return kept[: np.searchsorted(kept, stop)]

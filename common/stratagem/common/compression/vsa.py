@@ -145,13 +145,13 @@ def places_beside(layout: Layout, dimension_fraction: float, numerics: int) -> f
     if numerics < 2:
         return frozenset()
     room = PLAIN_SHARE * dimension_fraction * sum(spec.numel for spec in layout)
-    found = set[int]()
+    beside = set[int]()
     for place in sorted(range(len(layout)), key=lambda at: (layout[at].numel, layout[at].name)):
         room -= layout[place].numel
         if room < 0:
             break
-        found.add(place)
-    return frozenset(found)
+        beside.add(place)
+    return frozenset(beside)
 
 
 class VsaBesidePlain:

@@ -35,30 +35,30 @@ def environment_of(
     """Measure the environment of this process; data_dir is where it keeps what must last, if
     anything."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = types_pb2.Environment(
+    environment = types_pb2.Environment(
         packages={"python": platform.python_version(), **versions((*PACKAGES, *packages))},
         open_files_limit=soft if soft != resource.RLIM_INFINITY else 2**63,
         malloc=malloc.said(),
         shared_memory_bytes=_free(SHARED_MEMORY)[0] if SHARED_MEMORY.exists() else 0,
     )
     if data_dir is not None and data_dir.is_dir():
-        found.data_dir = str(data_dir.resolve())
-        found.data_free_bytes, found.data_total_bytes = _free(data_dir)
-        found.fsync_s = fsync_s(data_dir)
+        environment.data_dir = str(data_dir.resolve())
+        environment.data_free_bytes, environment.data_total_bytes = _free(data_dir)
+        environment.fsync_s = fsync_s(data_dir)
     if tls is not None:
-        _add_certificate(found, tls)
-    return found
+        _add_certificate(environment, tls)
+    return environment
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    found = {}
+    by_package = {}
     for name in packages:
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def fsync_s(folder: Path) -> float:
@@ -79,19 +79,19 @@ def fsync_s(folder: Path) -> float:
 
 def _free(path: Path) -> tuple[int, int]:
     """(free, total) bytes of its file system."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
 
 
-def _add_certificate(found: types_pb2.Environment, tls: TlsFiles) -> None:
+def _add_certificate(environment: types_pb2.Environment, tls: TlsFiles) -> None:
     try:
         material = tls.read()
     except InvalidInputError as error:
-        found.certificate_problem = str(error)
+        environment.certificate_problem = str(error)
         return
-    found.certificate = str(material.cert_id or "")
+    environment.certificate = str(material.cert_id or "")
     first = first_to_end(material.chain)
     if first is not None:
-        found.certificate_expires_s = first.ends.timestamp()
+        environment.certificate_expires_s = first.ends.timestamp()
         if first.is_authority:
-            found.certificate += f" by {first}"
+            environment.certificate += f" by {first}"

@@ -19,8 +19,8 @@ Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
 
 def stamp_of(*paths: str | PathLike[str]) -> Stamp:
     """Return a stamp that changes when the file has been written or replaced. Raises OSError."""
-    found = [os.stat(path) for path in paths]
-    return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
+    stats = [os.stat(path) for path in paths]
+    return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
 
 
 class WatchedFile(Generic[T]):

@@ -121,16 +121,16 @@ class TokenBook:
 
     def find(self, token: str, now_s: float) -> KnownToken:
         """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
-        digest, found = _digest(token), None
+        digest, known = _digest(token), None
         for entry in self._file.content():  # all of them: how long it takes says nothing
             if hmac.compare_digest(entry.sha256, digest):
-                found = entry
-        if found is None:
+                known = entry
+        if known is None:
             raise UnauthenticatedError("the token is not known here")
-        if found.expires_s is not None and found.expires_s <= now_s:
-            when = datetime.fromtimestamp(found.expires_s, UTC).isoformat(timespec="seconds")
-            raise UnauthenticatedError(f"token {found.name} has expired at {when}")
-        return found
+        if known.expires_s is not None and known.expires_s <= now_s:
+            when = datetime.fromtimestamp(known.expires_s, UTC).isoformat(timespec="seconds")
+            raise UnauthenticatedError(f"token {known.name} has expired at {when}")
+        return known
 
 
 class TokenFile:

@@ -61,7 +61,7 @@ def chain_of(
         if not signers:
             break
         # Of two for the same key the later end counts, as it does for a verifier.
-        file, current = max(signers, key=lambda found: found[1].not_valid_after_utc)
+        file, current = max(signers, key=lambda signer: signer[1].not_valid_after_utc)
         links.append(_link(file, current, is_authority=True))
     return tuple(links)
 

@@ -44,15 +44,15 @@ def read_revoked(path: Path) -> frozenset[str]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError.at("revoked_file", f"{path}: {error}") from None
-    found = set()
+    revoked = set()
     for number, line in enumerate(lines, start=1):
         entry = " ".join(line.partition("#")[0].split())
         try:
-            found |= {check_entry(entry)} if entry else set()
+            revoked |= {check_entry(entry)} if entry else set()
         except InvalidInputError as error:
             reason = f"{path}, line {number}: {error.violations[0].message}"
             raise InvalidInputError.at("revoked_file", reason) from None
-    return frozenset(found)
+    return frozenset(revoked)
 
 
 def add_revoked(path: Path, entries: Iterable[str]) -> None:

@@ -113,10 +113,10 @@ def graph_violations(graph: GraphSpec) -> list[Violation]:
     """Return what is wrong with one graph; its subgraphs have been checked when they were made."""
     if not graph.nodes and not graph.subgraphs:
         return [Violation("nodes", "must not be empty")]
-    found = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
-    if not found and (cycle := _cycle(graph)):
-        found.append(Violation("edges", f"cycle {' -> '.join(cycle)}"))
-    return found
+    violations = [*_duplicate_ids(graph), *_unknown_ends(graph), *_ports_fed_twice(graph)]
+    if not violations and (cycle := _cycle(graph)):
+        violations.append(Violation("edges", f"cycle {' -> '.join(cycle)}"))
+    return violations
 
 
 def effective_strategy(
@@ -145,13 +145,13 @@ def _absent(graph: GraphSpec, path: str, part: str) -> GraphSpec:
 
 
 def _duplicate_ids(graph: GraphSpec) -> list[Violation]:
-    found, seen = [], set()
+    violations, seen = [], set()
     for group, items in (("nodes", graph.nodes), ("subgraphs", graph.subgraphs)):
         for i, item in enumerate[NodeSpec | SubgraphSpec](items):
             if item.id in seen:
-                found.append(Violation(f"{group}[{i}].id", f"{item.id!r} is taken already"))
+                violations.append(Violation(f"{group}[{i}].id", f"{item.id!r} is taken already"))
             seen.add(item.id)
-    return found
+    return violations
 
 
 def _unknown_ends(graph: GraphSpec) -> list[Violation]:
@@ -171,13 +171,13 @@ def _unknown_ends(graph: GraphSpec) -> list[Violation]:
 
 
 def _ports_fed_twice(graph: GraphSpec) -> list[Violation]:
-    found, fed = [], set()
+    violations, fed = [], set()
     for i, edge in enumerate(graph.edges):
         if (edge.target, edge.port) in fed:
             text = f"port {edge.port} of {edge.target!r} is fed already"
-            found.append(Violation(f"edges[{i}].port", text))
+            violations.append(Violation(f"edges[{i}].port", text))
         fed.add((edge.target, edge.port))
-    return found
+    return violations
 
 
 def _sorted_ids(graph: GraphSpec) -> tuple[list[str], dict[str, list[str]]]:

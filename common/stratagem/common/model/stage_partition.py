@@ -92,15 +92,15 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
         raise InvalidInputError.at("partitions", "must not be empty")
     names = [call.node for call in program.calls]
     owner: dict[str, int] = {}
-    found: list[Violation] = []
+    violations: list[Violation] = []
     for i, partition in enumerate(partitions):
         if not partition:
-            found.append(Violation(f"partitions[{i}].node_ids", "must not be empty"))
+            violations.append(Violation(f"partitions[{i}].node_ids", "must not be empty"))
         for j, node_id in enumerate(partition):
             field = f"partitions[{i}].node_ids[{j}]"
             claimed = [name for name in names if name == node_id or name.startswith(f"{node_id}/")]
             if not claimed:
-                found.append(
+                violations.append(
                     Violation(
                         field, f"{node_id!r} is no node of the model; {_known(names, node_id)}"
                     )
@@ -108,13 +108,13 @@ def _owners(program: ModelProgram, partitions: Sequence[Sequence[str]]) -> dict[
             for name in claimed:
                 if name in owner:
                     text = f"node {name!r} is claimed already by partitions[{owner[name]}]"
-                    found.append(Violation(field, text))
+                    violations.append(Violation(field, text))
                 owner.setdefault(name, i)
     if missing := [name for name in names if name not in owner]:
         text = f"{', '.join(map(repr, missing))}: claimed by no partition; every node must be"
-        found.append(Violation("partitions", text))
-    if found:
-        raise InvalidInputError(violations=found)
+        violations.append(Violation("partitions", text))
+    if violations:
+        raise InvalidInputError(violations=violations)
     return owner
 
 

@@ -59,20 +59,20 @@ def tree_nodes(owned: range, n: int) -> tuple[Node, ...]:
     Shards of owned at or beyond n are absent and left out.
     """
     wanted = Node(owned.start, min(owned.stop, n))
-    found: list[Node] = []
+    nodes: list[Node] = []
 
     def visit(node: Node) -> None:
         if node.stop <= wanted.first or wanted.stop <= node.first:
             return
         if wanted.first <= node.first and node.stop <= wanted.stop:
-            found.append(node)
+            nodes.append(node)
             return
         for child in split_node(node):
             visit(child)
 
     if n > 0 and wanted.first < wanted.stop:
         visit(Node(0, n))
-    return tuple(found)
+    return tuple(nodes)
 
 
 def parent(left: Node, right: Node, n: int) -> Node | None:

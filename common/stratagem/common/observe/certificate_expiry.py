@@ -34,23 +34,23 @@ METRICS: Final = "metrics"
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
     """Yield the ends and beginnings of the certificates' validity, by role; no values where a
     process has no certificate."""
-    found = _found(settings)
-    yield EXPIRY, {(role,): link.ends.timestamp() for role, link in found.items()}
-    yield START, {(role,): link.starts.timestamp() for role, link in found.items()}
+    links = _found(settings)
+    yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
+    yield START, {(role,): link.starts.timestamp() for role, link in links.items()}
 
 
 def _found(settings: MetricsSettings) -> dict[str, ChainCertificate]:
-    found = {}
+    links = {}
     material = _material(settings)
     if material is not None and material.cert_id is not None:
-        found[str(material.cert_id.role)] = material.chain[0]
+        links[str(material.cert_id.role)] = material.chain[0]
         authority = first_to_end(material.chain[1:])
         if authority is not None:
-            found[AUTHORITY] = authority
+            links[AUTHORITY] = authority
     if settings.metrics_tls_cert is not None:
         with suppress(InvalidInputError):
-            found[METRICS] = links_of("metrics_tls_cert", settings.metrics_tls_cert)[0]
-    return found
+            links[METRICS] = links_of("metrics_tls_cert", settings.metrics_tls_cert)[0]
+    return links
 
 
 def _material(settings: MetricsSettings) -> Material | None:

@@ -29,9 +29,9 @@ def bind_ids(message: Any) -> None:
     descriptor = getattr(message, "DESCRIPTOR", None)
     if descriptor is None:
         return
-    found = {key: read(message) for key, read in _readers(descriptor)}
-    if found:
-        bind_contextvars(**found)
+    ids = {key: read(message) for key, read in _readers(descriptor)}
+    if ids:
+        bind_contextvars(**ids)
 
 
 @cache

@@ -301,8 +301,8 @@ def _ending() -> UnavailableError:
 
 
 async def _abort(context: Context, method: str, raised: Exception, calls: CallStats) -> NoReturn:
-    found = sole(raised)
-    error = found if isinstance(found, Exception) else raised
+    cause = sole(raised)
+    error = cause if isinstance(cause, Exception) else raised
     status = to_status(error)
     if status is not None:
         calls.refuse(name_of(method), status.code.name, type(error).__name__)

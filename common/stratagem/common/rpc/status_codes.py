@@ -135,21 +135,21 @@ def _add_violations(status: status_pb2.Status, error: InvalidInputError) -> None
 def from_rpc_error(error: grpc.RpcError) -> StratagemError:
     """Return the error that the other side raised, or one that says what gRPC itself reports."""
     code, message = error.code(), shown(error.details() or "") or error.code().name
-    found = _details(error)
-    kind = _BY_NAME.get(found.info.reason) if found.info.domain == _DOMAIN else None
+    details = _details(error)
+    kind = _BY_NAME.get(details.info.reason) if details.info.domain == _DOMAIN else None
     if kind is UserCodeError:
-        told = {key: shown(value) for key, value in found.info.metadata.items()}
+        told = {key: shown(value) for key, value in details.info.metadata.items()}
         keys = ("type", "message", "worker_id", "activity")
         kind_, said, worker_id, activity = (told.get(key, "") for key in keys)
         return UserCodeError(kind_, said, "", worker_id, activity)
     if kind is StandbyError:
-        return StandbyError(message, found.info.metadata["leader"])
+        return StandbyError(message, details.info.metadata["leader"])
     if kind is None:
         kind = _BY_CODE.get(code, StratagemError)
     if issubclass(kind, InvalidInputError):
-        return kind(message, violations=found.violations)
+        return kind(message, violations=details.violations)
     if issubclass(kind, LimitError):
-        return kind(message, retry_after_s=found.retry_after_s)
+        return kind(message, retry_after_s=details.retry_after_s)
     return kind(message)
 
 

@@ -70,8 +70,8 @@ def frozen(value: _T) -> _T:
         made = FrozenDict({key: frozen(item) for key, item in value.items()})
     elif isinstance(value, list | tuple):
         made = FrozenList(frozen(item) for item in value)
-    found: _T = made
-    return found
+    result: _T = made
+    return result
 
 
 def thawed(value: _T) -> _T:
@@ -81,5 +81,5 @@ def thawed(value: _T) -> _T:
         made = {key: item if type(item) in _LEAVES else thawed(item) for key, item in value.items()}
     elif isinstance(value, list | tuple):
         made = [item if type(item) in _LEAVES else thawed(item) for item in value]
-    found: _T = made
-    return found
+    result: _T = made
+    return result

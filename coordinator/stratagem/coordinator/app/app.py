@@ -333,8 +333,8 @@ class App:
         run = self.loop.state.runs.get(run_id)
         if run is None:
             return None
-        found = parties_of(run).get(party)
-        return None if found is None else (found.membership, len(found.members))
+        view = parties_of(run).get(party)
+        return None if view is None else (view.membership, len(view.members))
 
     async def _keep_lead(self) -> None:
         """Renew the lease; a leader that was frozen past it finds itself fenced here.

@@ -162,9 +162,9 @@ class World:
     @cached_property
     def _usable(self) -> tuple[WorkerRecord, ...]:
         """The usable workers, sorted once for all runs that ask."""
-        found = [record for record in self.workers.values() if record.is_usable]
-        found.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
-        return tuple(found)
+        usable = [record for record in self.workers.values() if record.is_usable]
+        usable.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
+        return tuple(usable)
 
     def holds(self, member: Member) -> bool:
         """Return True while exactly this start of the worker is alive and not draining."""

@@ -176,15 +176,15 @@ class Strategy:
     def next_deadline(self, value: Any) -> float | None:
         """Return the earliest deadline of the party and of all that work inside it."""
         inside = (child.strategy.next_deadline(child.value) for child in self._working(value))
-        found = (self.own_deadline(value), *inside)
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        deadlines = (self.own_deadline(value), *inside)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def parties(self, value: Any) -> Mapping[Party, PartyView]:
         """Return the parties that exchange tensors, from this one down."""
-        found = dict(self.own_parties(value))
+        parties = dict(self.own_parties(value))
         for child in self.children(value):
-            found.update(child.strategy.parties(child.value))
-        return found
+            parties.update(child.strategy.parties(child.value))
+        return parties
 
     def deaths_to_charge(self, value: Any, member: Member) -> tuple[ProcessDied, ...]:
         """Return the deaths to count, from this party down, for a worker whose process has ended

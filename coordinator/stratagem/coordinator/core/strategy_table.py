@@ -37,11 +37,11 @@ class Strategies:
 
     def require(self, job: JobSpec) -> Strategy:
         """Return the strategy that runs a job; raise InvalidInputError when it is not installed."""
-        found = self._find(job)
-        if found is None:
+        strategy = self._find(job)
+        if strategy is None:
             field = "coordinator" if isinstance(job.strategy, Custom) else "type"
             raise InvalidInputError.at(f"strategy.{field}", self.why_not(job))
-        return found
+        return strategy
 
     def _find(self, job: JobSpec) -> Strategy | None:
         is_custom = isinstance(job.strategy, Custom) and not _is_evaluated_in_shares(job)

@@ -12,14 +12,14 @@ _NAMES = (("party", "party"), ("segment", "segment"), ("round", "round_num"))
 def ids_of(run_id: RunId, thing: object) -> dict[str, Any]:
     """Return run_id, party, segment or round, worker_id, member of a population: those that
     it has."""
-    found: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
+    ids: dict[str, Any] = {} if run_id == CLUSTER else {"run_id": run_id}
     for key, name in _NAMES:
         value = getattr(thing, name, None)
         if value is not None:
-            found[key] = value
+            ids[key] = value
     member = getattr(thing, "member", None)
     if isinstance(member, Member):
-        found["worker_id"] = member.worker_id
+        ids["worker_id"] = member.worker_id
     elif member is not None:
-        found["member"] = member
-    return found
+        ids["member"] = member
+    return ids

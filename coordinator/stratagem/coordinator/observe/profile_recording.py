@@ -120,10 +120,10 @@ def _unpacked(events: bytes) -> str:
 
 
 def _head_of(text: str) -> re.Match[str]:
-    found = _HEAD.match(text[:MAX_ROW_CHARS])
-    if found is None:
+    head = _HEAD.match(text[:MAX_ROW_CHARS])
+    if head is None:
         raise UnreadableError("it does not begin with base_ns and events")
-    return found
+    return head
 
 
 def _rows(text: str) -> Iterator[Row]:

@@ -91,8 +91,8 @@ class Profiles:
 def _kept(folder: Path) -> list[Path]:
     """Return the recordings in a folder; a file that is damaged, or of another version, is
     not one."""
-    found = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
-    return [path for path in found if Recording.is_one(path)]
+    paths = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
+    return [path for path in paths if Recording.is_one(path)]
 
 
 def joined(heads: list[Recording], recordings: Iterator[Recording]) -> Iterator[dict[str, Any]]:

@@ -121,8 +121,8 @@ class RunLogs:
             file.seek(position)
             data = file.read(READ_BYTES)
         whole = data[: data.rfind(b"\n") + 1]
-        found = (_line(raw) for raw in whole.splitlines())
-        return [line for line in found if line is not None], position + len(whole)
+        lines = (_line(raw) for raw in whole.splitlines())
+        return [line for line in lines if line is not None], position + len(whole)
 
     def _path(self, run_id: RunId) -> Path:
         return self._root / f"{run_id}.jsonl"

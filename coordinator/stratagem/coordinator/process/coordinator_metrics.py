@@ -212,11 +212,11 @@ class CoordinatorMonitor:
         while not folder.exists() and folder != folder.parent:  # made when the lead is taken
             folder = folder.parent
         try:
-            found = os.statvfs(folder)
+            disk = os.statvfs(folder)
         except OSError:
             return {}
-        unit = found.f_frsize
-        return {("free",): found.f_bavail * unit, ("total",): found.f_blocks * unit}
+        unit = disk.f_frsize
+        return {("free",): disk.f_bavail * unit, ("total",): disk.f_blocks * unit}
 
 
 def _held(app: App) -> Iterator[tuple[Metric, Values]]:

@@ -157,9 +157,9 @@ class Loop:
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
         """Summarize those of these runs, all of whose facts were read, that have ended without a
         summary of this version, and forget those whose deletion was under way."""
-        found = _at_rest(self.state, self.world, walls_s)
-        await self.recorded.append((), found)
-        self.state = put_to_rest(self.state, [run for run, _ in found])
+        ended = _at_rest(self.state, self.world, walls_s)
+        await self.recorded.append((), ended)
+        self.state = put_to_rest(self.state, [run for run, _ in ended])
         for run_id in walls_s:
             if run_id != CLUSTER and self.state.find(run_id) is None:
                 await self.recorded.forget(run_id)
@@ -248,13 +248,13 @@ class Loop:
 
     async def _commit(self, batch: _Batch, on_change: Callable[[list[Committed]], None]) -> None:
         if batch.committed:
-            found = _at_rest(batch.state, self._agenda.world, batch.walls_s)
+            ended = _at_rest(batch.state, self._agenda.world, batch.walls_s)
             began_s = time.perf_counter()
-            await self.recorded.append(batch.committed, found)
+            await self.recorded.append(batch.committed, ended)
             self.append_seconds.add(time.perf_counter() - began_s)
             self.facts.update(type(item.entry.fact).__name__ for item in batch.committed)
-            batch.state = put_to_rest(batch.state, [run for run, _ in found])
-            for run, _ in found:
+            batch.state = put_to_rest(batch.state, [run for run, _ in ended])
+            for run, _ in ended:
                 self._agenda.note(batch.state, run.run_id)
         for item in batch.committed:
             if isinstance(item.entry.fact, RunDeleted):
@@ -293,8 +293,8 @@ def _at_rest(
 ) -> list[tuple[EndedRun, RunView]]:
     """Return those of these runs that are at rest; walls_s: per run the time of its newest fact."""
     runs = [(state.runs[run_id], at_s) for run_id, at_s in walls_s.items() if run_id in state.runs]
-    found = (at_rest(world, run, at_s) for run, at_s in runs)
-    return [command for command in found if command is not None]
+    commands = (at_rest(world, run, at_s) for run, at_s in runs)
+    return [command for command in commands if command is not None]
 
 
 _ERRORS = {

@@ -46,10 +46,10 @@ def installed() -> Strategies:
 
 def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
     """Return the built-in strategies and these; of a name that several register, the first."""
-    found: dict[str, Strategy] = {}
+    loaded: dict[str, Strategy] = {}
     broken: dict[str, str] = {}
     for point in points:
-        if point.name in found or point.name in BUILT_IN.built_in:
+        if point.name in loaded or point.name in BUILT_IN.built_in:
             continue
         try:
             strategy = point.load()
@@ -57,12 +57,12 @@ def with_plugins(points: Iterable[EntryPoint]) -> Strategies:
             broken[point.name] = f"{point.name!r} cannot be imported: {told(error)}"
         else:
             if isinstance(strategy, Strategy) and strategy.version == VERSION:
-                found[point.name] = strategy
+                loaded[point.name] = strategy
             else:
                 broken[point.name] = _why_refused(point, strategy)
         if point.name in broken:
             log.warning("strategy left out", reason=broken[point.name])
-    return Strategies(BUILT_IN.built_in, found, broken)
+    return Strategies(BUILT_IN.built_in, loaded, broken)
 
 
 def _why_refused(point: EntryPoint, strategy: object) -> str:

@@ -65,10 +65,10 @@ def _neighbours(alive: Sequence[WorkerRecord], worker: WorkerRecord) -> list[Wor
 async def _worker(
     app: App, worker: WorkerRecord, info: pb.WorkerInfo, neighbours: Sequence[WorkerRecord]
 ) -> pb.WorkerDiagnosis:
-    found = pb.WorkerDiagnosis(info=info)
+    diagnosis = pb.WorkerDiagnosis(info=info)
     if not worker.is_alive:
-        found.problem = worker.reason or "is lost"
-        return found
+        diagnosis.problem = worker.reason or "is lost"
+        return diagnosis
     probes = [
         types_pb2.PeerProbe(worker_id=neighbour.member.worker_id, address=neighbour.address)
         for neighbour in neighbours
@@ -81,15 +81,15 @@ async def _worker(
         received_s = time.time()
         told = await link.stub.Describe(request, timeout=WORKER_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        found.problem = shown(f"{error.code().name}: {error.details()}")
-        return found
+        diagnosis.problem = shown(f"{error.code().name}: {error.details()}")
+        return diagnosis
     except UnavailableError as error:
-        found.problem = str(error)
-        return found
+        diagnosis.problem = str(error)
+        return diagnosis
     let_in(told)
-    found.round_trip_s = received_s - sent_s
+    diagnosis.round_trip_s = received_s - sent_s
     if quick.time_s:  # one that is older does not say
-        found.clock_offset_s = (sent_s + received_s) / 2 - quick.time_s
-    found.environment.CopyFrom(told.environment)
-    found.probes.extend(told.probes)
-    return found
+        diagnosis.clock_offset_s = (sent_s + received_s) / 2 - quick.time_s
+    diagnosis.environment.CopyFrom(told.environment)
+    diagnosis.probes.extend(told.probes)
+    return diagnosis

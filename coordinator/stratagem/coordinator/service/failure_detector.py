@@ -20,11 +20,11 @@ async def look_into(app: App, run_id: RunId, party: Party, membership: int, reas
     Does nothing when the membership is over already.
     """
     run = app.loop.state.runs.get(run_id)
-    found = None if run is None else parties_of(run).get(party)
-    if found is None or found.membership != membership:
+    view = None if run is None else parties_of(run).get(party)
+    if view is None or view.membership != membership:
         return
-    answered = await asyncio.gather(*(_answers(app, member) for member in found.members))
-    silent = [m for m, is_there in zip(found.members, answered, strict=True) if not is_there]
+    answered = await asyncio.gather(*(_answers(app, member) for member in view.members))
+    silent = [m for m, is_there in zip(view.members, answered, strict=True) if not is_there]
     names = [member.worker_id for member in silent]
     log.info("exchange failed", run_id=run_id, party=party, reason=reason, silent=names)
     for member in silent:

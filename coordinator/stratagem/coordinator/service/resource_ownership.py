@@ -55,10 +55,10 @@ def _check_member(
 ) -> None:
     """Refuse a worker that speaks for a party, or a rank of it, that is not its own."""
     run = app.loop.state.runs.get(RunId(session.run_id))
-    found = None if run is None else parties_of(run).get(Party(session.party))
-    if found is None or found.membership != membership:
+    view = None if run is None else parties_of(run).get(Party(session.party))
+    if view is None or view.membership != membership:
         return  # the handler deals with a stale membership
-    members = found.members if rank is None else found.members[rank : rank + 1]
+    members = view.members if rank is None else view.members[rank : rank + 1]
     if not caller.is_one_of(member.worker_id for member in members):
         where = f"{session.run_id}/{session.party}".rstrip("/")
         which = "no member" if rank is None else f"not member {rank}"

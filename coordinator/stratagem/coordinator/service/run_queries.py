@@ -25,10 +25,10 @@ class Runs:
 
     async def view(self, run_id: str) -> RunView:
         """Return one run. Raises NotFoundError."""
-        found = await self._views([RunId(run_id)])
-        if not found:
+        views = await self._views([RunId(run_id)])
+        if not views:
             raise NotFoundError(f"run {run_id!r} is not known")
-        return found[0]
+        return views[0]
 
     async def info(self, run_id: str) -> coordinator_pb2.RunInfo:
         """Return one run as a message. Raises NotFoundError."""

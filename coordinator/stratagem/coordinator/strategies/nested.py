@@ -48,11 +48,11 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
     no such field.
     """
     try:
-        found = check(child_job(), strategies)
+        violations = check(child_job(), strategies)
     except InvalidInputError as error:
         reasons = "; ".join(str(violation) for violation in error.violations)
         return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
-    return [replace(violation, field=_inside(violation.field)) for violation in found]
+    return [replace(violation, field=_inside(violation.field)) for violation in violations]
 
 
 def _inside(field: str) -> str:
@@ -72,9 +72,11 @@ def progress(child: Child) -> NestedProgress:
 
 def is_at_horizon(child: Child) -> bool:
     """Return True when all that the child may train for now is committed and evaluated."""
-    found = progress(child)
+    latest = progress(child)
     return (
-        found.committed is not None and found.committed.segment >= child.horizon and found.is_idle
+        latest.committed is not None
+        and latest.committed.segment >= child.horizon
+        and latest.is_idle
     )
 
 
@@ -124,8 +126,8 @@ def reject_reason(child: Child, fact: Fact) -> str:
 
 def why_waiting(child: Child, world: World) -> str:
     """Return, as a sentence, what a child without workers waits for; "" for one that has some."""
-    found = child.strategy.status(child.job, child.value, world)
-    return "" if found.members else found.reason
+    shown = child.strategy.status(child.job, child.value, world)
+    return "" if shown.members else shown.reason
 
 
 def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
@@ -135,8 +137,8 @@ def pending(run_id: RunId, child: Child) -> frozenset[Effect]:
 
 def members(children: Iterable[Child]) -> tuple[Member, ...]:
     """Return all workers that the children have, by name."""
-    found = {member for view in _parties(children) for member in view.members}
-    return tuple(sorted(found, key=lambda member: member.worker_id))
+    working = {member for view in _parties(children) for member in view.members}
+    return tuple(sorted(working, key=lambda member: member.worker_id))
 
 
 def world_beside(world: World, siblings: Iterable[Child]) -> World:

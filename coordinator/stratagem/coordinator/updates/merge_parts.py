@@ -98,19 +98,19 @@ def joined_rows(merged: Manifest) -> Manifest:
 
     Raises ContradictionError where they differ in more than rows.
     """
-    found: dict[str, TensorSpec] = {}
+    joined: dict[str, TensorSpec] = {}
     for spec in merged.stored():
         name, rows = spec.name.rpartition("/")[0], spec.shape[0] if spec.shape else 0
-        before = found.get(name)
+        before = joined.get(name)
         if before is None:
-            found[name] = TensorSpec(name, spec.dtype, spec.shape, 0, 0)
+            joined[name] = TensorSpec(name, spec.dtype, spec.shape, 0, 0)
             continue
         if (before.dtype, before.shape[1:]) != (spec.dtype, spec.shape[1:]):
             text = f"{name!r} is {before.dtype} {before.shape} in one batch and {spec.dtype} "
             raise ContradictionError(f"{text}{spec.shape} in another")
         shape = (before.shape[0] + rows, *spec.shape[1:])
-        found[name] = TensorSpec(name, spec.dtype, shape, 0, 0)
-    named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in found.values()]
+        joined[name] = TensorSpec(name, spec.dtype, shape, 0, 0)
+    named = [(tensor.name, tensor.dtype, tensor.shape) for tensor in joined.values()]
     return build_manifest(named, Purpose.STATE, metadata=merged.metadata)
 
 

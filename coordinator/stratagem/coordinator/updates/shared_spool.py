@@ -61,12 +61,12 @@ class SharedSpool:
         """Return the updates of a round by client; of each client, those of the newest term
         last."""
         clients: dict[int, list[SharedUpdate]] = {}
-        for found in self._objects.list(f"{_FOLDER}/{round_folder}"):
-            *_, client, name = found.name.split("/")
+        for entry in self._objects.list(f"{_FOLDER}/{round_folder}"):
+            *_, client, name = entry.name.split("/")
             facts = _NAME.fullmatch(name)
             if facts and client.isdigit():
                 digest = update_digest(int(facts[2], 16))
-                update = SharedUpdate(int(client), found, int(facts[1]), digest)
+                update = SharedUpdate(int(client), entry, int(facts[1]), digest)
                 clients.setdefault(int(client), []).append(update)
         return clients
 
@@ -106,5 +106,5 @@ class SharedSpool:
         others = [stored for stored in listed if stored.name.split("/")[1] not in kept]
         self._delete(others, beginning(self._term))
 
-    def _delete(self, found: list[Found], before: str) -> None:
-        self._objects.delete(stored.name for stored in deletable(found, before))
+    def _delete(self, listed: list[Found], before: str) -> None:
+        self._objects.delete(stored.name for stored in deletable(listed, before))

@@ -150,11 +150,11 @@ class Spool:
         clients = {int(path.stem) for path in folder.glob(f"*{_ENTRY}")}
         if self._shared is not None:
             clients |= self._shared.find(self._relative(folder)).keys()
-        found = (
+        pairs = (
             (client, self.entry(SpoolKey(run, party, round_num, client)))
             for client in sorted(clients)
         )
-        return {client: entry for client, entry in found if entry is not None}
+        return {client: entry for client, entry in pairs if entry is not None}
 
     @property
     def used_bytes(self) -> int:

@@ -60,8 +60,8 @@ class SpoolRun:
     def is_over(self, party_folder: str) -> bool:
         """Return True if the contents of a party's folder were accepted before the run last went
         back."""
-        found = _ROOT.fullmatch(party_folder)
-        return found is not None and int(found[1] or 0) < self.num_returns
+        match_ = _ROOT.fullmatch(party_folder)
+        return match_ is not None and int(match_[1] or 0) < self.num_returns
 
 
 @dataclass(frozen=True, slots=True)

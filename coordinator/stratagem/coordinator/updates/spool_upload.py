@@ -149,8 +149,8 @@ class SpoolWriter:
         """Return all data. Raises IntegrityError while bytes are missing."""
         self._check_complete()
         start = len(self.upload.header)
-        found = b"".join(map(bytes, pieces(self._file.descriptor, self.offset, start)))
-        return np.frombuffer(found, np.uint8)
+        written = b"".join(map(bytes, pieces(self._file.descriptor, self.offset, start)))
+        return np.frombuffer(written, np.uint8)
 
     def write(self, data: memoryview | bytes) -> None:
         """Append data. Raises UpdateRejectedError, after which nothing of the upload is left."""

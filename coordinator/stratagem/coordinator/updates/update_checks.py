@@ -22,12 +22,12 @@ class UpdateRejectedError(StratagemError):
         super().__init__(reason)
 
 
-def check_layout(found: Manifest, expected: Manifest) -> None:
+def check_layout(given: Manifest, expected: Manifest) -> None:
     """Check names, shapes, types and order against the run's; the error gives the first difference.
 
     May be called before the first byte is pulled: the layout is in the manifest.
     """
-    ours, theirs = expected.stored(), found.stored()
+    ours, theirs = expected.stored(), given.stored()
     for index, (want, have) in enumerate(zip(ours, theirs, strict=False)):
         if have.name != want.name:
             raise UpdateRejectedError(
@@ -47,7 +47,7 @@ def check_layout(found: Manifest, expected: Manifest) -> None:
         raise UpdateRejectedError(
             Cause.LAYOUT, f"{len(theirs)} tensors, expected {len(ours)}: {name!r} {problem}"
         )
-    if _aliases(found) != _aliases(expected):
+    if _aliases(given) != _aliases(expected):
         raise UpdateRejectedError(
             Cause.LAYOUT, "other tensors share their storage than in the run's model"
         )

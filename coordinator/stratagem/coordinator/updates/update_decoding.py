@@ -44,12 +44,12 @@ class CodedLayout:
     """The tensors of all coded updates that have one manifest: each is in the file as it is, or in
     the payload. Owns what must be right before anything is decoded."""
 
-    def __init__(self, job: JobSpec, numerics: int, expected: Manifest, found: Manifest) -> None:
-        """expected: manifest of the model. Raises UpdateRejectedError where `found` cannot be that
+    def __init__(self, job: JobSpec, numerics: int, expected: Manifest, sent: Manifest) -> None:
+        """expected: manifest of the model. Raises UpdateRejectedError where `sent` cannot be that
         of a coded update."""
         self.stored = expected.stored()
         self._ends = [spec.offset + spec.size_bytes for spec in self.stored]
-        self.given = {tensor.name: tensor for tensor in found.tensors}
+        self.given = {tensor.name: tensor for tensor in sent.tensors}
         """The tensors that are in the file as they are, and the payload."""
         self.coded = [spec for spec in self.stored if spec.name not in self.given]
         self._check_given()
@@ -158,13 +158,13 @@ class UpdateDecoding:
         codec, _ = update_codec(self.job, [], self._numerics)
         return codec.part(range(0)) is not None
 
-    def layout(self, found: Manifest) -> CodedLayout:
+    def layout(self, sent: Manifest) -> CodedLayout:
         """Return the layout of coded updates of that manifest: one value, as clients are many.
         Raises UpdateRejectedError where it cannot be one."""
-        known = self._layouts.get(found.tensors)
+        known = self._layouts.get(sent.tensors)
         if known is None:
-            known = CodedLayout(self.job, self._numerics, self.expected, found)
-            self._layouts[found.tensors] = known
+            known = CodedLayout(self.job, self._numerics, self.expected, sent)
+            self._layouts[sent.tensors] = known
         return known
 
     def source(self, place: int, entry: SpoolEntry) -> Source:

@@ -37,27 +37,27 @@ def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str,
     num_workers = request.get("num_workers")
     fleet = Fleet.of_equals(num_workers or job.execution.num_workers, site.device.type)
     resolved, reason = (alone(job), "") if job.only_evaluates else resolve(job, site, fleet)
-    found = estimate_memory(
+    memory = estimate_memory(
         resolved,
         site,
         num_workers=num_workers,
         inference=bool(request.get("inference")),
         measure=bool(request.get("measure")),
     )
-    notes = [*found.notes, *([reason] if reason else [])]
-    return {**found.document(), "notes": notes, "text": str(found)}
+    notes = [*memory.notes, *([reason] if reason else [])]
+    return {**memory.document(), "notes": notes, "text": str(memory)}
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
     members = [CandidateWorker(**member) for member in request.get("members") or ()]
-    found = recommend(
+    settings = recommend(
         job,
         site,
         request["memory_bytes"],
         request["num_workers"],
         members=None if request.get("members") is None else members,
     )
-    return {**found.document(), "text": str(found.estimate)}
+    return {**settings.document(), "text": str(settings.estimate)}
 
 
 def _resolve(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,12 +211,12 @@ def _add_fault(told: pb.PreviousExit, faults: Path) -> None:
         lines = faults.read_text(errors="replace").splitlines()
     except OSError:
         return
-    found = re.match(r"Fatal Python error: (.*)", lines[0]) if lines else None
-    if found is None:
+    fault = re.match(r"Fatal Python error: (.*)", lines[0]) if lines else None
+    if fault is None:
         return
     log.warning("the process before ended by a fault", trace=lines)
-    if not told.HasField("status") and found[1] in _FAULTS:
-        told.status = -signal.Signals[_FAULTS[found[1]]]
+    if not told.HasField("status") and fault[1] in _FAULTS:
+        told.status = -signal.Signals[_FAULTS[fault[1]]]
     found_frames = (line.strip() for line in lines if line.lstrip().startswith("File "))
     frames = list(dict.fromkeys(found_frames))  # recursion once
     told.last_lines.extend(map(_shown, [lines[0], *_shown_frames(frames)]))

@@ -125,11 +125,11 @@ class BlobUpload:
     def check(self) -> None:
         """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""
         try:
-            found = self._blob.digest()
+            digest = self._blob.digest()
         except (OSError, ValueError) as error:
             raise ConflictError("the run was closed meanwhile") from error
-        if found != self.digest:
-            raise IntegrityError(f"the bytes of several streams have the digest {found}")
+        if digest != self.digest:
+            raise IntegrityError(f"the bytes of several streams have the digest {digest}")
 
     def finish(self) -> Blob:
         """Return the blob. Raise IntegrityError while bytes are missing."""
@@ -163,9 +163,9 @@ class ReceivedBlobs:
 
     async def get(self, run_id: str, digest: str) -> Blob:
         """Wait until the blob has arrived, and return it."""
-        while (found := self.find(run_id, digest)) is None:
+        while (blob := self.find(run_id, digest)) is None:
             await self._changed.wait()
-        return found
+        return blob
 
     def open_upload(self, run_id: str, digest: str, manifest: Manifest, term: int) -> BlobUpload:
         """Open the upload of this blob, new or where it broke off; the caller ends `is_open`.

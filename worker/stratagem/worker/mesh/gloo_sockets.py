@@ -22,15 +22,15 @@ class SocketId:
 
 def open_sockets() -> frozenset[SocketId]:
     """Returns every internet socket of this process."""
-    return frozenset(found for found, _ in _sockets())
+    return frozenset(socket_id for socket_id, _ in _sockets())
 
 
 def listening_ports(before: frozenset[SocketId]) -> tuple[int, ...]:
     """Returns the ports of the listeners that appeared since `before`."""
     return tuple(
         sock.getsockname()[1]
-        for found, sock in _sockets()
-        if found not in before and _listens(sock)
+        for socket_id, sock in _sockets()
+        if socket_id not in before and _listens(sock)
     )
 
 
@@ -38,9 +38,9 @@ def connections(before: frozenset[SocketId], ports: Collection[int]) -> tuple[So
     """Returns the connected sockets that appeared since `before` and have one of the ports at an
     end."""
     return tuple(
-        found
-        for found, sock in _sockets()
-        if found not in before and not _listens(sock) and not _ends(sock).isdisjoint(ports)
+        socket_id
+        for socket_id, sock in _sockets()
+        if socket_id not in before and not _listens(sock) and not _ends(sock).isdisjoint(ports)
     )
 
 

@@ -69,31 +69,31 @@ def connect(
     also what a member looks like that has just died; ExchangeError when one does not come.
     """
     deadline_s = time.monotonic() + timeout_s
-    found: dict[int, socket.socket] = {}
+    sockets: dict[int, socket.socket] = {}
     door = _Door(listener)
     try:
         for peer in range(rank):
-            found[peer] = _call(addresses[peer], rank, peer, deadline_s)
-        while len(found) < size - 1:
-            missing = next(p for p in range(rank + 1, size) if p not in found)
-            _await_input(door.sockets, found, missing, deadline_s)
+            sockets[peer] = _call(addresses[peer], rank, peer, deadline_s)
+        while len(sockets) < size - 1:
+            missing = next(p for p in range(rank + 1, size) if p not in sockets)
+            _await_input(door.sockets, sockets, missing, deadline_s)
             for peer, sock in door.admit():
-                if peer in found or not rank < peer < size:
+                if peer in sockets or not rank < peer < size:
                     sock.close()
                     continue
-                found[peer] = sock
+                sockets[peer] = sock
                 _send(sock, _secret_of(addresses[peer]), peer, deadline_s)
         for peer in range(rank):
-            answer = _receive(found[peer], _SECRET_BYTES, peer, deadline_s)
+            answer = _receive(sockets[peer], _SECRET_BYTES, peer, deadline_s)
             if answer != listener.secret:
                 raise UnshareableError(f"member {peer} is not who answers at its address")
     except BaseException:
-        for sock in found.values():
+        for sock in sockets.values():
             sock.close()
         raise
     finally:
         door.close()
-    return found
+    return sockets
 
 
 def shut_down(sock: socket.socket) -> None:
@@ -167,7 +167,7 @@ class _Door:
 
 def _await_input(
     callers: Sequence[socket.socket],
-    found: Mapping[int, socket.socket],
+    sockets: Mapping[int, socket.socket],
     missing: int,
     deadline_s: float,
 ) -> None:
@@ -176,7 +176,7 @@ def _await_input(
     poll = select.poll()
     for sock in callers:
         poll.register(sock, select.POLLIN)
-    peers = {sock.fileno(): peer for peer, sock in found.items()}
+    peers = {sock.fileno(): peer for peer, sock in sockets.items()}
     for fd in peers:
         poll.register(fd, select.POLLRDHUP)
     ready = dict(poll.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))

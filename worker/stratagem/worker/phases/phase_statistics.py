@@ -116,12 +116,12 @@ def trends_of(state: State, spec: PhasesSpec, numerics: int = CURRENT) -> dict[s
     """Returns the trends of the losses of FULL steps, by name; the same on all replicas. A trend
     that takes more losses than there are is absent."""
     losses, window = state.full_losses, spec.adaptive.window
-    found = {
+    trends = {
         "full_loss": losses.rolling_average(window),
         "full_loss_change": losses.improvement_rate(),
     }
     return {
-        **{name: value for name, value in found.items() if value is not None},
+        **{name: value for name, value in trends.items() if value is not None},
         "is_converging": float(losses.is_converging(FALL_SHARE)),
         "is_diverging": float(losses.is_diverging(window, numerics)),
         "refused_cycles": float(state.num_refused),

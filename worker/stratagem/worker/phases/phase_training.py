@@ -197,11 +197,11 @@ class PhaseTraining:
         gradients: Sequence[Tensor | None],
         exact: Tensor,
         predicted: Tensor,
-        found: Quality,
+        measured: Quality,
     ) -> None:
         """Adds the share of this one step's difference, however many steps were predicted."""
         weight = self._spec.correction_weight
-        if weight and found.passes(self._spec):
+        if weight and measured.passes(self._spec):
             self._spread(exact + (exact - predicted) * weight, gradients)
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:

@@ -83,12 +83,12 @@ def measure_hops(lane: StageChannel, pass_number: int, meter: Meter) -> Hops:
     others = [rank for rank in range(lane.size) if rank != lane.rank]
     for rank in others:
         lane.transport.send(_address(lane, pass_number, _SHARE, lane.rank, rank), Message((), mine))
-    found = {lane.rank: mine}
+    reports = {lane.rank: mine}
     for rank in others:
         address = _address(lane, pass_number, _SHARE, rank, lane.rank)
-        found[rank] = dict(lane.transport.recv(address, lane.timeout_s).words)
+        reports[rank] = dict(lane.transport.recv(address, lane.timeout_s).words)
     lane.transport.end(lane.timeout_s)
-    told = [found[rank] for rank in range(lane.size)]
+    told = [reports[rank] for rank in range(lane.size)]
     compute_s = sum(report["compute_s"] for report in told) / lane.size
     return Hops(max(report["hop_s"] for report in told), compute_s)
 

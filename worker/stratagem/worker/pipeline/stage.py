@@ -158,14 +158,14 @@ class StagePart:
         sent = {}
         for boundary in self.before:
             if entered := kept.entered[boundary.number]:
-                found = self._by_place(boundary, entered)
+                gradients = self._by_place(boundary, entered)
                 sent[boundary.number] = Message(
-                    list(found.values()), {"places": [list(place) for place in found]}
+                    list(gradients.values()), {"places": [list(place) for place in gradients]}
                 )
         return sent
 
     def _by_place(self, boundary: Boundary, entered: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
-        found: dict[Place, Tensor] = {}
+        by_place: dict[Place, Tensor] = {}
         for node, uses in boundary.uses.items():
             for number in sorted({i for name, _, i in entered if name == node}):
                 gradients = [entered[node, use, number].grad for use in uses]
@@ -173,8 +173,8 @@ class StagePart:
                 if _is_tail(uses, self._program.num_uses[node]):
                     # The sum begins with these, so they may be added here: fewer bytes.
                     merged = [(uses[-1], add_uses(gradients))]
-                found |= {(node, use, number): g for use, g in merged if g is not None}
-        return found
+                by_place |= {(node, use, number): g for use, g in merged if g is not None}
+        return by_place
 
 
 def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tensor]]:
@@ -184,14 +184,14 @@ def _leave(boundary: Boundary, slots: Slots) -> tuple[Message, dict[Place, Tenso
     left: dict[Place, Tensor] = {}
     for node, uses in boundary.uses.items():
         for use in uses:
-            found: list[Tensor] = []
-            skeleton = take_apart(slots.pop((node, use)), found)
+            leaving: list[Tensor] = []
+            skeleton = take_apart(slots.pop((node, use)), leaving)
             left |= {
-                (node, use, i): tensor for i, tensor in enumerate(found) if tensor.requires_grad
+                (node, use, i): tensor for i, tensor in enumerate(leaving) if tensor.requires_grad
             }
             if use == uses[0]:
-                values.append([node, skeleton, [tensor.requires_grad for tensor in found]])
-                tensors += [tensor.detach() for tensor in found]
+                values.append([node, skeleton, [tensor.requires_grad for tensor in leaving]])
+                tensors += [tensor.detach() for tensor in leaving]
     return Message(tensors, {"values": values}), left
 
 

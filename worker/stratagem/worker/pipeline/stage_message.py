@@ -178,19 +178,19 @@ Skeleton = Any
 """The nesting of a value, JSON-able; tensors stand as their number."""
 
 
-def take_apart(value: Any, found: list[Tensor]) -> Skeleton:
-    """Returns the nesting of a value; its tensors are appended to `found`."""
+def take_apart(value: Any, tensors: list[Tensor]) -> Skeleton:
+    """Returns the nesting of a value; its tensors are appended to `tensors`."""
     match value:
         case Tensor():
-            found.append(value)
-            return len(found) - 1
+            tensors.append(value)
+            return len(tensors) - 1
         case None | bool() | int() | float() | str():
             return {"value": value}
         case tuple() | list() if type(value) in (tuple, list):
             kind = type(value).__name__
-            return {kind: [take_apart(item, found) for item in value]}
+            return {kind: [take_apart(item, tensors) for item in value]}
         case dict() if all(isinstance(key, str) for key in value):
-            return {"dict": {key: take_apart(item, found) for key, item in value.items()}}
+            return {"dict": {key: take_apart(item, tensors) for key, item in value.items()}}
         case _:
             raise InvalidInputError.at(
                 "partitions",

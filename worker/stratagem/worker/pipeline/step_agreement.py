@@ -96,11 +96,11 @@ class Agreement:
         grads = {
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
         }
-        found = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
-        own = total_norm(list(found.values()), self._numerics)
+        parts = dict(zip(grads, parts_of(list(grads.values()), self._numerics), strict=True))
+        own = total_norm(list(parts.values()), self._numerics)
         is_finite = are_finite(own, list(grads.values()))
         firsts = {weight.name for weight in self.own if self.is_first(weight)}
-        norms = {name: norm for name, norm in found.items() if name in firsts}
+        norms = {name: norm for name, norm in parts.items() if name in firsts}
         words = {"is_finite": is_finite, "stop": scalars.stop > 0, "names": list(norms)}
         mine = Message(list(norms.values()), words)
         for rank in self._others:
@@ -128,13 +128,13 @@ class Agreement:
         return [weight for weight in self.own if rank in self._holders[weight.name]]
 
     def _gradients_of(self, shared: Sequence[Trained]) -> Message:
-        found = [
+        copies = [
             ([weight.name, copy.node], copy.param.grad)
             for weight in shared
             for copy in weight.copies
             if copy.param.grad is not None
         ]
-        return Message([grad for _, grad in found], {"copies": [name for name, _ in found]})
+        return Message([grad for _, grad in copies], {"copies": [name for name, _ in copies]})
 
     def _total(self, own: Trained, foreign: dict[tuple[str, str], Tensor]) -> Tensor | None:
         here = {copy.node: copy.param.grad for copy in own.copies}
@@ -146,8 +146,8 @@ class Agreement:
     def _arrived(
         self, own: Trained, node: str, foreign: dict[tuple[str, str], Tensor]
     ) -> Tensor | None:
-        found = foreign.get((own.name, node))
-        return None if found is None else found.to(own.param.device)
+        gradient = foreign.get((own.name, node))
+        return None if gradient is None else gradient.to(own.param.device)
 
     def _address(self, number: int, source: int, target: int) -> Address:
         return self._lane.control(self.step, self._count, number, source, target)

@@ -55,7 +55,7 @@ class StoreTransport:
     def recv(self, address: Address, timeout_s: float) -> Message:
         path = self._path(address)
         give_up_at, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
-        while (found := self._get(path)) is None:
+        while (stored := self._get(path)) is None:
             self._check_puts(address)
             if time.monotonic() > give_up_at:
                 raise ExchangeError(f"receive of {address}: no {path} within {timeout_s:g} s")
@@ -65,10 +65,10 @@ class StoreTransport:
             ):
                 raise ExchangeError(f"receive of {address}: the party was cut")
             pause_s = min(2 * pause_s, LAST_POLL_S)
-        over("store", RECEIVED).num_bytes += len(found)
+        over("store", RECEIVED).num_bytes += len(stored)
         self._submit(obstore.delete, self._store, path)
-        body = memoryview(found)[:-_CRC_BYTES]
-        if google_crc32c.value(bytes(body)) != int.from_bytes(found[-_CRC_BYTES:], "little"):
+        body = memoryview(stored)[:-_CRC_BYTES]
+        if google_crc32c.value(bytes(body)) != int.from_bytes(stored[-_CRC_BYTES:], "little"):
             raise IntegrityError(f"{path}: the checksum is wrong")
         return unpack(address, memoryview(bytearray(body)))
 

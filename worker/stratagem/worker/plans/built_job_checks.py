@@ -25,7 +25,7 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
         plan = plan_stages(program, [partition.node_ids for partition in spec.partitions])
         check_not_shared(model, plan.stage_of, program)
     except InvalidInputError as error:
-        found = [
+        violations = [
             Violation(
                 f"{field}.{violation.field}"
                 if "partitions" in violation.field
@@ -34,7 +34,7 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
             )
             for violation in error.violations
         ]
-        raise InvalidInputError(violations=found) from None
+        raise InvalidInputError(violations=violations) from None
 
 
 def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:

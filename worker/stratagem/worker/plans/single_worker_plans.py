@@ -70,11 +70,11 @@ def _begin_from(work: ExecutionContext, initial: InitialSpec, model: nn.Module) 
         if initial.trained_with is None:
             raise
         why = f"the state was trained with {values_text(initial.trained_with)}; give the job these"
-        found = [
+        violations = [
             replace(violation, message=f"{violation.message}; {why}")
             for violation in error.violations
         ]
-        raise InvalidInputError(violations=found) from None
+        raise InvalidInputError(violations=violations) from None
 
 
 def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:

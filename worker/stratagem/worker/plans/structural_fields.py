@@ -33,13 +33,13 @@ def structural(
 
     model: as the job trains it.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     own, entrypoints = work.job, work.host.entrypoints
     dims = sorted({param.dim() for param in model.parameters() if param.requires_grad})
     own_layout: Layout | None = None
     for variant in variants:
         work.control.check()
-        if variant.name in found:
+        if variant.name in names:
             continue
         try:
             changed = with_fields(own, json.loads(variant.fields_json))
@@ -50,8 +50,8 @@ def structural(
         except StratagemError:
             continue  # a value that cannot be built is no state that anybody could copy
         if is_other:
-            found[variant.name] = None
-    return list(found)
+            names[variant.name] = None
+    return list(names)
 
 
 def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:

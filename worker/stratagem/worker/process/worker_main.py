@@ -253,11 +253,13 @@ async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2
 
     def ask() -> None:
         try:
-            found = capability_of(torch.device(settings.device), settings.local_data, settings.tags)
+            capability = capability_of(
+                torch.device(settings.device), settings.local_data, settings.tags
+            )
         except Exception as error:  # raised where the answer is awaited
             loop.call_soon_threadsafe(answer.set_exception, error)
         else:
-            loop.call_soon_threadsafe(answer.set_result, found)
+            loop.call_soon_threadsafe(answer.set_result, capability)
 
     thread.submit(ask)
     return await answer

@@ -63,8 +63,8 @@ class Session:
 
     def find(self, key: Key) -> PlanExecution | None:
         """Return the execution of that key, unless a defect ended it."""
-        found = self.executions.get(key)
-        return None if found is None or found.phase is ExecutionPhase.FAILED else found
+        execution = self.executions.get(key)
+        return None if execution is None or execution.phase is ExecutionPhase.FAILED else execution
 
     def add(self, execution: PlanExecution) -> None:
         """Add a new plan, which replaces older ones of its kind and what they left behind."""
@@ -103,10 +103,10 @@ class Sessions:
         """Return the execution that a request means, and whether it was known before."""
         key, plan_key = key_from(request.session), key_of(request)
         session = self._sessions.get(key)
-        found = session.find(plan_key) if session is not None else None
-        if found is not None:
-            found.attach(request)
-            return found, True
+        known = session.find(plan_key) if session is not None else None
+        if known is not None:
+            known.attach(request)
+            return known, True
         if self._is_draining:
             raise UnavailableError(f"worker {self._host.worker_id} is draining")
         if session is None:

@@ -39,14 +39,14 @@ async def diagnosis(
 
 def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
     """Return the environment, with torch's backends and CUDA devices. Blocking."""
-    found = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
+    environment = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if dist.is_available():
-        found.backends.extend(name for name, is_there in available.items() if is_there())
+        environment.backends.extend(name for name, is_there in available.items() if is_there())
     if torch.cuda.is_available():
         names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        found.cuda_devices.extend(names)
-    return found
+        environment.cuda_devices.extend(names)
+    return environment
 
 
 async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:

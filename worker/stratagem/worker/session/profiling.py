@@ -96,16 +96,16 @@ def compacted(trace: Mapping[str, Any], offset_s: float) -> dict[str, Any]:
 
     {"base_ns": what times count from, "events": [[name, category, begin_us, duration_us, thread]]}
     """
-    found = [event for event in trace["traceEvents"] if event.get("ph") == _TIMED]
-    own = [event for event in found if event["name"].startswith(_OWN)]
+    timed = [event for event in trace["traceEvents"] if event.get("ph") == _TIMED]
+    own = [event for event in timed if event["name"].startswith(_OWN)]
     others = [
         event
-        for event in found
+        for event in timed
         if isinstance(event["pid"], int) and not event["name"].startswith((*_OWN, "ProfilerStep#"))
     ]
     if len(others) > MAX_EVENTS:
         others = sorted(others, key=lambda event: -event["dur"])[:MAX_EVENTS]
-    first_us = min((event["ts"] for event in found), default=0.0)
+    first_us = min((event["ts"] for event in timed), default=0.0)
     base_ns = trace.get("baseTimeNanoseconds", 0) + round(first_us * 1000) + round(offset_s * 1e9)
     rows = [_row(event, STEP_CATEGORY, first_us) for event in own]
     rows += [_row(event, event.get("cat", ""), first_us) for event in others]

@@ -57,11 +57,11 @@ class StateStore:
         return segment in self._snapshots
 
     def snapshot(self, segment: int) -> Frozen:
-        found = self._snapshots.get(segment)
-        if found is None:
+        frozen = self._snapshots.get(segment)
+        if frozen is None:
             held = ", ".join(map(str, self._snapshots)) or "none"
             raise NotFoundError(f"no snapshot of segment {segment} here; held: {held}")
-        return found
+        return frozen
 
     def set_live(self, membership: int, state: Frozen) -> None:
         """Set the state that members that heal at this membership may copy."""

@@ -303,12 +303,12 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEn
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
-    found = None if isinstance(run, EndedRun) else parties_of(run).get(command.party)
+    view = None if isinstance(run, EndedRun) else parties_of(run).get(command.party)
     if (
         isinstance(run, EndedRun)
-        or found is None
-        or found.membership != command.membership
-        or not found.members
+        or view is None
+        or view.membership != command.membership
+        or not view.members
     ):
         return ()
     fact = reform_of(run, command.party, command.reason)

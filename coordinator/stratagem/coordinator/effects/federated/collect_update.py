@@ -59,11 +59,11 @@ def _collect(env: EffectContext, effect: CollectUpdate) -> SpoolEntry:
     with env.blobs.open(effect.digest) as file:
         given, data_start = header_of(file, effect.digest)
         with closing(env.spool.open(key, manifest, source=effect.digest)) as writer:
-            for spec, found in _pairs(manifest, given):
-                begin = data_start + found.offset
+            for spec, stored in _pairs(manifest, given):
+                begin = data_start + stored.offset
                 skipped = max(0, writer.offset - spec.offset)
                 file.seek(begin + skipped)
-                for piece in read_pieces(file, found.size_bytes - skipped):
+                for piece in read_pieces(file, stored.size_bytes - skipped):
                     writer.write(piece)
             return writer.commit(expected, effect.num_samples)
 
@@ -73,10 +73,10 @@ def _pairs(wanted: Manifest, given: Manifest) -> list[tuple[TensorSpec, TensorSp
     by_name = {spec.name: spec for spec in given.tensors}
     pairs = []
     for spec in wanted.stored():
-        found = by_name.get(spec.name)
-        if found is None or (found.dtype, found.shape) != (spec.dtype, spec.shape):
+        stored = by_name.get(spec.name)
+        if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):
             raise UpdateRejectedError(
                 Cause.LAYOUT, f"{spec.name} is missing or has another dtype or shape"
             )
-        pairs.append((spec, found))
+        pairs.append((spec, stored))
     return pairs

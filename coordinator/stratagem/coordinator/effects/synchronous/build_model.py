@@ -69,8 +69,8 @@ def _variants(env: EffectContext, effect: Build) -> list[worker_pb2.Variant]:
     depends on."""
     if effect.params is None:
         return []
-    found = variants(env.state.runs[effect.run_id].job, effect.params)
+    tried = variants(env.state.runs[effect.run_id].job, effect.params)
     return [
         worker_pb2.Variant(name=variant.name, fields_json=dump_json(dict(variant.fields)))
-        for variant in found
+        for variant in tried
     ]

@@ -118,18 +118,18 @@ class BlobCache:
 def default_limit_bytes(folder: Path) -> int:
     """Return the default size of the cache: 32 GiB, or half of the file system where that is
     less."""
-    found = os.statvfs(folder)
-    return min(MAX_BYTES, found.f_blocks * found.f_frsize // 2)
+    disk = os.statvfs(folder)
+    return min(MAX_BYTES, disk.f_blocks * disk.f_frsize // 2)
 
 
 def reserve_bytes(folder: Path) -> int:
     """Return the bytes that copies leave free: 1 GiB, or a twentieth of the file system where that
     is less."""
-    found = os.statvfs(folder)
-    return min(MAX_RESERVE_BYTES, found.f_blocks * found.f_frsize // 20)
+    disk = os.statvfs(folder)
+    return min(MAX_RESERVE_BYTES, disk.f_blocks * disk.f_frsize // 20)
 
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes of the file system that are free for this process."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize

@@ -184,12 +184,12 @@ class DirectoryBlobs:
 
     def stored(self) -> list[Stored]:
         """Return all blobs, not verified."""
-        found = []
+        blobs = []
         for digest in self._digests():
             with suppress(FileNotFoundError):
                 status = self._path(digest).stat()
-                found.append(Stored(digest, status.st_size, status.st_atime_ns))
-        return found
+                blobs.append(Stored(digest, status.st_size, status.st_atime_ns))
+        return blobs
 
     def _digests(self) -> Iterator[Digest]:
         for folder in sorted(self._root.glob("[0-9a-f][0-9a-f]")):
@@ -232,11 +232,11 @@ class DirectoryBlobs:
         known = self._verified.get(digest)
         if known is not None and known[0] == identity:
             return known[1]
-        found, sums = hashlib.sha256(), Sums()
+        hasher, sums = hashlib.sha256(), Sums()
         for piece in pieces(descriptor, os.fstat(descriptor).st_size):
-            found.update(piece)
+            hasher.update(piece)
             sums.add(piece)
-        if found.hexdigest() != digest:
+        if hasher.hexdigest() != digest:
             raise DamagedBlobError(digest)
         self._verified[digest] = identity, sums
         return sums

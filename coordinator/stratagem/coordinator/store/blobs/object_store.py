@@ -75,14 +75,14 @@ class Objects:
                 )
         failpoint("coordinator.objects.after_put")
 
-    def read(self, found: Found) -> Iterator[memoryview]:
+    def read(self, entry: Found) -> Iterator[memoryview]:
         """The bytes of an object, in order, some parts read ahead. Raises NotFoundError."""
-        starts = range(0, found.num_bytes, PART_BYTES)
+        starts = range(0, entry.num_bytes, PART_BYTES)
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(MAX_PARTS_AT_ONCE, thread_name_prefix="objects") as pool:
             for start in starts:
-                num_bytes = min(PART_BYTES, found.num_bytes - start)
-                waiting.append(pool.submit(self._read_part, found.name, start, num_bytes))
+                num_bytes = min(PART_BYTES, entry.num_bytes - start)
+                waiting.append(pool.submit(self._read_part, entry.name, start, num_bytes))
                 if len(waiting) == MAX_PARTS_AT_ONCE:
                     yield waiting.popleft().result()
             while waiting:
@@ -91,12 +91,12 @@ class Objects:
     def list(self, folder: str) -> list[Found]:
         """Return all objects below a folder, by name."""
         with _translated(f"listing {folder}"):
-            found = [
+            listed = [
                 Found(entry["path"], entry["size"])
                 for page in self._obstore.list(self._store, prefix=folder)
                 for entry in page
             ]
-        return sorted(found, key=lambda stored: stored.name)
+        return sorted(listed, key=lambda stored: stored.name)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
@@ -145,16 +145,16 @@ def beginning(term: int) -> str:
 def term_of(name: str) -> int | None:
     """Return the term of the coordinator that wrote an object; None where no coordinator
     wrote it."""
-    found = _UNIQUE.fullmatch(name.rpartition("/")[2])
-    return int(found[1]) if found else None
+    match_ = _UNIQUE.fullmatch(name.rpartition("/")[2])
+    return int(match_[1]) if match_ else None
 
 
-def deletable(found: Iterable[Found], before: str) -> list[Found]:
+def deletable(listed: Iterable[Found], before: str) -> list[Found]:
     """Return the objects of coordinators whose names sort before a mark, so that none is of a later
     term."""
     return [
         stored
-        for stored in found
+        for stored in listed
         if term_of(stored.name) is not None and stored.name.rpartition("/")[2] < before
     ]
 

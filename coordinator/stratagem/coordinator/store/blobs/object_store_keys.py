@@ -36,11 +36,11 @@ def credentials_from_file(environ: Mapping[str, str]) -> Callable[[], dict[str, 
     path, profile = Path(environ[FILE_VARIABLE]), environ.get(_PROFILE_VARIABLE) or "default"
 
     def read() -> dict[str, Any]:
-        found = _section(path, profile)
+        keys = _section(path, profile)
         return {
-            "access_key_id": found["aws_access_key_id"],
-            "secret_access_key": found["aws_secret_access_key"],
-            "token": found.get("aws_session_token"),
+            "access_key_id": keys["aws_access_key_id"],
+            "secret_access_key": keys["aws_secret_access_key"],
+            "token": keys.get("aws_session_token"),
             "expires_at": datetime.now(UTC) + VALID_FOR,
         }
 

@@ -38,8 +38,8 @@ _REFUSED: Final = re.compile(
 
 def check_url(url: str) -> None:
     """Raise InvalidInputError unless the URL is s3://BUCKET/PREFIX."""
-    found = _URL.fullmatch(url)
-    if found is None or any(part in (".", "..") for part in found[2].split("/")):
+    match_ = _URL.fullmatch(url)
+    if match_ is None or any(part in (".", "..") for part in match_[2].split("/")):
         raise InvalidInputError.at(SETTING, f"{url!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
 
 
@@ -81,8 +81,8 @@ def _try(objects: Objects) -> None:
     """Make every kind of request that a coordinator makes, once."""
     name = f"trial/{unique_name(0)}.txt"
     objects.put(name, [_TRIAL], len(_TRIAL))
-    found = [stored for stored in objects.list("trial") if stored.name == name]
-    if not found or b"".join(objects.read(found[0])) != _TRIAL:
+    trials = [stored for stored in objects.list("trial") if stored.name == name]
+    if not trials or b"".join(objects.read(trials[0])) != _TRIAL:
         raise UnavailableError("an object that was just written is not listed, or has other bytes")
     objects.delete([name])
 

@@ -99,11 +99,11 @@ class SharedBlobs:
         _check(digest)
         with self._lock:
             self._claims.add(digest)
-        found = self._found(digest)
-        if any(term_of(stored.name) == self._term for stored in found):
+        copies = self._found(digest)
+        if any(term_of(stored.name) == self._term for stored in copies):
             return True
         # What an earlier leader wrote, it may still delete, not knowing that it leads no more.
-        return bool(found) and self._rewrite(digest)
+        return bool(copies) and self._rewrite(digest)
 
     def location(self, digest: Digest) -> str:
         """Return "": the blob has no path on this machine."""
@@ -129,10 +129,10 @@ class SharedBlobs:
             return []
         try:
             collected = []
-            for digest, found in self._all():
+            for digest, copies in self._all():
                 if digest in live:
-                    self._objects.delete(stored.name for stored in found[:-1])
-                elif self._delete(digest, found, grace_s):
+                    self._objects.delete(stored.name for stored in copies[:-1])
+                elif self._delete(digest, copies, grace_s):
                     collected.append(digest)
             with self._lock:
                 self._claims.forget_old(grace_s)
@@ -142,15 +142,15 @@ class SharedBlobs:
 
     def _all(self) -> list[tuple[Digest, list[Found]]]:
         """Return the objects that this coordinator may delete, by blob, the newest last."""
-        found = deletable(self._objects.list(_FOLDER), mark(self._term))
-        groups = groupby(found, key=lambda stored: stored.name.split("/")[1])
+        listed = deletable(self._objects.list(_FOLDER), mark(self._term))
+        groups = groupby(listed, key=lambda stored: stored.name.split("/")[1])
         return [(Digest(digest), list(group)) for digest, group in groups]
 
-    def _delete(self, digest: Digest, found: list[Found], grace_s: float) -> bool:
+    def _delete(self, digest: Digest, copies: list[Found], grace_s: float) -> bool:
         with self._lock:
             if digest in self._writing or self._claims.hold(digest, grace_s):
                 return False
-            self._objects.delete(stored.name for stored in found)
+            self._objects.delete(stored.name for stored in copies)
         self._cache.drop(digest)
         return True
 
@@ -175,7 +175,7 @@ class SharedBlobs:
                 raise DamagedBlobError(digest)
         raise MissingBlobError(digest)
 
-    def _copy(self, digest: Digest, found: Found) -> BlobFile:
+    def _copy(self, digest: Digest, source: Found) -> BlobFile:
         opened: list[BlobFile] = []
 
         def adopt(digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
@@ -183,9 +183,9 @@ class SharedBlobs:
             opened.append(self._cache.opened(digest, os.dup(file.descriptor), sums))
             self._cache.adopt(digest, file, temporary, sums)
 
-        writer = self._cache.writer(found.num_bytes, adopt)
+        writer = self._cache.writer(source.num_bytes, adopt)
         try:
-            for piece in self._objects.read(found):
+            for piece in self._objects.read(source):
                 writer.write(piece)
             if writer.digest != digest:
                 raise IntegrityError("its bytes have another digest")

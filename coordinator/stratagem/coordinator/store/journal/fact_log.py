@@ -87,10 +87,10 @@ class Recorded:
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
         """Return the state with what a command needs of a run at rest, every fact of which is
         durable."""
-        found = num_to_recall(state, command)
-        if found is None:
+        wanted = num_to_recall(state, command)
+        if wanted is None:
             return state
-        run_id, num_facts = found
+        run_id, num_facts = wanted
 
         def read() -> CoordinatorState:
             stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))

@@ -142,11 +142,11 @@ class Journal:
     def _identity(self, term: int) -> str:
         with leading(self._database, term) as connection:
             stored = select(meta.c.value).where(meta.c.key == IDENTITY)
-            found = connection.execute(stored).scalar()
-            if found is None:
-                found = secrets.token_hex(8)
-                connection.execute(insert(meta).values(key=IDENTITY, value=found))
-            return found
+            identity = connection.execute(stored).scalar()
+            if identity is None:
+                identity = secrets.token_hex(8)
+                connection.execute(insert(meta).values(key=IDENTITY, value=identity))
+            return identity
 
     # ---- the log ----
 
@@ -175,8 +175,8 @@ class Journal:
         place = insert(event).returning(event.c.position, sort_by_parameter_order=True)
         try:
             with leading(self._database, term) as connection:
-                if is_repeat and (found := _committed(connection, term, records)):
-                    return found
+                if is_repeat and (committed := _committed(connection, term, records)):
+                    return committed
                 written = connection.execute(place, rows) if rows else ()
                 positions = [row.position for row in written]
                 put(connection, summaries)
@@ -265,8 +265,8 @@ def _committed(connection: Connection, term: int, records: Sequence[Record]) -> 
     spots = [(record.run_id, record.seq) for record in records]
     query = select(event).where(event.c.term == term)
     rows = connection.execute(query.where(tuple_(event.c.run_id, event.c.seq).in_(spots)))
-    found = {stored.record: stored.position for stored in map(_stored, rows)}
-    return [found[record] for record in records] if set(found) == set(records) else []
+    positions = {stored.record: stored.position for stored in map(_stored, rows)}
+    return [positions[record] for record in records] if set(positions) == set(records) else []
 
 
 def _stored(row: Row[tuple[object, ...]]) -> StoredRecord:

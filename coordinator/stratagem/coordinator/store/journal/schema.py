@@ -32,9 +32,9 @@ def _bring_up_to_date(database: Database) -> None:
     with database.write() as connection:
         if database.migration_lock:
             connection.execute(text(database.migration_lock))
-        found = _revision(connection)  # another process may have been here first
-        if found != REVISION:
-            _upgrade(connection, found)
+        revision = _revision(connection)  # another process may have been here first
+        if revision != REVISION:
+            _upgrade(connection, revision)
 
 
 def _revision(connection: Connection) -> str:
@@ -50,7 +50,7 @@ def _revision(connection: Connection) -> str:
     return FIRST if number == "1" else f"schema {number}"
 
 
-def _upgrade(connection: Connection, found: str) -> None:
+def _upgrade(connection: Connection, present: str) -> None:
     from alembic import command  # 0.1 s, which a journal that is up to date does not cost
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -59,11 +59,11 @@ def _upgrade(connection: Connection, found: str) -> None:
     config.set_main_option("script_location", str(FOLDER))
     config.attributes["connection"] = connection
     known = [revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()]
-    if found and found not in known:
+    if present and present not in known:
         raise ConflictError(
-            f"the journal has revision {found!r}, written by a newer version; "
+            f"the journal has revision {present!r}, written by a newer version; "
             f"this one knows {FIRST} to {REVISION}"
         )
-    if found == FIRST and not inspect(connection).has_table("alembic_version"):
+    if present == FIRST and not inspect(connection).has_table("alembic_version"):
         command.stamp(config, FIRST)
     command.upgrade(config, REVISION)

@@ -59,13 +59,13 @@ def briefs(connection: Connection, version: str) -> dict[RunId, str | None]:
         summary.c.position == place(newest=True),
         summary.c.version == version,
     )
-    found = (
+    query = (
         select(name.c.run_id, summary.c.brief)
         .select_from(name.outerjoin(summary, holds))
         .where(name.c.run_id.is_not(None))
         .order_by(place(newest=False))
     )
-    return {RunId(row.run_id): row.brief for row in connection.execute(found)}
+    return {RunId(row.run_id): row.brief for row in connection.execute(query)}
 
 
 def shown(connection: Connection, run_ids: Collection[RunId]) -> Mapping[RunId, str]:

@@ -26,16 +26,16 @@ def means(totals: Mapping[str, float], metrics: Sequence[str]) -> dict[str, floa
 
     perplexity is exp of the mean loss, so it has no sum of its own.
     """
-    found: dict[str, float] = {}
+    averages: dict[str, float] = {}
     for key, total in totals.items():
         split, _, name = key.partition("/")
         weight = totals.get(f"{split}/{WEIGHT}{name}", totals.get(f"{split}/{WEIGHT}", 0.0))
         if not name.startswith(WEIGHT) and weight > 0:
-            found[f"{split}.{name}"] = total / weight
+            averages[f"{split}.{name}"] = total / weight
     if PERPLEXITY in metrics:
         for split in sorted({key.partition("/")[0] for key in totals}):
-            found[f"{split}.{PERPLEXITY}"] = _exp(found.get(f"{split}.{LOSS}", math.nan))
-    return found
+            averages[f"{split}.{PERPLEXITY}"] = _exp(averages.get(f"{split}.{LOSS}", math.nan))
+    return averages
 
 
 def _exp(value: float) -> float:

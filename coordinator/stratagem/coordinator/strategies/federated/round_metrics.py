@@ -28,10 +28,10 @@ def round_metrics(
     """
     in_order = [update for _, update in sorted(on_time.items())]
     everybody = [*in_order, *late]
-    found = {**_loss(in_order), **_of_steps(everybody), **_traffic(everybody)}
-    if SKIPPED_STEPS in found:
-        found[SKIPPED_STEPS] += num_skipped
-    return found
+    metrics = {**_loss(in_order), **_of_steps(everybody), **_traffic(everybody)}
+    if SKIPPED_STEPS in metrics:
+        metrics[SKIPPED_STEPS] += num_skipped
+    return metrics
 
 
 def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
@@ -53,19 +53,19 @@ def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
 def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:
     """Combine the metrics that clients report of their steps: the largest, the sum, or the mean
     over rows."""
-    found = {}
+    metrics = {}
     for name in sorted({name for update in updates for name in update.metrics}):
         saying = [update for update in updates if name in update.metrics]
         values = [update.metrics[name] for update in saying]
         if name == SKIPPED_STEPS:
             # What an earlier version has received is counted already.
-            found[name] = _sum(update.metrics[name] for update in saying if update.num_steps)
+            metrics[name] = _sum(update.metrics[name] for update in saying if update.num_steps)
         elif name.startswith(_LARGEST):
-            found[name] = max(values)
+            metrics[name] = max(values)
         else:
             weighted = _sum(update.num_samples * update.metrics[name] for update in saying)
-            found[name] = weighted / sum(update.num_samples for update in saying)
-    return found
+            metrics[name] = weighted / sum(update.num_samples for update in saying)
+    return metrics
 
 
 def _traffic(updates: Sequence[UpdateReceived]) -> dict[str, float]:

@@ -271,31 +271,31 @@ def _unanswered(value: SiloRun) -> list[int]:
 
 def _in_training(value: SiloRun) -> dict[int, Child]:
     """Return the clients that have not trained yet; a new one is built first (horizon 0)."""
-    found = {}
+    training = {}
     for client in _unanswered(value):
         child = value.clients[client]
         if child.horizon == 0 or not nested.is_at_horizon(child):
-            found[client] = child
-    return found
+            training[client] = child
+    return training
 
 
 def status(job: JobSpec, value: SiloRun, world: World) -> Status:
     """Return the run's status, with the workers of all silos."""
-    found = federated_status.status(job, value.rounds, world)
-    members = nested.members(value.clients.values()) or found.members
+    shown = federated_status.status(job, value.rounds, world)
+    members = nested.members(value.clients.values()) or shown.members
     if not _has_begun(value.rounds):
         reason = nested.why_waiting(_sample(job, value), world)
-        return replace(found, reason=reason)
-    if found.strategy_phase != "TRAINING":
-        return replace(found, members=members)
-    count = f"round {value.rounds.round_num}: {found.num_clients_done} of {found.num_clients}"
+        return replace(shown, reason=reason)
+    if shown.strategy_phase != "TRAINING":
+        return replace(shown, members=members)
+    count = f"round {value.rounds.round_num}: {shown.num_clients_done} of {shown.num_clients}"
     reason, phase = f"{count} clients have answered", RunPhase.RUNNING
     waiting = [n for n, child in _in_training(value).items() if not nested.members([child])]
     if waiting:
         names = ", ".join(f"client {client}" for client in waiting[:4])
         why = nested.why_waiting(value.clients[waiting[0]], world)
         reason, phase = f"{reason}; without workers: {names}: {why}", RunPhase.RECOVERING
-    return replace(found, members=members, phase=phase, reason=reason)
+    return replace(shown, members=members, phase=phase, reason=reason)
 
 
 def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:

@@ -126,10 +126,10 @@ Group = tuple[tuple[Cause, str], list[int]]
 
 def _groups(value: FederatedRun) -> list[Group]:
     """Return the rejected clients by cause and reason; in order of their first client."""
-    found: dict[tuple[Cause, str], list[int]] = defaultdict(list)
+    groups: dict[tuple[Cause, str], list[int]] = defaultdict(list)
     for client, fact in sorted(value.rejected.items()):
-        found[fact.cause, fact.reason].append(client)
-    return list(found.items())
+        groups[fact.cause, fact.reason].append(client)
+    return list(groups.items())
 
 
 def _by_number(value: FederatedRun) -> list[Group]:
@@ -147,11 +147,11 @@ def in_closed_rounds(value: FederatedRun) -> tuple[RejectedClient, ...]:
 def together(rejected: Iterable[RejectedClient]) -> tuple[RejectedClient, ...]:
     """Merge rejections so that each client occurs once, with the rounds of all and its newest
     reason."""
-    found: dict[int, RejectedClient] = {}
+    merged: dict[int, RejectedClient] = {}
     for refused in rejected:
-        before = found[refused.client].num_rounds if refused.client in found else 0
-        found[refused.client] = replace(refused, num_rounds=before + refused.num_rounds)
-    return tuple(found.values())
+        before = merged[refused.client].num_rounds if refused.client in merged else 0
+        merged[refused.client] = replace(refused, num_rounds=before + refused.num_rounds)
+    return tuple(merged.values())
 
 
 def in_all(job: JobSpec, rejected: Iterable[RejectedClient]) -> str:

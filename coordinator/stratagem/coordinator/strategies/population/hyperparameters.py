@@ -65,17 +65,19 @@ def check_params(job: JobSpec) -> list[Violation]:
     can be varied."""
     space = space_of(job)
     names = [plain(dimension).name for dimension in space.dimensions]
-    found = [violation for name in (*names, *space.frozen) for violation in _check_name(job, name)]
-    if found:
-        return found
+    violations = [
+        violation for name in (*names, *space.frozen) for violation in _check_name(job, name)
+    ]
+    if violations:
+        return violations
     for dim in map(plain, space.dimensions):
         if dim.name in BY_DEFINITION and dim.options.structural is False:
             text = "must not be false: it decides what the optimizer keeps"
             return [Violation(f"search_space.{dim.name}.structural", text)]
-    found = [
+    violations = [
         violation for dimension in space.dimensions for violation in _check_values(job, dimension)
     ]
-    return found or [
+    return violations or [
         optimizer for at in space.dimensions for optimizer in _check_optimizers(job, at)
     ]
 
@@ -145,12 +147,12 @@ def _unknown(job: JobSpec, params: Params, name: str) -> str:
 def _conditions(space: SearchSpace, dimension: Dimension) -> dict[str, JSON]:
     """Return values of other dimensions under which the dimension is active."""
     by_name = {dim.name: dim for dim in space.dimensions}
-    found: dict[str, JSON] = {}
+    conditions: dict[str, JSON] = {}
     while isinstance(dimension, Conditional):
         parent = by_name[dimension.parent]
-        found[plain(parent).name] = dimension.parent_values[0]
+        conditions[plain(parent).name] = dimension.parent_values[0]
         dimension = parent
-    return found
+    return conditions
 
 
 def _extremes(dimension: Plain) -> list[JSON]:

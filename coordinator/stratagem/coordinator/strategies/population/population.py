@@ -40,13 +40,13 @@ from stratagem.coordinator.strategies.population.hyperparameters import check_pa
 from stratagem.coordinator.strategies.population.population_run import (
     MemberRun,
     PopulationRun,
+    add_structural,
     close_generation,
     closed,
     evolve_one,
     evolved,
     form,
     formed,
-    found,
     inner_of,
     is_scored,
     member_job,
@@ -105,7 +105,7 @@ def transition(job: JobSpec, value: PopulationRun, fact: Fact, now_s: float) -> 
             value = replace(value, members=members)
     match fact:
         case ModelBuilt():
-            return found(job, value, fact)
+            return add_structural(job, value, fact)
         case PartyFailed():
             numbers = {member.child.party: number for number, member in enumerate(value.members)}
             if fact.party in numbers:

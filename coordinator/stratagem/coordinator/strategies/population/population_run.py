@@ -198,15 +198,15 @@ def _evolution(
     spec = spec_of(job)
     streams = [stream(job.seed, member, value.generation) for member in range(len(scores))]
     copies = donors(spec.exploit, scores, streams)
-    found = []
+    copied = []
     for member, donor in sorted(copies.items()):
         base = nested.progress(value.members[donor].child).committed
         assert base is not None
         params = _explored(job, value, value.members[donor], streams[member])
-        found.append(
+        copied.append(
             Copied(member=member, donor=donor, digest=base.digest, step=base.step, params=params)
         )
-    return tuple(found)
+    return tuple(copied)
 
 
 def _explored(
@@ -302,7 +302,7 @@ def formed(job: JobSpec, value: PopulationRun, fact: PopulationFormed) -> Popula
     return replace(value, members=members, structural=structural)
 
 
-def found(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
+def add_structural(job: JobSpec, value: PopulationRun, fact: ModelBuilt) -> PopulationRun:
     """Take in which hyperparameters a member's model has shown to be structural."""
     if value.structural is None or not fact.structural:
         return value
@@ -355,8 +355,8 @@ def evolved(job: JobSpec, value: PopulationRun, fact: MemberEvolved) -> Populati
 
 def _rows(value: PopulationRun) -> Mapping[str, int]:
     """Return the rows of the data, as any member that has built the model knows them."""
-    found = (nested.progress(member.child).num_rows for member in value.members)
-    return next((rows for rows in found if rows), {})
+    counts = (nested.progress(member.child).num_rows for member in value.members)
+    return next((rows for rows in counts if rows), {})
 
 
 def _next(

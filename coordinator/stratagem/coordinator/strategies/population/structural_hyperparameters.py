@@ -57,13 +57,13 @@ def known_structure(space: SearchSpace) -> frozenset[str]:
 def with_parents(space: SearchSpace, names: frozenset[str]) -> frozenset[str]:
     """Return the names, and those that decide whether one of these is there at all."""
     by_name = {dimension.name: dimension for dimension in space.dimensions}
-    found = set(names)
+    closure = set(names)
     for dimension in space.dimensions:
         if plain(dimension).name in names:
             while isinstance(dimension, Conditional):
                 dimension = by_name[dimension.parent]
-                found.add(plain(dimension).name)
-    return frozenset(found)
+                closure.add(plain(dimension).name)
+    return frozenset(closure)
 
 
 def variants(job: JobSpec, params: Params) -> Iterator[Variant]:

@@ -35,12 +35,12 @@ def place_replicas(spec: ModelParallel, num_replicas: int, min_replicas: int) ->
             replicas = []
         ranks = run.ranks if replicas else ()
         while len(replicas) < num_replicas:
-            found = _replica(
+            placed = _replica(
                 spec, workers, {m.worker_id for replica in replicas for m in replica}, ranks
             )
-            if found is None:
+            if placed is None:
                 break
-            members, ranks = found
+            members, ranks = placed
             replicas.append(members)
         if len(replicas) < min_replicas:
             return Placed(())
@@ -77,8 +77,8 @@ def _spreads_better(
     spec: ModelParallel, workers: Mapping[WorkerId, WorkerRecord], run: PartyRun
 ) -> bool:
     """Return True when stages that share workers could now be spread over more of them."""
-    found = _replica(spec, workers, set(), ())
-    return found is not None and len(found[0]) > _width(run)
+    replica = _replica(spec, workers, set(), ())
+    return replica is not None and len(replica[0]) > _width(run)
 
 
 def _by_registration(job: JobSpec, run: PartyRun, world: World) -> Mapping[WorkerId, WorkerRecord]:

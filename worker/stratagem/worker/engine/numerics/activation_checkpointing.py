@@ -122,9 +122,9 @@ def _uses(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_nested(value, found.append)
-    return found
+    tensors: list[Tensor] = []
+    map_nested(value, tensors.append)
+    return tensors
 
 
 def _contexts(

@@ -52,9 +52,9 @@ def processor_name(cpuinfo: str) -> str:
     which are all that its kernel reports. Two kinds of processor under one name would be taken for
     equals, which they are not.
     """
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    if found:
-        return found[1]
+    match_ = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    if match_:
+        return match_[1]
     columns = (
         re.findall(rf"^CPU {key}\s*:\s*(\S+)$", cpuinfo, re.MULTILINE)
         for key in ("implementer", "part", "variant")
@@ -79,12 +79,12 @@ def _compiler() -> str:
 def find_compiler() -> str | None:
     """The C++ compiler that inductor will use; None without one."""
     named = os.environ.get("CXX")
-    found = (shutil.which(name) for name in ([named] if named else _COMPILERS))
-    return next((path for path in found if path), None)
+    paths = (shutil.which(name) for name in ([named] if named else _COMPILERS))
+    return next((path for path in paths if path), None)
 
 
 def _blas() -> str:
-    found = re.search(r"BLAS_INFO=([^,\s]+)", torch.__config__.show())
-    library = found[1] if found else "unknown"
+    match_ = re.search(r"BLAS_INFO=([^,\s]+)", torch.__config__.show())
+    library = match_[1] if match_ else "unknown"
     version = re.search(r"Math Kernel Library Version (\S+)", torch.__config__.show())
     return f"BLAS {library} {version[1]}" if version else f"BLAS {library}"

@@ -161,18 +161,18 @@ def _missing(
     numbers: Numbers, kinds: Iterable[str], device: torch.device, trains: bool
 ) -> dict[str, str]:
     """Returns the reasons by kind of layer, for the kinds that cannot be computed."""
-    found = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
-    return {kind: reason for kind, reason in found.items() if reason is not None}
+    by_kind = {kind: obstacle(kind, numbers, device, trains) for kind in kinds}
+    return {kind: reason for kind, reason in by_kind.items() if reason is not None}
 
 
 def _layers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
     """Returns the names of layers by kind."""
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     for name, module in modules:
         kind = _kind_of(module)
         if kind is not None:
-            found.setdefault(kind, []).append(name or "the model")
-    return found
+            layers.setdefault(kind, []).append(name or "the model")
+    return layers
 
 
 def _kind_of(module: nn.Module) -> str | None:

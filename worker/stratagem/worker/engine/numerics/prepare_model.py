@@ -95,7 +95,7 @@ def prepare_nodes(
     """
     modules = node_modules(model, program)
     own = {node: name for name, node in modules.items() if name not in foreign}
-    inside = (found for node, name in own.items() for found in node.named_modules(prefix=name))
+    inside = (named for node, name in own.items() for named in node.named_modules(prefix=name))
     check_able(inside, job.execution, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
     for node in own:

@@ -28,24 +28,24 @@ def naming_parameters(
         if index < len(edges)
     ]
     # Of a function that is not given a parameter itself, those behind what it is given.
-    found = [
+    names = [
         name_of[id(node.variable)]
         for node in _nodes(starts)
         if id(getattr(node, "variable", None)) in name_of
     ]
-    if not found:
+    if not names:
         return error
-    words = f"parameter {found[0]}" if len(found) == 1 else f"parameters {', '.join(found)}"
+    words = f"parameter {names[0]}" if len(names) == 1 else f"parameters {', '.join(names)}"
     return RuntimeError(f"{error}; it is on the way to the gradient of {words}")
 
 
 def _nodes(starts: Iterable[Any]) -> list[Any]:
     """All nodes of the graph behind these, each once."""
-    found: dict[int, Any] = {}
+    nodes: dict[int, Any] = {}
     left = [node for node in starts if node is not None]
     while left:
         node = left.pop()
-        if id(node) not in found:
-            found[id(node)] = node
+        if id(node) not in nodes:
+            nodes[id(node)] = node
             left += [after for after, _ in node.next_functions if after is not None]
-    return list(found.values())
+    return list(nodes.values())

@@ -124,7 +124,7 @@ class Passes:
         is_users = not (
             isinstance(rows.dataset, TensorDataset) and isinstance(self.loss, NamedLoss)
         )
-        found: list[tuple[Tensor, float]] = []
+        counted_losses: list[tuple[Tensor, float]] = []
         weight = 0.0
 
         def weigh(own: float) -> None:
@@ -137,11 +137,11 @@ class Passes:
             key = window.key(number)
             self.randomness.begin(*key, is_users=is_users)
             own = replace(rows, indices=part(rows.indices, cut))
-            found.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
+            counted_losses.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
-        losses = tuple([mean.item() for mean, _ in found])
-        for loss, (_, counted) in zip(losses, found, strict=True):
+        losses = tuple([mean.item() for mean, _ in counted_losses])
+        for loss, (_, counted) in zip(losses, counted_losses, strict=True):
             loss_sum += loss * counted
         return Counted(loss_sum, weight, losses)
 

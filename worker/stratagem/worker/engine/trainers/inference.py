@@ -65,6 +65,6 @@ def _copies(name: str, output: Any, num_rows: int) -> Iterator[tuple[str, Tensor
             for key, item in enumerate(output):
                 yield from _copies(f"{name}.{key}", item, num_rows)
         case _:
-            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            text = f"the model's {name} is no tensor of {num_rows} rows, but {found}"
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            text = f"the model's {name} is no tensor of {num_rows} rows, but {shape}"
             raise InvalidInputError.at("evaluation.predictions", text)

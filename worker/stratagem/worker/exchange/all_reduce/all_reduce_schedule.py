@@ -213,16 +213,16 @@ def tree_additions(
 ) -> tuple[Addition, ...]:
     """Returns the additions of the tree sum of partials into total, which overwrites partials on
     the way."""
-    found: list[Addition] = []
+    additions: list[Addition] = []
 
     def add(left: Tensor, right: Tensor) -> Tensor:
-        found.append(Addition(left, left, right))
+        additions.append(Addition(left, left, right))
         return left
 
     root = tree_sum(partials, num_live, add)
-    if found:
-        last = found.pop()
-        found.append(Addition(total, last.left, last.right))
+    if additions:
+        last = additions.pop()
+        additions.append(Addition(total, last.left, last.right))
     elif root is not total:
-        found.append(Addition(total, root, None))
-    return tuple(found)
+        additions.append(Addition(total, root, None))
+    return tuple(additions)

@@ -241,10 +241,10 @@ class GradientBuckets:
     def _make_hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
         # Autograd keeps hooks where Python's collector does not look: a hook that led back to the
         # parameter would keep the parameters, and all these sets, alive until exit.
-        found = weakref.ref(self)
+        owner = weakref.ref(self)
 
         def hook(param: Tensor) -> None:
-            buckets = found()
+            buckets = owner()
             if buckets is not None:
                 buckets._take(index, bucket, param)
 

@@ -34,8 +34,8 @@ def divided(grad: Tensor, divisor: float, numerics: int) -> Tensor:
     """Divides a gradient in place and returns what `total_norm` needs of the result."""
     if numerics >= 2 and grad.is_cpu and grad.is_contiguous():
         return _of_blocks(grad, divisor)
-    (found,) = parts_of([grad.div_(divisor)], numerics)
-    return found
+    (part,) = parts_of([grad.div_(divisor)], numerics)
+    return part
 
 
 def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
@@ -44,8 +44,8 @@ def total_norm(parts: Sequence[Tensor], numerics: int) -> Tensor:
         return torch.zeros((), dtype=torch.float32 if numerics < 2 else torch.float64)
     device = parts[0].device
     if numerics < 2:
-        found: Tensor = torch.linalg.vector_norm(torch.stack([p.to(device) for p in parts]), 2.0)
-        return found
+        total: Tensor = torch.linalg.vector_norm(torch.stack([p.to(device) for p in parts]), 2.0)
+        return total
     if all([part.is_cpu for part in parts]):
         norms: list[float] = []
         for part in parts:

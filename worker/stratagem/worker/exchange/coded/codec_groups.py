@@ -45,15 +45,15 @@ def plan_portions(
         names = tuple(codec.initial_state())
         places = range(len(layout.slots))
         return [Portion(0, buckets, places, codec.payload_bytes, names, coder, True)]
-    found = []
+    portions = []
     for index, (places, part) in enumerate(zip(held, parts, strict=True)):
         assert part is not None
         is_last = index == len(parts) - 1
         own = buckets[index:] if is_last else buckets[index : index + 1]
         names = tuple(part.initial_state())
         size, coder = part.payload_bytes, HostCoder(part)
-        found.append(Portion(index, own, places, size, names, coder, is_last))
-    return found
+        portions.append(Portion(index, own, places, size, names, coder, is_last))
+    return portions
 
 
 def _places(layout: BucketLayout, bucket: int) -> range:

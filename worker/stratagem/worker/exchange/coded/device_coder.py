@@ -83,8 +83,8 @@ def on_host(values: Sequence[Tensor]) -> NDArray[Any]:
     """Returns small tensors of one shape as one array (n, ...)."""
     if not values:
         return np.empty(0)
-    found: NDArray[Any] = to_host(torch.stack(list(values))).wait().numpy()
-    return found
+    array: NDArray[Any] = to_host(torch.stack(list(values))).wait().numpy()
+    return array
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

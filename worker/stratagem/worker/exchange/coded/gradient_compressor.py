@@ -97,8 +97,8 @@ class Compressor:
         """Returns the portions in which shards are coded, for gradients in buckets of this
         layout."""
         if layout.digest not in self._portions:
-            found = plan_portions(layout, self._codec, self._coder, self._device)
-            self._portions[layout.digest] = found
+            portions = plan_portions(layout, self._codec, self._coder, self._device)
+            self._portions[layout.digest] = portions
         return self._portions[layout.digest]
 
     def begin_step(self, step: int, owned: range) -> None:
@@ -190,9 +190,9 @@ class Compressor:
     ) -> Tensor:
         """Decodes another member's piece: leaves the portion's gradients in `gradients`, or adds
         them, and returns the extras in the piece (float64, on the CPU; none but in the last)."""
-        found = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
+        extras = to_host(piece[portion.num_bytes :]).wait().clone().view(torch.float64)
         payload, key = piece[: portion.num_bytes], self._key(shard)
-        its = unit(float(found[0]), self._numerics) if found.numel() else 1.0
+        its = unit(float(extras[0]), self._numerics) if extras.numel() else 1.0
         if its == 1.0:
             portion.coder.decode(payload, key, gradients, adds=adds)
         else:
@@ -201,7 +201,7 @@ class Compressor:
             torch._foreach_mul_(list(said), its)
             if adds:
                 torch._foreach_add_(list(gradients), list(said))
-        return found if portion.has_extras else found[:0]
+        return extras if portion.has_extras else extras[:0]
 
     def applied(self) -> None:
         """Makes the step's residuals the shards' state: the step has been applied."""
@@ -240,7 +240,7 @@ class Compressor:
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over what a state holds of any shards; other tensors are left alone."""
-        found: dict[int, dict[str, Tensor]] = {}
+        by_shard: dict[int, dict[str, Tensor]] = {}
         initial = self._coder.initial_state()
         for full, tensor in tensors.items():
             parsed = _STATE_NAME.fullmatch(full)
@@ -251,11 +251,11 @@ class Compressor:
             if expected is None or tensor.shape != expected.shape:
                 raise InvalidInputError.at(f"state.{full}", "does not belong to this codec")
             values = tensor.to(expected.device, torch.float32, copy=True)
-            found.setdefault(int(shard), {})[f"{kind}/{name}"] = values
-        for shard, given in found.items():
+            by_shard.setdefault(int(shard), {})[f"{kind}/{name}"] = values
+        for shard, given in by_shard.items():
             if given.keys() != initial.keys():
                 raise InvalidInputError.at(f"state.residual/shard{shard}", "is incomplete")
-        self._owned, self._states = None, dict(found)
+        self._owned, self._states = None, dict(by_shard)
 
     def _own(self, owned: range) -> None:
         if self._owned is not None:

@@ -147,8 +147,8 @@ def _flats(tensors: Sequence[Tensor]) -> list[FloatArray]:
 
 
 def _array(name: str, numel: int, tensors: Mapping[str, Tensor]) -> FloatArray:
-    found = tensors.get(name)
-    if found is None or found.numel() != numel:
+    stored = tensors.get(name)
+    if stored is None or stored.numel() != numel:
         raise InvalidInputError.at(f"state.{name}", f"needs {numel} elements")
-    values: FloatArray = found.detach().to("cpu", torch.float32, copy=True).reshape(-1).numpy()
+    values: FloatArray = stored.detach().to("cpu", torch.float32, copy=True).reshape(-1).numpy()
     return values
