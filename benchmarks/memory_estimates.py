@@ -16,22 +16,24 @@ import torch
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.planning.simulated_step import measure_training
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from tests.tools.planning.support import SITE, job
+from tests.tools.planning.support import SITE, kind_job
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 CASES = {
-    "mlp": job("mlp", kwargs={"width": 1024, "depth": 8}, data={"width": 1024}, batch_size=256),
-    "cnn": job("cnn", kwargs={"channels": 64}, batch_size=32),
-    "transformer": job(
+    "mlp": kind_job(
+        "mlp", kwargs={"width": 1024, "depth": 8}, data={"width": 1024}, batch_size=256
+    ),
+    "cnn": kind_job("cnn", kwargs={"channels": 64}, batch_size=32),
+    "transformer": kind_job(
         "transformer",
         kwargs={"width": 256, "depth": 4, "vocabulary": 8000},
         data={"length": 128, "vocabulary": 8000},
         batch_size=8,
     ),
-    "rnn": job(
+    "rnn": kind_job(
         "rnn", kwargs={"width": 64, "hidden": 256}, data={"length": 64, "width": 64}, batch_size=32
     ),
-    "embedding": job("embedding", kwargs={"num_items": 500_000}, batch_size=256),
+    "embedding": kind_job("embedding", kwargs={"num_items": 500_000}, batch_size=256),
 }
 
 

@@ -36,7 +36,7 @@ from stratagem.client import LocalCluster  # noqa: E402
 from stratagem.client.sdk.blocking_client import Client, LoopThread, RunHandle  # noqa: E402
 from stratagem.client.sdk.views import Event, Phase  # noqa: E402
 from tests.crash.hands import free_address, hands  # noqa: E402
-from tests.crash.jobs import Job, data_parallel, federated, job  # noqa: E402
+from tests.crash.jobs import PACED, Job, crash_job, data_parallel, federated  # noqa: E402
 from tests.crash.pair import Pair  # noqa: E402
 from tests.crash.rig import Rig, outcome_of, until  # noqa: E402
 from tests.endurance.disks import cut_off  # noqa: E402
@@ -72,7 +72,7 @@ def build_stages() -> nn.Module:
 
 
 def paced(strategy: Job) -> Job:
-    document = job(strategy, model="build_paced", every=STEPS_PER_COMMIT, pace_s=PACE_S)
+    document = crash_job(strategy, model=PACED, every=STEPS_PER_COMMIT, pace_s=PACE_S)
     return document if strategy["type"] == "Federated" else {**document, "steps": NUM_STEPS}
 
 
@@ -92,7 +92,7 @@ JOBS: dict[str, Job] = {
         "model": {"entrypoint": "benchmarks.recovery:build_stages"},
     },
     "Federated": paced(federated()),
-    "Federated, 40 MB": job(federated(), model="build_large", width=900_000),
+    "Federated, 40 MB": crash_job(federated(), model="wide", width=900_000),
 }
 
 

@@ -28,7 +28,7 @@ from stratagem.coordinator.core.state_machine.pending_effects import pending, pe
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.coordinator.core.strategy_contract import Status
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
 
 START = "[*]"
@@ -137,7 +137,7 @@ def _scenarios(strategy: dict[str, object]) -> Iterator[Simulation]:
     if strategy["type"] == "PopulationBased":
         sections["search_space"] = {"optimizer.lr": {"low": 0.01, "high": 1.0}}
         sections["steps_per_generation"] = 5
-    text = job(strategy, **sections)
+    text = job_text(strategy, **sections)
     for point in range(NUM_POINTS):
         yield _disturbed(text, point, _lose_one)
         yield _disturbed(text, point, _lose_all)
@@ -236,7 +236,7 @@ def _rejected(text: str) -> Simulation:
 def _deadline(quorum: int) -> Simulation:
     """The first client answers, then the deadline passes; one is enough for a quorum of one."""
     options = {"quorum": quorum, "round_deadline_s": 60.0}
-    simulation = _opened(job({**FEDERATED, "options": options}))
+    simulation = _opened(job_text({**FEDERATED, "options": options}))
     simulation.tell(simulation.queue.popleft())
     simulation.queue.clear()
     simulation.now_s = 61.0
@@ -247,7 +247,7 @@ def _deadline(quorum: int) -> Simulation:
 
 def _waits_for_quorum() -> Simulation:
     """All clients fail, and are asked again on another worker."""
-    simulation = _opened(job({**FEDERATED, "options": {"on_missing_quorum": "wait"}}))
+    simulation = _opened(job_text({**FEDERATED, "options": {"on_missing_quorum": "wait"}}))
     simulation.queue.clear()
     for client in (0, 1):
         rejected = UpdateRejected(party=ROOT, round_num=1, client=client, reason="ValueError: no")
@@ -258,7 +258,7 @@ def _waits_for_quorum() -> Simulation:
 
 def _worker_local_lost() -> Simulation:
     """Rows that lie on one worker only: its client is waited for."""
-    simulation = start(job(FEDERATED, data={"worker_local": "ward"}))
+    simulation = start(job_text(FEDERATED, data={"worker_local": "ward"}))
     for name in ("a", "b"):
         simulation.tell(register(name, local_data=("ward",)))
     simulation.tell(simulation.queue.popleft())

@@ -36,7 +36,7 @@ from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, FROM_LOSS
 from stratagem.worker.engine.objectives.losses import _LOSSES
 from stratagem.worker.models.graph_model import MODULES
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -297,7 +297,7 @@ def _answer(strategy: dict[str, Any]) -> tuple[str, str]:
     try:
         decide(
             CoordinatorState(BUILT_IN),
-            SubmitRun(RUN, job(strategy, **NEEDED.get(strategy["type"], {})), 0.0),
+            SubmitRun(RUN, job_text(strategy, **NEEDED.get(strategy["type"], {})), 0.0),
         )
     except InvalidInputError as error:
         return name, f"refused: {'; '.join(map(str, error.violations))}"

@@ -9,6 +9,7 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import Gates, gates_in
+from tests.jobs import ALLOW
 from tests.repository import ROOT
 
 PARKABLE_WORKER = Path(__file__).with_name("parkable_worker.py")
@@ -37,7 +38,7 @@ def exact_cluster(
         threads=1,
         data_dir=tmp_path_factory.mktemp("exact"),
         import_path=[ROOT],
-        allow=["tests.cluster.userland:*"],
+        allow=[ALLOW],
         programs={
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
             "worker": [sys.executable, str(PARKABLE_WORKER)],

@@ -19,35 +19,14 @@ from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.client.sdk.views import Event, RunStatus
 from stratagem.common.job import JobSpec
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.jobs import ALLOW, job
 from tests.patience import PATIENCE_S
 
-ALLOWED = EntryPoints(["tests.cluster.userland:*"])
+ALLOWED = EntryPoints([ALLOW])
 
 MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
 METHODS = ("AllReduce", "ParameterServer")
-
-
-def user(name: str, **kwargs: Any) -> dict[str, Any]:
-    """An entry point of the user's module."""
-    return {"entrypoint": f"tests.cluster.userland:{name}", "kwargs": kwargs}
-
-
-def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
-    """Ten steps in five segments; `changes` replace whole sections, None leaves one out."""
-    document: dict[str, Any] = {
-        "name": "exact",
-        "model": user(model) if isinstance(model, str) else model,
-        "data": user("classes"),
-        "loss": "cross_entropy",
-        "optimizer": MOMENTUM,
-        "checkpoint": {"every": "2 steps"},
-        "steps": 10,
-        "batch_size": 16,
-        "seed": 3,
-    }
-    document.update(changes)
-    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
 
 
 def data_parallel(num_replicas: int, method: str = "AllReduce") -> dict[str, Any]:
@@ -115,7 +94,7 @@ def federated(
         "options": options or {},
     }
     sections = {"optimizer": {"name": "sgd", "lr": 0.1}, **changes}
-    return job(model, steps=None, checkpoint=None, strategy=strategy, **sections)
+    return job(model, strategy=strategy, **sections)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from obstore.store import from_url
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
-from tests.cluster.jobs import ALLOWED, assert_same_bits, job, model_parallel, train
+from tests.cluster.jobs import ALLOWED, assert_same_bits, model_parallel, train
 from tests.crash.rig import until
+from tests.jobs import job
 from tests.reference.loops import sharded_loop
 from tests.repository import ROOT
 from tests.worker.pipeline.s3_server import s3_server, s3_settings

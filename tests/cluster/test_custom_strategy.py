@@ -11,7 +11,8 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, job, train
+from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, train
+from tests.jobs import ALLOW, job
 from tests.reference.loops import sharded_loop
 from tests.repository import ROOT
 
@@ -31,7 +32,7 @@ def custom_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         threads=1,
         data_dir=tmp_path_factory.mktemp("custom"),
         import_path=[ROOT],
-        allow=["tests.cluster.userland:*"],
+        allow=[ALLOW],
         environment={"PYTHONPATH": str(site)},
     )
     with cluster, cluster.client() as client:

@@ -17,10 +17,9 @@ from tests.cluster.jobs import (
     MOMENTUM,
     assert_same_bits,
     data_parallel,
-    job,
     train,
-    user,
 )
+from tests.jobs import job, user_data
 from tests.reference.loops import plain_loop, sharded_loop
 from tests.reference.phases_loop import phases_loop
 
@@ -52,16 +51,16 @@ GRAPH = {
 # 55 rows: the last one has 7. Batch norm refuses shards of one row: 42 rows, the last has 10.
 CASES: dict[str, dict[str, Any]] = {
     "momentum": {},
-    "adamw clip cosine": {"optimizer": ADAMW, "data": user("classes", num_rows=55)},
+    "adamw clip cosine": {"optimizer": ADAMW, "data": user_data("classes", num_rows=55)},
     "dropout": {"model": "dropout_mlp", "optimizer": {"name": "adam", "lr": 0.01}},
-    "batch norm": {"model": "batch_norm_mlp", "data": user("classes", num_rows=42)},
+    "batch norm": {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)},
     "micro-batches": {
         "model": "dropout_mlp",
         "optimizer": ADAMW,
         "accumulation": {"micro_batch_size": 3, "non_finite": "skip_step"},
     },
     "tied and frozen": {"model": "everything", "optimizer": ADAMW},
-    "graph": {"model": GRAPH, "optimizer": MOMENTUM, "data": user("classes", num_rows=55)},
+    "graph": {"model": GRAPH, "optimizer": MOMENTUM, "data": user_data("classes", num_rows=55)},
 }
 
 
@@ -167,7 +166,7 @@ def test_sums_in_another_order_are_close_and_marked(client: Client, all_reduce: 
 
 
 def test_replicas_that_differ_fail_the_run(client: Client) -> None:
-    run = client.submit(job("Stray", strategy=data_parallel(2)))
+    run = client.submit(job("acting_models:Stray", strategy=data_parallel(2)))
     with pytest.raises(RunFailedError) as caught:
         run.result()
     status = run.status()

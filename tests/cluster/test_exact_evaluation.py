@@ -18,13 +18,12 @@ from tests.cluster.jobs import (
     Outcome,
     assert_same_bits,
     data_parallel,
-    job,
     model_parallel,
     outcome_of,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import job, user_data
 from tests.reference.evaluation_loop import evaluation_loop
 
 pytestmark = pytest.mark.cluster
@@ -117,7 +116,7 @@ def test_stages_evaluate_again_when_one_of_them_is_killed(
 ) -> None:
     cut = model_parallel({"0 1": "worker-0", "2": "worker-1"})
     split = {**EVALUATION, "split": "train", "batch_size": 8}
-    data = user("gated", folder=str(gates.folder))
+    data = user_data("gated", folder=str(gates.folder))
     spec = evaluating("mlp", data=data, strategy=cut, evaluation=split)
     gates.close("worker-1-batch-2")
     run = client.submit(spec)
@@ -134,7 +133,7 @@ def test_the_shards_of_a_killed_worker_are_evaluated_by_the_others(
     exact_cluster: LocalCluster, client: Client, gates: Gates, tmp_path: Path
 ) -> None:
     # Each of the three takes every third of the six batches; this one dies in its second.
-    data = user("gated", folder=str(gates.folder))
+    data = user_data("gated", folder=str(gates.folder))
     spec = evaluating(
         data=data,
         strategy=data_parallel(3),

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from stratagem.client.sdk.blocking_client import Client
-from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, job, train, user
+from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, train
+from tests.jobs import job, user_data
 from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.cluster
 def test_equals_the_sharded_loop(
     client: Client, model: str, num_replicas: int, execution: dict[str, Any]
 ) -> None:
-    data = user("classes", num_rows=42)
+    data = user_data("classes", num_rows=42)
     spec = job(model, data=data, strategy=data_parallel(num_replicas), execution=execution)
     done = train(client, spec)
     assert_same_bits(done.state, dict(sharded_loop(spec, ALLOWED, num_replicas).state))

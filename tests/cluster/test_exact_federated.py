@@ -21,10 +21,10 @@ from tests.cluster.jobs import (
     federated,
     outcome_of,
     train,
-    user,
     wait_for,
 )
 from tests.common.observe.scrape import scrape_process
+from tests.jobs import user_data
 from tests.patience import growing
 from tests.reference.loops import federated_loop
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cluster
 HALF = {"method": "Random", "fraction": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "contiguous": {"partition": {"method": "contiguous"}},
-    "by label": {"model": "everything", "partition": {"method": "by_label"}},
+    "by label": {"model": "everything_finite", "partition": {"method": "by_label"}},
     "dirichlet": {
         "model": "dropout_mlp",
         "partition": {"method": "dirichlet", "alpha": 0.5},
@@ -53,7 +53,7 @@ YOGI = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "prox": {"aggregation": {"method": "FedProx", "mu": 0.3}, "options": {"local_epochs": 2}},
     "yogi": {
-        "model": "everything",
+        "model": "everything_finite",
         "aggregation": YOGI,
         "options": {"server_learning_rate": 0.05},
     },
@@ -118,7 +118,9 @@ def test_prox_without_mu_is_fed_avg(client: Client) -> None:
 
 def test_order_of_arrival_changes_no_bit(client: Client, gates: Gates) -> None:
     """Four clients on four workers answer in the order in which the test lets them."""
-    spec = federated(rounds=2, batch_size=64, data=user("gated_clients", folder=str(gates.folder)))
+    spec = federated(
+        rounds=2, batch_size=64, data=user_data("gated_clients", folder=str(gates.folder))
+    )
     orders = {"up": [[0, 1, 2, 3], [0, 1, 2, 3]], "down": [[3, 1, 0, 2], [2, 3, 0, 1]]}
     outcomes = {}
     for name, rounds in orders.items():
@@ -146,7 +148,9 @@ def refused(cluster: LocalCluster) -> Counter[str]:
 
 def test_client_with_nan_is_rejected_alone(client: Client, exact_cluster: LocalCluster) -> None:
     before = refused(exact_cluster)
-    spec = federated("Poisonable", data=user("poisoned", poisoned_client=2), rounds=2)
+    spec = federated(
+        "acting_models:Poisonable", data=user_data("poisoned", poisoned_client=2), rounds=2
+    )
     outcome = train(client, spec)
     rejected = [event.payload for event in outcome.of("UpdateRejected")]
     assert [(each["round_num"], each["client"]) for each in rejected] == [(1, 2), (2, 2)]
@@ -177,7 +181,7 @@ def test_deadline_closes_a_round_with_a_quorum(
         spec = federated(
             rounds=1,
             batch_size=64,
-            data=user("gated_clients", folder=str(gates.folder)),
+            data=user_data("gated_clients", folder=str(gates.folder)),
             options={"quorum": 0.75, "round_deadline_s": deadline_s},
         )
         gates.close("client2-1")
@@ -202,7 +206,7 @@ def test_over_selection_takes_the_first_and_ends_the_others(client: Client, gate
     spec = federated(
         rounds=2,
         batch_size=8,
-        data=user("gated_clients", folder=str(gates.folder)),
+        data=user_data("gated_clients", folder=str(gates.folder)),
         selection=HALF,
         options={"over_select": 2},
     )
@@ -230,7 +234,7 @@ def test_late_update_enters_the_next_round_though_the_coordinator_is_killed(
         "model": "batch_norm_mlp",
         "rounds": 3,
         "batch_size": 64,
-        "data": user("gated_clients", folder=str(gates.folder)),
+        "data": user_data("gated_clients", folder=str(gates.folder)),
         "selection": {"method": "Random", "fraction": 0.25},
         "options": {
             "over_select": 1,
@@ -281,7 +285,7 @@ def test_round_without_its_quorum_fails_the_run(client: Client, gates: Gates) ->
         rounds=1,
         num_clients=2,
         batch_size=64,
-        data=user("gated_clients", folder=str(gates.folder)),
+        data=user_data("gated_clients", folder=str(gates.folder)),
         options={"quorum": 2, "round_deadline_s": 1.0},
     )
     gates.close("client0-1", "client1-1")

@@ -21,13 +21,12 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     gossip,
-    job,
     outcome_of,
     park,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import job, user_data
 from tests.reference.gossip_loop import GossipResult, gossip_loop
 from tests.reference.loops import sharded_loop
 
@@ -37,13 +36,13 @@ pytestmark = pytest.mark.cluster
 # nodes only mix. 55 rows: the last one has 7. Batch norm refuses shards of one row.
 CASES: dict[str, dict[str, Any]] = {
     "momentum": {},
-    "adamw clip cosine": {"optimizer": ADAMW, "data": user("classes", num_rows=55)},
+    "adamw clip cosine": {"optimizer": ADAMW, "data": user_data("classes", num_rows=55)},
     "dropout": {
         "model": "dropout_mlp",
         "optimizer": {"name": "adam", "lr": 0.01},
         "accumulation": {"steps": 2},
     },
-    "batch norm": {"model": "batch_norm_mlp", "data": user("classes", num_rows=42)},
+    "batch norm": {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)},
     "tied and frozen": {"model": "everything", "optimizer": ADAMW},
 }
 MATRIX = [
@@ -107,7 +106,7 @@ def test_four_nodes_on_four_three_two_one_workers(
 ) -> None:
     specs = [
         job("dropout_mlp", optimizer=ADAMW, strategy=gossip(4, "ring")),
-        job("batch_norm_mlp", data=user("classes", num_rows=42), strategy=gossip(4, "star")),
+        job("batch_norm_mlp", data=user_data("classes", num_rows=42), strategy=gossip(4, "star")),
     ]
     expected = [gossip_loop(spec, ALLOWED) for spec in specs]
     digests: list[set[tuple[str, ...]]] = [set(), set()]
@@ -135,7 +134,7 @@ def test_killed_worker_returns_all_nodes_to_the_last_commit(
     spec = job(
         "dropout_mlp",
         optimizer=ADAMW,
-        data=user("gated", folder=str(gates.folder)),
+        data=user_data("gated", folder=str(gates.folder)),
         strategy=gossip(4, "ring"),
     )
     gates.close("worker-1-batch-6")
@@ -156,7 +155,7 @@ def test_complete_graph_without_momentum_is_plain_averaging_up_to_rounding(clien
     """Mixing is linear: the mean of x_i - lr g_i is the mean minus lr times the mean gradient."""
     sections: dict[str, Any] = {
         "optimizer": {"name": "sgd", "lr": 0.1},
-        "data": user("classes", num_rows=48),
+        "data": user_data("classes", num_rows=48),
         "execution": {"precision": "Full"},
     }
     strategy = {**gossip(4, "complete"), "options": {"consensus_every": 1}}

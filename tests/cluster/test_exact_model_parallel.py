@@ -19,16 +19,15 @@ from tests.cluster.jobs import (
     Gates,
     assert_same_bits,
     data_parallel,
-    job,
     model_parallel,
     outcome_of,
     population,
     replicated,
     train,
-    user,
     wait_for,
 )
 from tests.crash.rig import until
+from tests.jobs import LOSSES, job, user_data, user_model
 from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
@@ -66,7 +65,7 @@ SEQUENTIAL = {"0 1": "worker-0", "2 3": "worker-1"}
 TWO_EACH = {"0": "worker-0", "1 2": "worker-1", "3 4 5": "worker-0", "6 7": "worker-1"}
 TWO_KINDS = [("0 1", "tag:slow"), ("2 3", "tag:fast")]
 ONE_WORKER = {"0 1": "worker-3", "2 3": "worker-3"}
-UNEVEN = user("classes", num_rows=55)
+UNEVEN = user_data("classes", num_rows=55)
 WHOLE = 2**62
 
 
@@ -92,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "gpipe": ({"model": "dropout_mlp"}, pipeline(SEQUENTIAL, 3, "gpipe"), 3),
     "zero bubble": ({"model": "dropout_mlp"}, pipeline(SEQUENTIAL, 3, "zero_bubble"), 3),
     "graph": (
-        {"model": GRAPH, "loss": user("two_heads"), "optimizer": ADAMW, "data": UNEVEN},
+        {"model": GRAPH, "loss": f"{LOSSES}:two_heads", "optimizer": ADAMW, "data": UNEVEN},
         pipeline(GRAPH_CUT, 4),
         4,
     ),
@@ -162,7 +161,7 @@ def test_a_population_of_pipelines_is_one_of_whole_models(client: Client) -> Non
     """Members train in turn on the same stages, and copy each other's states."""
     found = []
     for inner in ({"type": "Local"}, model_parallel(TWO_KINDS)):
-        spec = population(2, 2, options={"inner": inner}, model=user("dropout_mlp"))
+        spec = population(2, 2, options={"inner": inner}, model=user_model("dropout_mlp"))
         found.append(train(client, spec))
     assert_same_bits(found[0].state, found[1].state)
     assert len(found[1].of("GenerationClosed")) == 2
@@ -179,7 +178,7 @@ def stuck(
     inner = inner or pipeline(TWO_KINDS, 4)
     spec = job(
         "dropout_mlp",
-        data=user("gated", folder=str(gates.folder)),
+        data=user_data("gated", folder=str(gates.folder)),
         optimizer=ADAMW,
         strategy=inner if num_replicas == 1 else replicated(2, inner, min_replicas=2),
     )
@@ -260,7 +259,7 @@ def test_a_frozen_stage_is_replaced(
 
 
 def test_an_error_in_one_stage_ends_the_run_with_it(client: Client) -> None:
-    spec = job("dropout_mlp", loss=user("broken_loss"), strategy=pipeline(SEQUENTIAL))
+    spec = job("dropout_mlp", loss=f"{LOSSES}:broken_loss", strategy=pipeline(SEQUENTIAL))
     run = client.submit(spec)
     with pytest.raises(UserCodeError) as caught:
         run.result()

@@ -22,18 +22,18 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
-    job,
     model_parallel,
     outcome_of,
     train,
 )
+from tests.jobs import ALLOW, job
 from tests.reference.compressed_loop import compressed_loop
 from tests.reference.loops import federated_loop, sharded_loop
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
-WIDE = {"entrypoint": "tests.cluster.userland:mlp", "kwargs": {"hidden": 6000}}
+WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 6000}}
 CLIPPED = {"name": "sgd", "lr": 0.1, "clip_norm": 0.01}
 ONE_CLIENT: dict[str, Any] = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}
 
@@ -89,7 +89,7 @@ def test_runs_of_an_old_journal_end_with_the_old_bits(tmp_path: Path) -> None:
             threads=1,
             data_dir=tmp_path,
             import_path=[ROOT],
-            allow=["tests.cluster.userland:*"],
+            allow=[ALLOW],
             programs={
                 "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
                 "worker": [sys.executable, "-m", "stratagem.worker"],

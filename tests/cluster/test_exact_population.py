@@ -33,13 +33,12 @@ from tests.cluster.jobs import (
     Outcome,
     assert_same_bits,
     data_parallel,
-    job,
     outcome_of,
     population,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import job, user_data, user_model
 
 pytestmark = pytest.mark.cluster
 
@@ -222,7 +221,7 @@ def test_what_decides_the_layout_goes_with_the_state(
     }
     spec = population(
         size=6,
-        model=user("tower"),
+        model=user_model("tower"),
         search_space=STRUCTURAL,
         optimizer={"name": "sgd", "lr": 0.1},
         exploit={"method": exploit, **ways[exploit]},
@@ -276,7 +275,7 @@ def test_copies_of_any_layout_fit_under_every_way_to_train(client: Client, inner
     spec = population(
         size=4,
         generations=generations,
-        model=user("tower"),
+        model=user_model("tower"),
         search_space=STRUCTURAL,
         optimizer={"name": "sgd", "lr": 0.1},
         options=ways[inner],
@@ -317,14 +316,14 @@ def test_the_result_says_what_it_was_trained_with(client: Client) -> None:
 
 def test_a_model_of_another_width_says_what_the_state_was_trained_with(client: Client) -> None:
     widths = {"model.kwargs.width": {"choices": [6, 8]}}
-    spec = population(size=2, generations=1, model=user("tower"), search_space=widths)
+    spec = population(size=2, generations=1, model=user_model("tower"), search_space=widths)
     done = train(client, spec)
     width = done.run.result().hyperparameters["model.kwargs.width"]
     initial = {"run": done.run.run_id, "which": "best"}
-    fitting = client.submit(job(user("tower", width=width), initial=initial, steps=1))
+    fitting = client.submit(job(user_model("tower", width=width), initial=initial, steps=1))
     fitting.result()
     assert fitting.status().job["initial"]["trained_with"] == {"model.kwargs.width": width}
-    run = client.submit(job(user("tower", width=14 - width), initial=initial, steps=1))
+    run = client.submit(job(user_model("tower", width=14 - width), initial=initial, steps=1))
     with pytest.raises(UserCodeError) as raised:
         run.result()
     assert "but the model has torch.float32" in str(raised.value)
@@ -339,7 +338,7 @@ def test_a_declared_dimension_is_believed(client: Client) -> None:
     for says in (True, False):
         spec = population(
             size=4,
-            model=user("tower"),
+            model=user_model("tower"),
             search_space={
                 "model.kwargs.width": {**width, "structural": says},
                 "optimizer.lr": SPACE["optimizer.lr"],
@@ -393,7 +392,7 @@ def test_members_under_other_strategies_have_the_same_bits_twice(
 def test_a_member_whose_code_raises_is_replaced(client: Client) -> None:
     """Members that drew at_call 2 raise in their second forward; the run goes on without them."""
     spec = population(
-        model=user("Failing", at_call=1000),
+        model=user_model("acting_models:Failing", at_call=1000),
         search_space={
             "optimizer.lr": SPACE["optimizer.lr"],
             "model.kwargs.at_call": {"choices": [2, 1000]},
@@ -416,7 +415,7 @@ def test_asynchronous_members_go_on_alone(client: Client, gates: Gates) -> None:
     spec = population(
         size=2,
         options={"asynchronous": True},
-        data=user("gated", folder=str(gates.folder)),
+        data=user_data("gated", folder=str(gates.folder)),
         generations=3,
     )
     gates.close("worker-0-batch-2")

@@ -12,23 +12,22 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
-    job,
     outcome_of,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import job, user_data
 from tests.reference.loops import federated_loop, sharded_loop
 
 pytestmark = pytest.mark.cluster
 
-COLLATE = "tests.cluster.userland:jittered"
+COLLATE = "tests.userland.data:jittered"
 
 
 def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
     exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
 ) -> None:
-    data = {**user("augmented", folder=str(gates.folder)), "collate": COLLATE}
+    data = {**user_data("augmented", folder=str(gates.folder)), "collate": COLLATE}
     spec = job(
         "dropout_mlp",
         data=data,
@@ -48,5 +47,7 @@ def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
 
 
 def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
-    spec = federated("dropout_mlp", data={**user("augmented"), "collate": COLLATE}, batch_size=5)
+    spec = federated(
+        "dropout_mlp", data={**user_data("augmented"), "collate": COLLATE}, batch_size=5
+    )
     assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)

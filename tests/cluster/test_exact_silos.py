@@ -22,9 +22,9 @@ from tests.cluster.jobs import (
     model_parallel,
     outcome_of,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import user_data
 from tests.reference import loops as reference
 from tests.reference.loops import sharded_loop
 
@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adam, clients by factory": {
         "optimizer": {"name": "adam", "lr": 0.01},
-        "data": user("poisoned"),
+        "data": user_data("poisoned"),
     },
 }
 

@@ -11,13 +11,12 @@ from tests.cluster.jobs import (
     Gates,
     assert_same_bits,
     data_parallel,
-    job,
     outcome_of,
     park,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import job, user_data
 from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
@@ -31,7 +30,7 @@ def test_four_replicas_on_four_three_two_one_and_four_again(
         method: job("dropout_mlp", optimizer=ADAMW, strategy=data_parallel(4, method))
         for method in METHODS
     }
-    specs["rows"] = job("dropout_mlp", data=user("augmented"), strategy=data_parallel(4))
+    specs["rows"] = job("dropout_mlp", data=user_data("augmented"), strategy=data_parallel(4))
     expected = {name: sharded_loop(spec, ALLOWED, 4) for name, spec in specs.items()}
     digests = set()
     for num_workers in (4, 3, 2, 1):
@@ -50,7 +49,7 @@ def test_four_replicas_on_four_three_two_one_and_four_again(
     spec = job(
         "dropout_mlp",
         optimizer=ADAMW,
-        data=user("gated", folder=str(gates.folder)),
+        data=user_data("gated", folder=str(gates.folder)),
         strategy=data_parallel(4),
     )
     gates.close("batch-17")

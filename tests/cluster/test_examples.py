@@ -12,6 +12,7 @@ from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.strategy import Federated, PopulationBased
 from tests.house.pages import FENCE
+from tests.jobs import ALLOW
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -26,7 +27,7 @@ def examples_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
         threads=1,
         data_dir=tmp_path_factory.mktemp("examples"),
         import_path=[ROOT],
-        allow=["examples.*:*", "tests.cluster.userland:*"],
+        allow=["examples.*:*", ALLOW],
         worker_arguments={f"worker-{number}": ["--tags", "stage"] for number in range(2)},
     )
     with cluster, cluster.client() as client:
@@ -80,8 +81,8 @@ def test_a_search_space_of_the_documentation_runs(
 
 AROUND = """
 name: documented
-model: {entrypoint: "tests.cluster.userland:tower"}
-data: {entrypoint: "tests.cluster.userland:classes"}
+model: {entrypoint: "tests.userland.models:tower"}
+data: {entrypoint: "tests.userland.data:classes"}
 loss: cross_entropy
 optimizer: {name: sgd, lr: 0.1}
 evaluation: {metrics: [accuracy], best: loss, mode: min}

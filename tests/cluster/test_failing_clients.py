@@ -18,12 +18,11 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
-    job,
     outcome_of,
     train,
-    user,
     wait_for,
 )
+from tests.jobs import job, user_data
 from tests.reference.loops import federated_loop
 
 pytestmark = pytest.mark.cluster
@@ -34,13 +33,15 @@ CLIENT = 2
 
 def failing(folder: Path, how: str, in_rounds: list[int], **changes: Any) -> JobSpec:
     """Three rounds of four clients, of which one fails in some; each takes one batch a round."""
-    data = user("failing_clients", folder=str(folder), how=how, failing=[CLIENT], rounds=in_rounds)
+    data = user_data(
+        "failing_clients", folder=str(folder), how=how, failing=[CLIENT], rounds=in_rounds
+    )
     return federated(**{"data": data, "batch_size": 64, **changes})
 
 
 def sound(folder: Path, **changes: Any) -> JobSpec:
     """The same rows, and nobody fails."""
-    data = user("failing_clients", folder=str(folder))
+    data = user_data("failing_clients", folder=str(folder))
     return federated(**{"data": data, "batch_size": 64, **changes})
 
 
@@ -117,7 +118,7 @@ def test_the_reference_leaves_out_who_skips_every_step(tmp_path: Path) -> None:
 
 
 def test_when_all_fail_the_run_fails_with_what_they_raised(client: Client, tmp_path: Path) -> None:
-    data = user("failing_clients", folder=str(tmp_path), failing=[0, 1, 2], rounds=[1])
+    data = user_data("failing_clients", folder=str(tmp_path), failing=[0, 1, 2], rounds=[1])
     run = client.submit(federated(data=data, batch_size=64, num_clients=3))
     with pytest.raises(UserCodeError) as raised:
         run.result()
@@ -213,7 +214,7 @@ def test_a_population_of_federations_names_who_was_left_out(client: Client, tmp_
         "batch_size": 64,
     }
     # A row reader that fails counts its own rounds, whoever's they are: it fails in all.
-    data = user("failing_clients", folder=str(tmp_path), failing=[CLIENT], rounds=[*range(99)])
+    data = user_data("failing_clients", folder=str(tmp_path), failing=[CLIENT], rounds=[*range(99)])
     outcome = train(client, job(data=data, **sections))
     said = f"; rejected: client {CLIENT} in 8 rounds (KeyError: 'label')"
     assert outcome.status.reason.endswith(said)
@@ -226,4 +227,4 @@ def test_the_log_of_the_run_has_the_traceback_of_every_failure(
     lines = [line.text for line in outcome.run.logs()]
     said = [text for text in lines if text.startswith(f"client {CLIENT}, ")]
     assert len(said) == 2
-    assert all("KeyError: 'label'" in text and "userland.py" in text for text in said)
+    assert all("KeyError: 'label'" in text and "tests/userland/data.py" in text for text in said)

@@ -14,8 +14,9 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from tests.cluster.jobs import Outcome, federated, train, wait_for
-from tests.cluster.userland import rows_of
+from tests.jobs import ALLOW
 from tests.repository import ROOT
+from tests.userland.data import rows_of
 
 pytestmark = pytest.mark.cluster
 
@@ -45,7 +46,7 @@ def sites(folder: Path, files: dict[str, Path]) -> Iterator[tuple[LocalCluster, 
             threads=1,
             data_dir=folder / "cluster",
             import_path=[ROOT],
-            allow=["tests.cluster.userland:*"],
+            allow=[ALLOW],
             worker_arguments={n: ["--local-data", f"ward={path}"] for n, path in names.items()},
         ) as cluster,
         cluster.client() as client,
@@ -95,7 +96,7 @@ def test_a_site_that_cannot_evaluate_is_left_out_of_the_evaluation_alone(tmp_pat
 def test_a_model_that_no_site_can_build_fails_with_what_was_raised(tmp_path: Path) -> None:
     files = {site: rows_at(tmp_path, site) for site in SITES}
     with sites(tmp_path, files) as (_, client):
-        run = client.submit(federation(model={"entrypoint": "tests.cluster.userland:broken_loss"}))
+        run = client.submit(federation(model={"entrypoint": "tests.userland.losses:broken_loss"}))
         with pytest.raises(UserCodeError, match="TypeError"):
             run.result()
         assert run.status().reason.startswith("no worker can build the model: worker-0: TypeError")

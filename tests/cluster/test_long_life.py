@@ -11,10 +11,10 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.health.health_probe import health_of
 from stratagem.coordinator.store.journal import Holder, Journal, Record
 from tests.coordinator.core.jobs import LOCAL as ONE_WORKER
-from tests.coordinator.core.jobs import job as small_job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import Simulation, start
 from tests.crash.hands import hands
-from tests.crash.jobs import LOCAL, job
+from tests.crash.jobs import LOCAL, crash_job
 from tests.crash.rig import outcome_of, until
 from tests.repository import ROOT
 
@@ -27,7 +27,7 @@ def test_states_that_took_each_others_place_are_gone_soon_after() -> None:
     with LocalCluster(workers=1, threads=1, import_path=(ROOT,)) as cluster:
         blobs = cluster.folder / "coordinator" / "blobs"
         with cluster.client() as client:
-            run = client.submit(job(LOCAL, every=1) | {"retention": 1})
+            run = client.submit(crash_job(LOCAL, every=1) | {"retention": 1})
             assert len(outcome_of(run).digests) == 13
             until(lambda: len(list(blobs.glob("??/*"))) == 1, "the last one is left")
             assert run.download(cluster.folder / "final.safetensors").exists()
@@ -36,7 +36,7 @@ def test_states_that_took_each_others_place_are_gone_soon_after() -> None:
 def test_probes_find_a_coordinator_alive_that_reads_and_a_killed_one_has_not_read_for_nothing(
     tmp_path: Path,
 ) -> None:
-    ended = start(small_job(ONE_WORKER), "a")
+    ended = start(job_text(ONE_WORKER), "a")
     ended.run()
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "journal.sqlite"

@@ -13,9 +13,10 @@ from stratagem.client.sdk.cluster_doctor import examine
 from stratagem.common.diagnostics.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.tools.doctor.__main__ import examine as examine_worker
-from tests.cluster.jobs import data_parallel, federated, job
+from tests.cluster.jobs import data_parallel, federated
 from tests.common.observe.scrape import labelled
 from tests.common.observe.scrape import scrape_process as scraped
+from tests.jobs import ALLOW, job
 from tests.settings import worker_settings
 
 pytestmark = pytest.mark.cluster
@@ -118,7 +119,7 @@ def test_the_doctor_finds_the_settings_of_a_worker_well_beside_that_worker(
         coordinator=exact_cluster.address,
         name="worker-0",
         listen=ready["address"],
-        allow=["tests.cluster.userland:*"],
+        allow=[ALLOW],
         threads=torch.get_num_threads(),
     )
     found = {each.check: each for each in asyncio.run(examine_worker(settings))}

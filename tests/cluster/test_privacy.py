@@ -12,8 +12,9 @@ from torch import Tensor
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.worker.models.model_builder import build_model
 from tests.cluster.jobs import ALLOWED, federated, train
-from tests.cluster.userland import rows_of
+from tests.jobs import ALLOW
 from tests.repository import ROOT
+from tests.userland.data import rows_of
 
 pytestmark = pytest.mark.cluster
 
@@ -58,7 +59,7 @@ def test_rows_on_a_worker_never_reach_the_coordinator(tmp_path: Path) -> None:
             threads=1,
             data_dir=tmp_path / "cluster",
             import_path=[ROOT],
-            allow=["tests.cluster.userland:*"],
+            allow=[ALLOW],
             programs={
                 "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
                 "worker": [sys.executable, str(RECORDED_WORKER)],

@@ -15,7 +15,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.observe import tracing
-from tests.cluster.jobs import Gates, gates_in, job, user, wait_for
+from tests.cluster.jobs import Gates, gates_in, wait_for
+from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -85,7 +86,7 @@ def test_a_run_is_one_trace_over_three_processes(
             threads=1,
             data_dir=tmp_path / "cluster",
             import_path=[ROOT],
-            allow=["tests.cluster.userland:*"],
+            allow=[ALLOW],
             environment=environment,
         ) as cluster:
             run_id = _train_through_a_crash(cluster, gates, collector)
@@ -105,7 +106,7 @@ def _train_through_a_crash(cluster: LocalCluster, gates: Gates, collector: Colle
     try:
         with cluster.client() as client:
             gates.close("batch-4")
-            run = client.submit(job(data=user("gated", folder=str(gates.folder)), steps=6))
+            run = client.submit(job(data=user_data("gated", folder=str(gates.folder)), steps=6))
             wait_for(run, "SegmentCommitted")
             gates.wait_reached("batch-4")
             collector.wait_for("CommitSegment")

@@ -11,7 +11,7 @@ from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
 from stratagem.coordinator.core.facts import ROOT
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.updates.spool import SpoolKey
-from tests.coordinator.core.jobs import FEDERATED, job
+from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.updates.updates import MIXED, data_of, manifest_of
@@ -32,7 +32,7 @@ async def coordinator(folder: Path) -> AsyncIterator[App]:
 
 async def submit(app: App) -> SpoolKey:
     """Submit the run; where the update of its first client in the first round lies."""
-    command = SubmitRun(RUN, job(FEDERATED), 1.0, submission=new_submission())
+    command = SubmitRun(RUN, job_text(FEDERATED), 1.0, submission=new_submission())
     assert await app.loop.submit(command)
     return app.env.spool_key(RUN, ROOT, 1, 0)
 

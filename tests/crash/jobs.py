@@ -2,47 +2,40 @@
 
 from typing import Any
 
+from tests.jobs import NOT_TRAINED, document, user_data, user_model
+
 Job = dict[str, Any]
+PACED = "acting_models:paced"
+"""Takes pace_s seconds per batch."""
+ROWS = user_data("classes", num_rows=60, num_test_rows=20)
 
-USERLAND = "tests.crash.userland"
 
-
-def job(strategy: Job, *, model: str = "build", every: int = 2, **kwargs: Any) -> Job:
-    """12 steps of momentum SGD (or a few rounds), committed and evaluated every few of them."""
+def crash_job(strategy: Job, *, model: str = "dropout_mlp", every: int = 2, **kwargs: Any) -> Job:
+    """12 steps (or a few rounds) over 60 rows, committed and evaluated every few of them."""
     is_federated = strategy["type"] == "Federated"
-    document: Job = {
-        "name": "crash",
-        "model": {"entrypoint": f"{USERLAND}:{model}", "kwargs": kwargs},
-        "data": {"entrypoint": f"{USERLAND}:load"},
-        "loss": "cross_entropy",
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "batch_size": 8,
-        "seed": 3,
-        "strategy": strategy,
-        "retention": 8,
-    }
-    unit = "rounds" if is_federated else "steps"
-    period = 1 if is_federated else every
-    document["evaluation"] = {
-        "split": "test",
-        "every": f"{period} {unit}",
-        "metrics": ["accuracy"],
-    }
-    if not is_federated:
-        document["steps"] = 12
-    return document
+    period = "1 rounds" if is_federated else f"{every} steps"
+    steps = None if strategy["type"] in ("Federated", "PopulationBased") else 12
+    return document(
+        user_model(model, **kwargs),
+        name="crash",
+        data=ROWS,
+        steps=steps,
+        checkpoint=None,
+        batch_size=8,
+        strategy=strategy,
+        retention=8,
+        evaluation={"split": "test", "every": period, "metrics": ["accuracy"]},
+    )
 
 
 def paced(strategy: Job, pace_s: float, steps: int = 12) -> Job:
     """A job that takes pace_s seconds per batch, so that a fault can hit it in its middle."""
-    document = job(strategy, model="build_paced", pace_s=pace_s)
-    return document if strategy["type"] == "Federated" else {**document, "steps": steps}
+    whole = crash_job(strategy, model=PACED, pace_s=pace_s)
+    return whole if strategy["type"] == "Federated" else {**whole, "steps": steps}
 
 
 def population(inner: Job | None = None) -> Job:
     """Four members, three generations of four steps."""
-    document = job({"type": "Local"})
-    del document["steps"]
     strategy = {
         "type": "PopulationBased",
         "population_size": 4,
@@ -51,8 +44,7 @@ def population(inner: Job | None = None) -> Job:
         "explore": {"method": "Perturbation", "factor": 0.2},
         "options": {"inner": inner or {"type": "Local"}},
     }
-    return document | {
-        "strategy": strategy,
+    return crash_job(strategy) | {
         "search_space": {
             "optimizer.lr": {"low": 0.001, "high": 1.0, "scale": "log"},
             "model.kwargs.hidden": {"choices": [8, 16]},
@@ -81,7 +73,7 @@ def gossip(num_replicas: int = 4, topology: str = "ring") -> Job:
 
 
 def pipeline(first: str = "worker-0", last: str = "worker-2") -> Job:
-    """The four layers of userland.build on two workers; of 8 rows 3, 3 and 2 at a time."""
+    """The four layers of the model on two workers; of 8 rows 3, 3 and 2 at a time."""
     return {
         "type": "ModelParallel",
         "partitions": [
@@ -129,34 +121,31 @@ PHASES: Job = {
 
 def evaluation() -> Job:
     """Ten batches of two rows, over four shards; nothing is trained."""
-    document = job(ALL_REDUCE)
-    for name in ("optimizer", "batch_size", "steps"):
-        del document[name]
-    return document | {
-        "execution": {"gradient": "None"},
-        "evaluation": {"metrics": ["accuracy"], "batch_size": 2, "predictions": True},
-    }
+    measured = {"metrics": ["accuracy"], "batch_size": 2, "predictions": True}
+    return document(
+        "dropout_mlp", **NOT_TRAINED, data=ROWS, strategy=ALL_REDUCE, evaluation=measured
+    )
 
 
 JOBS: dict[str, Job] = {
-    "Local": job(LOCAL),
-    "AllReduce": job(ALL_REDUCE),
-    "ParameterServer": job(PARAMETER_SERVER),
+    "Local": crash_job(LOCAL),
+    "AllReduce": crash_job(ALL_REDUCE),
+    "ParameterServer": crash_job(PARAMETER_SERVER),
     # Each member has residuals that nobody else has.
-    "Coded": job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
-    "Phases": job(ALL_REDUCE) | {"phases": PHASES},
-    "Phases-server": job(PARAMETER_SERVER) | {"phases": PHASES},
-    "Gossip": job(GOSSIP),
-    "Pipeline": job(PIPELINE),
+    "Coded": crash_job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
+    "Phases": crash_job(ALL_REDUCE) | {"phases": PHASES},
+    "Phases-server": crash_job(PARAMETER_SERVER) | {"phases": PHASES},
+    "Gossip": crash_job(GOSSIP),
+    "Pipeline": crash_job(PIPELINE),
     # There are workers for one of the two: it computes both shards.
-    "Pipelines": job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
+    "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
     "Evaluation": evaluation(),
-    "FedAvg": job(FED_AVG),
-    "FedAvg-coded": job(FED_AVG) | {"compression": {"codec": "ternary"}},
-    "Silos": job(silos(data_parallel("AllReduce", 2))),
-    "Silo-pipelines": job(silos(PIPELINE)),
-    "FedYogi": job(federated(aggregation=YOGI)),
+    "FedAvg": crash_job(FED_AVG),
+    "FedAvg-coded": crash_job(FED_AVG) | {"compression": {"codec": "ternary"}},
+    "Silos": crash_job(silos(data_parallel("AllReduce", 2))),
+    "Silo-pipelines": crash_job(silos(PIPELINE)),
+    "FedYogi": crash_job(federated(aggregation=YOGI)),
     "Population": population(data_parallel("AllReduce", 2)),
     # 10 million weights: more than one piece of the spool.
-    "FedAvg-large": job(federated(rounds=1), model="build_large", width=1_000_000),
+    "FedAvg-large": crash_job(federated(rounds=1), model="wide", width=600_000),
 }

@@ -16,7 +16,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.job.sections import MAX_METRICS
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, Hands, hands
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, federated, job, paced
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, crash_job, federated, paced
 from tests.crash.rig import Outcome, Rig, await_event, await_step, events_of, outcome_of
 from tests.patience import PATIENCE_S, growing
 
@@ -156,9 +156,9 @@ def test_a_job_of_an_old_journal_that_workers_refuse_fails_with_their_reason(
     """The coordinator reads what other limits have let in; a worker does not know of that."""
     first = process_by_process.coordinator("first")
     with Client(first.address) as client:
-        client.submit(job(LOCAL), "large")
+        client.submit(crash_job(LOCAL), "large")
     first.kill()
-    metrics = ", ".join(f'\\"tests.crash.userland:m{n}\\"' for n in range(MAX_METRICS + 1))
+    metrics = ", ".join(f'\\"tests.userland.losses:m{n}\\"' for n in range(MAX_METRICS + 1))
     journal = process_by_process.folder / "data" / "journal.sqlite"
     with closing(sqlite3.connect(journal)) as connection, connection:
         enlarge = "UPDATE event SET payload = replace(payload, ?, ?) WHERE kind = 'RunSubmitted'"

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from stratagem.common.base.errors import RunFailedError
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, job
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PACED, Job, crash_job
 from tests.crash.rig import Rig, await_step, outcome_of
 from tests.patience import PATIENCE_S
 
@@ -23,7 +23,7 @@ PRINTED = "had printed: this batch is the last one"
 def test_a_job_that_exits_fails_after_three_with_its_last_words(
     rig: Rig, strategy: Job, work: str
 ) -> None:
-    document = job(strategy, model="build_deadly", at_batch=2)
+    document = crash_job(strategy, model="acting_models:deadly", at_batch=2)
     with rig.running(document) as run, pytest.raises(RunFailedError) as error:
         run.result()
     text = str(error.value)
@@ -34,7 +34,7 @@ def test_a_job_that_exits_fails_after_three_with_its_last_words(
 
 
 def test_a_fault_in_native_code_is_named_with_its_place(rig: Rig) -> None:
-    document = job(LOCAL, model="build_deadly", at_batch=2, signum=signal.SIGSEGV)
+    document = crash_job(LOCAL, model="acting_models:deadly", at_batch=2, signum=signal.SIGSEGV)
     with rig.running(document) as run, pytest.raises(RunFailedError) as error:
         run.result()
     text = str(error.value)
@@ -42,13 +42,16 @@ def test_a_fault_in_native_code_is_named_with_its_place(rig: Rig) -> None:
         f"ended by SIGSEGV and {PRINTED} | Fatal Python error: Segmentation fault | File " in text
     )
     assert "Segmentation fault | File " in text
-    assert "userland.py" in text.partition("Segmentation fault | ")[2].partition(" | ")[0]
+    assert (
+        "tests/userland/acting_models.py"
+        in text.partition("Segmentation fault | ")[2].partition(" | ")[0]
+    )
     assert "ctypes" in text
 
 
 @pytest.mark.sweep
 def test_a_job_that_kills_its_process_is_not_tried_for_ever(rig: Rig) -> None:
-    document = job(LOCAL, model="build_deadly", at_batch=2, signum=signal.SIGKILL)
+    document = crash_job(LOCAL, model="acting_models:deadly", at_batch=2, signum=signal.SIGKILL)
     with rig.running(document) as run, pytest.raises(RunFailedError) as error:
         run.result()
     assert f"ended by SIGKILL and {PRINTED}" in str(error.value)
@@ -62,7 +65,7 @@ def test_a_job_that_kills_its_process_is_not_tried_for_ever(rig: Rig) -> None:
 def test_all_workers_killed_at_once_five_times_in_a_segment_fail_no_run(
     rig: Rig, strategy: Job
 ) -> None:
-    document = job(strategy, model="build_paced", pace_s=0.2, every=12)
+    document = crash_job(strategy, model=PACED, pace_s=0.2, every=12)
     expected = rig.outcome({**document, **_unpaced(document)})
     with rig.running(document) as run:
         for _ in range(5):

@@ -10,7 +10,16 @@ import pytest
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from tests.crash.hands import hands
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, PARAMETER_SERVER, Job, job
+from tests.crash.jobs import (
+    ALL_REDUCE,
+    FED_AVG,
+    JOBS,
+    LOCAL,
+    PACED,
+    PARAMETER_SERVER,
+    Job,
+    crash_job,
+)
 from tests.crash.rig import (
     WORKER_TTL_S,
     Rig,
@@ -25,7 +34,7 @@ PACE_S = 0.05
 
 
 def paced(strategy: Job, pace_s: float = 0.05) -> Job:
-    return job(strategy, model="build_paced", pace_s=pace_s)
+    return crash_job(strategy, model=PACED, pace_s=pace_s)
 
 
 def batch_times(folder: Path) -> dict[int, list[float]]:
@@ -39,7 +48,7 @@ def test_survivors_redo_the_step_of_a_killed_worker(
     rig: Rig, strategy: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = rig.outcome(paced(strategy, 0.0))
-    document = job(strategy, model="build_timed", folder=str(tmp_path), pace_s=PACE_S)
+    document = crash_job(strategy, model="acting_models:timed", folder=str(tmp_path), pace_s=PACE_S)
     survivors = ("worker-0", "worker-2")
     pids = [rig.cluster.processes[name].pid for name in survivors]
     starts = rig.incarnations()
@@ -150,7 +159,7 @@ def test_frozen_worker_is_dropped_and_harmless_when_it_thaws(rig: Rig) -> None:
             rig.cluster.kill("worker-1", signal.SIGCONT)
     rig.settle()
     # Its torch thread must be free again: runs that need all three workers go through it.
-    again = rig.outcome(job({**ALL_REDUCE, "options": {"min_replicas": 3}}))
+    again = rig.outcome(crash_job({**ALL_REDUCE, "options": {"min_replicas": 3}}))
     assert len(again.digests) == 7
     assert rig.cluster.processes["worker-1"].last_exit in (None, -9, 11, 137)
 
@@ -170,7 +179,7 @@ FROZEN_AFTER = {
 def test_others_take_over_from_a_frozen_worker(rig: Rig, name: str) -> None:
     """The run ends with the same bits while the worker stays frozen."""
     kwargs = {"pace_s": PACE_S}
-    model = {"entrypoint": "tests.crash.userland:build_paced", "kwargs": kwargs}
+    model = {"entrypoint": "tests.userland.acting_models:paced", "kwargs": kwargs}
     document = {**JOBS[name], "model": model}
     expected = rig.outcome({**document, **_unpaced(document)})
     with rig.running(document) as run:

@@ -14,7 +14,7 @@ from tests.coordinator.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, t
 from tests.crash.failpoint_table import OVER_AN_OBJECT_STORE
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, Process, free_address, hands
-from tests.crash.jobs import FED_AVG, JOBS, LOCAL, job
+from tests.crash.jobs import FED_AVG, JOBS, LOCAL, PACED, crash_job
 from tests.crash.rig import Rig, await_event, outcome_of, until
 from tests.endurance.disks import mounted
 from tests.patience import PATIENCE_S
@@ -92,8 +92,8 @@ def test_an_object_store_that_is_away_for_a_while_changes_no_bits(
     """Answers that the library tries again, and ones that it does not."""
     request.node.stash[LOGS] = s3_rig.logs
     s3_rig.settle()
-    expected = s3_rig.outcome(job(FED_AVG, model="build_paced", pace_s=0.0))
-    with s3_rig.running(job(FED_AVG, model="build_paced", pace_s=0.02)) as run:
+    expected = s3_rig.outcome(crash_job(FED_AVG, model=PACED, pace_s=0.0))
+    with s3_rig.running(crash_job(FED_AVG, model=PACED, pace_s=0.02)) as run:
         await_event(run, "UpdateReceived")
         before, store.always = store.num_refused, trouble
         try:
@@ -133,8 +133,8 @@ def test_standbys_on_other_machines_go_on_with_what_lies_in_the_bucket(
         second = coordinator("b")
         workers = [started.worker(f"w{n}", ",".join(addresses.values())) for n in range(2)]
         assert all(worker.address for worker in workers)
-        expected = outcome_of(client.submit(job(FED_AVG, model="build_paced", pace_s=0.0)))
-        run = client.submit(job(FED_AVG, model="build_paced", pace_s=0.05))
+        expected = outcome_of(client.submit(crash_job(FED_AVG, model=PACED, pace_s=0.0)))
+        run = client.submit(crash_job(FED_AVG, model=PACED, pace_s=0.05))
         await_event(run, "UpdateReceived")
         first.send(signal.SIGSTOP)
         assert second.address == addresses["b"]
@@ -159,7 +159,7 @@ def test_a_disk_that_copies_have_filled_stops_no_commit(
         monkeypatch.setenv(name, value)
     disk = tmp_path / "data"
     disk.mkdir()
-    large = job(LOCAL, model="build_large", every=1, width=100_000)
+    large = crash_job(LOCAL, model="wide", every=1, width=100_000)
     with mounted(disk, "size=32m"), hands(tmp_path, "--blob-cache-bytes", str(2**40)) as started:
         request.node.stash[LOGS] = started.logs
         coordinator = started.coordinator("coordinator")

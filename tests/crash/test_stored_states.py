@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import IntegrityError, RunFailedError, WrongStateError
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, job
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PACED, Job, crash_job
 from tests.crash.rig import Rig, await_status, outcome_of
 from tests.patience import PATIENCE_S
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
     rig: Rig, strategy: Job
 ) -> None:
-    document = job(strategy, model="build_paced", pace_s=0.05)
+    document = crash_job(strategy, model=PACED, pace_s=0.05)
     expected = rig.outcome({**document, **_unpaced(document)})
     with rig.running(document) as run:
         await_status(run, lambda s: len(s.commits) >= 3, "three commits")
@@ -43,7 +43,7 @@ def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
 
 
 def test_a_state_that_rots_under_its_time_stamp_reaches_nobody(rig: Rig, tmp_path: Path) -> None:
-    document = job(LOCAL, model="build_paced", pace_s=0.05)
+    document = crash_job(LOCAL, model=PACED, pace_s=0.05)
     with rig.running(document) as run:
         await_status(run, lambda s: len(s.commits) >= 2, "two commits")
         run.cancel()

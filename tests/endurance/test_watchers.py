@@ -22,7 +22,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.common.observe.scrape import labelled, scrape_from_outside
 from tests.crash.hands import Process, hands
-from tests.crash.jobs import LOCAL, Job, job
+from tests.crash.jobs import LOCAL, Job, crash_job
 from tests.crash.rig import events_of, outcome_of, until
 from tests.golden.replay import FOLDER, load
 from tests.hostile.attack import PROTOCOL
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.sweep
 NUM_WATCHERS, NUM_ROUNDS = 20, 400
 MAX_KB_EACH = 300
 """Of a watcher: a page of events as they are decoded, and what gRPC has in flight."""
-LIVE: Job = job(LOCAL)
+LIVE: Job = crash_job(LOCAL)
 ALL = pb.WatchRunRequest(run_id="long")
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**14))
 """Else gRPC takes in a megabyte and more by itself."""

@@ -12,7 +12,7 @@ from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.store.journal import Holder, Journal, Record
-from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job
+from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.store.journals import events
 from tests.golden.replay import FOLDER, load, replay, summary_of
 from tests.postgres import Postgres
@@ -62,18 +62,18 @@ POPULATION = {
     "explore": {"method": "Perturbation", "factor": 0.2},
 }
 BEYOND: dict[str, str] = {
-    "replicas": job({**DATA_PARALLEL, "num_replicas": 16_385}),
-    "clients": job({**FEDERATED, "num_clients": 1_000_001}),
-    "members": job(
+    "replicas": job_text({**DATA_PARALLEL, "num_replicas": 16_385}),
+    "clients": job_text({**FEDERATED, "num_clients": 1_000_001}),
+    "members": job_text(
         {**POPULATION, "population_size": 10_001},
         search_space={"optimizer.lr": {"low": 0.1, "high": 1.0}},
         steps_per_generation=5,
         evaluation={"metrics": ["accuracy"], "best": "accuracy"},
     ),
-    "metrics": job(
+    "metrics": job_text(
         LOCAL, evaluation={"split": "test", "metrics": [f"m:metric_{n}" for n in range(65)]}
     ),
-    "values": job(LOCAL, data={"entrypoint": "m:d", "kwargs": {"rows": [0] * 2**16}}),
+    "values": job_text(LOCAL, data={"entrypoint": "m:d", "kwargs": {"rows": [0] * 2**16}}),
 }
 
 

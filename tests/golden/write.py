@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.base.errors import RunFailedError, UserCodeError
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, federated, job
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, PACED, crash_job, federated
 from tests.crash.rig import Rig, await_event, await_step
 from tests.golden.replay import FOLDER, load, replay, summary_of
 from tests.repository import ROOT
@@ -50,27 +50,27 @@ def _make_history(data: Path) -> None:
         for name in STRATEGIES:
             client.submit(JOBS[name], f"golden-{name.lower()}").result()
         quorum = {**federated(num_clients=4), "options": {"quorum": 2, "round_deadline_s": 30.0}}
-        client.submit(job(quorum), "golden-quorum").result()
-        paced = job(ALL_REDUCE, model="build_paced", pace_s=0.1)
+        client.submit(crash_job(quorum), "golden-quorum").result()
+        paced = crash_job(ALL_REDUCE, model=PACED, pace_s=0.1)
         killed = client.submit(paced, "golden-killed")
         await_step(killed, 3)
         cluster.kill("worker-0")
         killed.result()
         rig.settle()
-        resumed = client.submit(job(LOCAL, model="build_paced", pace_s=0.1), "golden-resumed")
+        resumed = client.submit(crash_job(LOCAL, model=PACED, pace_s=0.1), "golden-resumed")
         await_event(resumed, "SegmentCommitted")
         resumed.cancel()
         _ends_by(RunFailedError, resumed.result)
         resumed.resume()
         resumed.result()
-        failed = client.submit(job(LOCAL, model="nothing"), "golden-failed")
+        failed = client.submit(crash_job(LOCAL, model="nothing"), "golden-failed")
         _ends_by(UserCodeError, failed.result)
         deleted = client.submit(JOBS["Local"], "golden-deleted")
         deleted.result()
         deleted.delete()
-        unfinished = job(FED_AVG, model="build_paced", pace_s=3.0)
+        unfinished = crash_job(FED_AVG, model=PACED, pace_s=3.0)
         await_event(client.submit(unfinished, "golden-unfinished"), "ClientsAssigned")
-        client.submit(job(LOCAL, model="build_paced", pace_s=3.0), "golden-waiting")
+        client.submit(crash_job(LOCAL, model=PACED, pace_s=3.0), "golden-waiting")
 
 
 def _ends_by(error: type[Exception], wait: Callable[[], object]) -> None:

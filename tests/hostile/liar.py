@@ -10,7 +10,7 @@ from typing import Any
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import coordinator
 
 Script = Callable[[worker_pb2.ExecuteRequest], Iterable[worker_pb2.ExecuteResponse]]
@@ -80,7 +80,7 @@ async def lied_to(folder: Path, script: Script, **settings: Any) -> AsyncIterato
 
 async def run_to_its_end(stub: Any, run_id: str = "r", **changes: Any) -> list[cpb.RunEvent]:
     """Submit a job for one worker, and all that happens to it."""
-    await stub.SubmitRun(cpb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL, **changes)))
+    await stub.SubmitRun(cpb.SubmitRunRequest(run_id=run_id, job_json=job_text(LOCAL, **changes)))
     events = []
     async for message in stub.WatchRun(cpb.WatchRunRequest(run_id=run_id)):
         if message.WhichOneof("message") == "event":

@@ -18,11 +18,12 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import LoopThread
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as wpb
-from tests.cluster.jobs import Outcome, job, outcome_of
+from tests.cluster.jobs import Outcome, outcome_of
 from tests.crash.rig import until
 from tests.hostile.attack import Answer, lawless_channel, say
 from tests.hostile.promises import Method, method
 from tests.hostile.samples import Target, execute
+from tests.jobs import ALLOW, job
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -121,7 +122,7 @@ def under_attack(
         threads=1,
         data_dir=folder,
         import_path=[ROOT],
-        allow=["tests.cluster.userland:*"],
+        allow=[ALLOW],
         environment=limits,
     ) as cluster:
         with cluster.client() as client:

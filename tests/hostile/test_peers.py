@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.v1 import peer_pb2 as ppb
 from stratagem.v1 import types_pb2
-from tests.cluster.jobs import data_parallel, job, model_parallel, outcome_of
+from tests.cluster.jobs import data_parallel, model_parallel, outcome_of
 from tests.common.tensors.chunk_messages import iter_chunks
 from tests.hostile.generate import MANY, conversations, damaged, noise
 from tests.hostile.promises import method
 from tests.hostile.rig import Rig, calm_runs, nothing_left_behind, under_attack
 from tests.hostile.samples import samples
+from tests.jobs import job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.cluster.jobs import job
 from tests.hostile.promises import Code, Method, documented, methods
 from tests.hostile.samples import Target, samples
+from tests.jobs import job
 
 pytestmark = pytest.mark.core
 

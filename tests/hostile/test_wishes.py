@@ -14,7 +14,7 @@ from stratagem.coordinator.effects.execution import execute_plan as module
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend
 from stratagem.v1 import worker_pb2
-from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.jobs import LOCAL, job_text
 
 BASE = "1" * 64
 REPEATED = 1000
@@ -58,7 +58,7 @@ async def test_a_wish_that_is_repeated_is_one_wish_and_the_job_is_read_once(
     env = SimpleNamespace(
         push=push, state=None, links=SimpleNamespace(to=lambda _member, _state: link)
     )
-    request = worker_pb2.ExecuteRequest(job_json=job(LOCAL))
+    request = worker_pb2.ExecuteRequest(job_json=job_text(LOCAL))
     request.train.base.digest = BASE
     member = Member(worker_id=WorkerId("liar"), incarnation=Incarnation("liar"))
     await attend(cast(EffectContext, env), member, request)

@@ -24,6 +24,7 @@ from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.jobs import ALLOW
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -114,7 +115,7 @@ def cluster_of(authority: Authority, data_dir: Path) -> LocalCluster:
         threads=1,
         data_dir=data_dir,
         import_path=[ROOT],
-        allow=["tests.cluster.userland:*"],
+        allow=[ALLOW],
         environment={
             "STRATAGEM_COORDINATOR_TLS_CA": str(coordinator.ca),
             "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),

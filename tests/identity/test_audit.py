@@ -11,7 +11,7 @@ from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
-from tests.coordinator.core.jobs import DATA_PARALLEL, job
+from tests.coordinator.core.jobs import DATA_PARALLEL, job_text
 from tests.coordinator.service.serving import refused, submit
 from tests.identity.deployment import deployed, worker
 
@@ -99,7 +99,7 @@ async def test_a_worker_speaks_for_itself_alone(authority: Authority, tmp_path: 
         own = await w0.Diagnose(pb.DiagnoseRequest(without_workers=True))
         assert (len(own.workers), own.environment.certificate) == (0, "coordinator coordinator")
         strategy = {**DATA_PARALLEL, "num_replicas": 1}
-        await alice.SubmitRun(pb.SubmitRunRequest(run_id="r", job_json=job(strategy)))
+        await alice.SubmitRun(pb.SubmitRunRequest(run_id="r", job_json=job_text(strategy)))
         events = alice.WatchRun(pb.WatchRunRequest(run_id="r"))
         async for message in events:
             if message.event.kind == "MembersFormed":

@@ -37,7 +37,7 @@ from stratagem.worker.service.session_table import Sessions, key_from
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.plan_control import MemberView, Peer
 from stratagem.worker.session.session_states import StateStore
-from tests.coordinator.core.jobs import DATA_PARALLEL, job
+from tests.coordinator.core.jobs import DATA_PARALLEL, job_text
 from tests.identity.deployment import Deployment, deployed, worker
 
 Code = grpc.StatusCode
@@ -225,7 +225,7 @@ async def form_parties(
 
 
 async def submit(stub: Any, run_id: str, strategy: dict[str, Any]) -> None:
-    await stub.SubmitRun(C.SubmitRunRequest(run_id=run_id, job_json=job(strategy)))
+    await stub.SubmitRun(C.SubmitRunRequest(run_id=run_id, job_json=job_text(strategy)))
     events = stub.WatchRun(C.WatchRunRequest(run_id=run_id))
     async for message in events:
         if message.event.kind == "MembersFormed":

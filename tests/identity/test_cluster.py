@@ -23,15 +23,14 @@ from tests.cluster.jobs import (
     data_parallel,
     federated,
     gates_in,
-    job,
     model_parallel,
     outcome_of,
     train,
-    user,
     wait_for,
 )
 from tests.crash.rig import until
 from tests.identity.rig import WORKERS, authority_of_cluster, cluster_of, flags
+from tests.jobs import job, user_data
 from tests.reference.loops import federated_loop, sharded_loop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
@@ -115,7 +114,7 @@ def test_certificates_run_out_and_are_renewed_during_a_run(
     cluster: LocalCluster, client: Client, authority: Authority, tmp_path: Path, gates: Gates
 ) -> None:
     gates.close("batch-4")
-    spec = job(data=user("gated", folder=str(tmp_path)), strategy=data_parallel(2))
+    spec = job(data=user_data("gated", folder=str(tmp_path)), strategy=data_parallel(2))
     run = client.submit(spec)
     gates.wait_reached("batch-4")
     past = timedelta(seconds=-1)

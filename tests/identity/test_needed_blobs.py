@@ -4,7 +4,7 @@ import json
 
 from stratagem.coordinator.effects.execution.execute_plan import blobs_named
 from stratagem.v1 import worker_pb2 as pb
-from tests.cluster.jobs import job
+from tests.jobs import job
 
 BASE, INLINE, GIVEN = "1" * 64, "2" * 64, "3" * 64
 

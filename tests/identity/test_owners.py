@@ -21,7 +21,7 @@ from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.blob_owners import has_brought
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.v1 import coordinator_pb2 as pb
-from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import refused, submit
 from tests.identity.deployment import deployed
 
@@ -159,7 +159,9 @@ async def test_tokens_and_runs_of_earlier_versions_know_each_other(
 
 
 def test_a_journal_of_an_earlier_version_says_who_owns_a_run() -> None:
-    fact = RunSubmitted(job_json=job(LOCAL, data={"inline": DIGEST}), wall_s=0.0, by="token ci")
+    fact = RunSubmitted(
+        job_json=job_text(LOCAL, data={"inline": DIGEST}), wall_s=0.0, by="token ci"
+    )
     state = apply(CoordinatorState(BUILT_IN), RunId("r"), fact, 0.0)
     assert state.runs[RunId("r")].owner == "token ci"
     assert has_brought(state, "token ci", Digest(DIGEST))

@@ -25,13 +25,12 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     gates_in,
-    job,
     outcome_of,
     train,
-    user,
 )
 from tests.crash.rig import until
 from tests.identity.rig import WORKERS, authority_of_cluster, cluster_of, expire
+from tests.jobs import job, user_data
 from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
@@ -94,7 +93,7 @@ def test_an_authority_is_replaced_while_a_run_goes_on(
 ) -> None:
     folder = authority.folder
     gates.close("batch-4")
-    spec = job(data=user("gated", folder=str(tmp_path)), strategy=data_parallel(2))
+    spec = job(data=user_data("gated", folder=str(tmp_path)), strategy=data_parallel(2))
     with Client(cluster.address, tls=authority.files("client-alice")) as client:
         run = client.submit(spec)
         gates.wait_reached("batch-4")

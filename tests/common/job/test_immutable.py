@@ -86,7 +86,7 @@ GRAPH: dict[str, Any] = {
 }
 
 
-def job(document: dict[str, Any] = DOCUMENT) -> JobSpec:
+def parsed(document: dict[str, Any] = DOCUMENT) -> JobSpec:
     return JobSpec.from_json(json.dumps(document))
 
 
@@ -119,12 +119,12 @@ def is_immutable(value: object) -> bool:
 
 @pytest.mark.parametrize("document", [DOCUMENT, GRAPH], ids=["population", "graph"])
 def test_nothing_that_can_be_reached_from_a_job_can_be_changed(document: dict[str, Any]) -> None:
-    found = [*parts(job(document))]
+    found = [*parts(parsed(document))]
     assert len(found) > 30
     assert [each for each in found if not is_immutable(each)] == []
-    assert hash(job(document)) == hash(JobSpec.parse(document))
-    assert job(document) == JobSpec.parse(copy.deepcopy(document))
-    assert copy.deepcopy(job(document)) == job(document)
+    assert hash(parsed(document)) == hash(JobSpec.parse(document))
+    assert parsed(document) == JobSpec.parse(copy.deepcopy(document))
+    assert copy.deepcopy(parsed(document)) == parsed(document)
 
 
 FREE_FORM = {
@@ -215,7 +215,7 @@ def test_what_would_change_it_raises(number: int) -> None:
     with pytest.raises(TypeError, match="cannot be changed"):
         CHANGES[number](value)
     assert value == KWARGS
-    assert job().model.kwargs == KWARGS
+    assert parsed().model.kwargs == KWARGS
 
 
 def test_a_fresh_copy_of_many_numbers_takes_few_calls() -> None:
@@ -271,7 +271,7 @@ def test_a_frozen_value_is_independent_of_what_it_was_made_of() -> None:
 def test_no_derivation_changes_the_job_that_it_begins_from(
     params: dict[str, Any], number: int
 ) -> None:
-    spec = job()
+    spec = parsed()
     before, text = copy.deepcopy(spec.document()), spec.canonical_json()
     for derive in (
         lambda: with_fields(spec, params),
@@ -298,12 +298,12 @@ def test_no_derivation_changes_the_job_that_it_begins_from(
 
 def test_a_member_has_only_its_own_hyperparameters() -> None:
     """What is drawn for one member is not seen by another one, nor in the job."""
-    spec = job()
+    spec = parsed()
     first = member_job(spec, 0, {"model.kwargs.width": 64, "optimizer.momentum": 0.5})
     second = member_job(spec, 1, {})
     assert first.model.kwargs["width"] == 64
     assert second.model.kwargs["width"] == KWARGS["width"]
     assert second.optimizer.kwargs == {"betas": [0.9, 0.99]}
-    assert job() == JobSpec.parse(DOCUMENT)
+    assert parsed() == JobSpec.parse(DOCUMENT)
     assert describe(spec.strategy) == "PopulationBased/Truncation"
     assert isinstance(spec.strategy, Strategy)

@@ -32,7 +32,7 @@ SEARCH: dict[str, Any] = {
 }
 
 
-def job(strategy: Any, inner: Any, outside: str = "ReLU", **changes: Any) -> JobSpec:
+def nested(strategy: Any, inner: Any, outside: str = "ReLU", **changes: Any) -> JobSpec:
     """A subgraph with one linear layer and a strategy, and one node outside of it."""
     part = {"nodes": nodes("a"), "training_strategy": inner}
     graph = {
@@ -45,12 +45,12 @@ def job(strategy: Any, inner: Any, outside: str = "ReLU", **changes: Any) -> Job
 
 
 def test_a_subgraph_inherits_or_repeats() -> None:
-    assert job(PARALLEL, None).strategy == job(PARALLEL, PARALLEL).strategy
-    assert job(PARALLEL, PARALLEL, outside="PReLU").strategy == job(PARALLEL, None).strategy
+    assert nested(PARALLEL, None).strategy == nested(PARALLEL, PARALLEL).strategy
+    assert nested(PARALLEL, PARALLEL, outside="PReLU").strategy == nested(PARALLEL, None).strategy
 
 
 def test_a_subgraph_with_all_that_is_trained_runs_inside() -> None:
-    strategy = job(PARALLEL, STAGES).strategy
+    strategy = nested(PARALLEL, STAGES).strategy
     assert isinstance(strategy, DataParallel)
     assert (
         strategy
@@ -58,32 +58,32 @@ def test_a_subgraph_with_all_that_is_trained_runs_inside() -> None:
             {**MINIMAL, "strategy": {**PARALLEL, "options": {"inner": STAGES}}}
         ).strategy
     )
-    population = job(POPULATION, PARALLEL, **SEARCH).strategy
+    population = nested(POPULATION, PARALLEL, **SEARCH).strategy
     assert isinstance(population, PopulationBased)
-    assert population.options.inner == job(PARALLEL, None).strategy
+    assert population.options.inner == nested(PARALLEL, None).strategy
 
 
 def test_inside_local_it_is_the_whole() -> None:
-    assert job({"type": "Local"}, PARALLEL).strategy == job(PARALLEL, None).strategy
-    assert job(None, None).strategy == Local()
+    assert nested({"type": "Local"}, PARALLEL).strategy == nested(PARALLEL, None).strategy
+    assert nested(None, None).strategy == Local()
 
 
 def test_it_goes_as_deep_as_there_is_room() -> None:
     outer = {**POPULATION, "options": {"inner": PARALLEL}}
-    strategy = job(outer, STAGES, **SEARCH).strategy
+    strategy = nested(outer, STAGES, **SEARCH).strategy
     assert isinstance(strategy, PopulationBased)
     assert isinstance(strategy.options.inner, DataParallel)
-    assert strategy.options.inner == job(PARALLEL, STAGES).strategy
+    assert strategy.options.inner == nested(PARALLEL, STAGES).strategy
 
 
 def test_the_canonical_text_says_it_twice_and_means_the_same() -> None:
-    once = job(PARALLEL, STAGES)
+    once = nested(PARALLEL, STAGES)
     assert JobSpec.from_json(once.canonical_json()) == once
 
 
 def test_training_outside_is_refused_with_the_node() -> None:
     with pytest.raises(InvalidInputError) as caught:
-        job(PARALLEL, STAGES, outside="PReLU")
+        nested(PARALLEL, STAGES, outside="PReLU")
     assert str(caught.value) == (
         "model.graph.subgraphs.part.training_strategy: ModelParallel/Direct differs from "
         "DataParallel/AllReduce around it, and the subgraph does not hold all that is trained: "
@@ -93,4 +93,4 @@ def test_training_outside_is_refused_with_the_node() -> None:
 
 def test_a_strategy_without_room_refuses() -> None:
     with pytest.raises(InvalidInputError, match="cannot run inside ModelParallel/Direct, which"):
-        job(STAGES, PARALLEL)
+        nested(STAGES, PARALLEL)

@@ -28,7 +28,7 @@ from stratagem.coordinator.service.coordinator_service import CoordinatorService
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.common.observe.scrape import families, labelled, raw, scrape
-from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.open_gate import entrance
 from tests.settings import coordinator_settings
 
@@ -277,7 +277,7 @@ async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, s
 
 async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as (monitor, metrics, stub):
-        await stub.SubmitRun(pb.SubmitRunRequest(run_id="r-1", job_json=job(LOCAL)))
+        await stub.SubmitRun(pb.SubmitRunRequest(run_id="r-1", job_json=job_text(LOCAL)))
         for wrong in (pb.GetRunRequest(run_id="no"), pb.GetRunRequest(run_id="nor-this")):
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.GetRun(wrong)
@@ -330,7 +330,7 @@ async def test_a_run_that_is_not_running_is_told_for_how_long(tmp_path: Path) ->
         monitor._now = lambda: now_s
         assert (await scrape(metrics))[name] == {(): 0.0}
         for run_id in ("first", "second"):
-            await stub.SubmitRun(pb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL)))
+            await stub.SubmitRun(pb.SubmitRunRequest(run_id=run_id, job_json=job_text(LOCAL)))
             assert (await scrape(metrics))["stratagem_coordinator_runs"][
                 labelled(phase="PLACING")
             ] > 0.0

@@ -55,7 +55,7 @@ from tests.coordinator.core.jobs import (
     FEDERATED,
     LOCAL,
     POPULATION_SECTIONS,
-    job,
+    job_text,
     population,
 )
 from tests.coordinator.core.raising_strategies import raising
@@ -66,11 +66,11 @@ from tests.settings import coordinator_settings
 pytestmark = pytest.mark.usefixtures("timeless")
 
 JOBS = {
-    "local": job(LOCAL, evaluation=EVALUATION, retention=1),
-    "parallel": job(DATA_PARALLEL),
-    "federated": job(FEDERATED),
-    "population": job(population(), **POPULATION_SECTIONS),
-    "inline": job(LOCAL, data={"inline": "ab" * 32}),
+    "local": job_text(LOCAL, evaluation=EVALUATION, retention=1),
+    "parallel": job_text(DATA_PARALLEL),
+    "federated": job_text(FEDERATED),
+    "population": job_text(population(), **POPULATION_SECTIONS),
+    "inline": job_text(LOCAL, data={"inline": "ab" * 32}),
 }
 ERROR = RunFailed(
     reason="it raised",
@@ -103,7 +103,7 @@ async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_i
     made = coordinator_settings(data_dir=tmp_path)
     manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
     blobs = Storage.open(made).blobs(1)
-    simulation = start(job(LOCAL, evaluation=EVALUATION, retention=1), "a")
+    simulation = start(job_text(LOCAL, evaluation=EVALUATION, retention=1), "a")
     simulation.run()
     stored: dict[str, Digest] = {}
     async with twins(tmp_path, "a") as both:

@@ -24,7 +24,7 @@ from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.store.journal import Holder, Journal, Record
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import Twins, twins
-from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.core.simulation import start
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.store.places import put
@@ -41,7 +41,7 @@ def expire(before_s: float = EVER, num_kept: int = ALL, limit: int = ALL) -> Exp
 
 async def _ended_runs(both: Twins, *names: str) -> None:
     for name in names:
-        await both.tell(SubmitRun(RunId(name), job(LOCAL), 1.0))
+        await both.tell(SubmitRun(RunId(name), job_text(LOCAL), 1.0))
         await both.tell(CancelRun(RunId(name)))
         await both.work()
 
@@ -57,7 +57,7 @@ async def _expire(both: Twins, num_kept: int, *names: str) -> None:
 async def test_what_has_expired_is_gone_over_restarts_and_its_name_is_free(tmp_path: Path) -> None:
     async with twins(tmp_path, "a") as both:
         await _ended_runs(both, "r-1", "run-1", "r-2")
-        await both.tell(SubmitRun(RunId("r-3"), job(LOCAL), 1.0))
+        await both.tell(SubmitRun(RunId("r-3"), job_text(LOCAL), 1.0))
         await _expire(both, 1, "r-1", "run-1")
         assert (of_run(both.path, "event"), of_run(both.path, "summary")) == (0, 0)
         await both.restart()
@@ -93,9 +93,9 @@ async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path:
     serving = asyncio.create_task(app.loop.run(app._changed))
     house = app._house
     for name in ("r-1", "r-2", "r-3"):
-        await app.loop.submit(SubmitRun(RunId(name), job(LOCAL), 1.0))
+        await app.loop.submit(SubmitRun(RunId(name), job_text(LOCAL), 1.0))
         await app.loop.submit(CancelRun(RunId(name)))
-    await app.loop.submit(SubmitRun(RunId("r-4"), job(LOCAL), 1.0))
+    await app.loop.submit(SubmitRun(RunId("r-4"), job_text(LOCAL), 1.0))
     app.logs.add(RunId("stranger"), RunLogLine(0.0, "", "INFO", "left behind"))
     (tmp_path / "profiles" / "stranger").mkdir(parents=True)
     (tmp_path / "logs" / "obstinate.jsonl").mkdir()  # the disk refuses to delete it
@@ -147,7 +147,7 @@ async def test_a_replay_that_is_killed_again_and_again_gets_to_its_end(
     monkeypatch.setattr(loop_module, "SUMMED_UP_FACTS", 1)
     monkeypatch.setattr("stratagem.coordinator.store.journal.fact_log.PAGE_FACTS", 10)
     number_of_runs, left = 12, [13]
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.run()
     journal = Journal.open(place)
     lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)

@@ -8,32 +8,28 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
+from tests.jobs import NOT_TRAINED, document
 
 
-def job(strategy: Mapping[str, object], **changes: object) -> str:
-    """A small job as JSON: 100 rows, batches of 10, two epochs."""
-    document: dict[str, object] = {
-        "name": "test",
-        "model": {"entrypoint": "m:f"},
-        "data": {"entrypoint": "m:d"},
-        "loss": "cross_entropy",
+def job_text(strategy: Mapping[str, object], **changes: object) -> str:
+    """A job as it is submitted: 100 rows, batches of 10, two epochs."""
+    epochs = None if strategy["type"] in ("Federated", "PopulationBased") else 2
+    sections: dict[str, Any] = {
         "optimizer": {"name": "sgd", "lr": 0.1},
         "batch_size": 10,
-        "strategy": strategy,
+        "seed": None,
+        "steps": None,
+        "checkpoint": None,
+        "epochs": epochs,
     }
-    if strategy["type"] not in ("Federated", "PopulationBased"):
-        document["epochs"] = 2
-    document.update(changes)
-    return json.dumps(document)
+    return json.dumps(document(**{**sections, "strategy": strategy, **changes}))
 
 
 def evaluation_only(strategy: Mapping[str, object], **changes: object) -> str:
     """A job that trains nothing: 20 rows in batches of 3, evaluated once."""
-    document = json.loads(job(strategy, execution={"gradient": "None"}))
-    for name in ("optimizer", "batch_size", "epochs"):
-        del document[name]
     evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 3}
-    return json.dumps({**document, "evaluation": evaluation, **changes})
+    sections = {**NOT_TRAINED, "epochs": None, "evaluation": evaluation}
+    return job_text(strategy, **{**sections, **changes})
 
 
 LOCAL = {"type": "Local"}
@@ -79,9 +75,9 @@ POPULATION_SECTIONS: dict[str, Any] = {
 }
 
 
-def check_at_submit(document: str) -> None:
+def check_at_submit(text: str) -> None:
     """What happens to a job at submit."""
-    found = JobSpec.from_json(document)
+    found = JobSpec.from_json(text)
     violations = objections_to(found, BUILT_IN)
     if violations:
         raise InvalidInputError(violations=violations)

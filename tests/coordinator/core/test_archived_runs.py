@@ -33,7 +33,7 @@ from stratagem.coordinator.core.state_machine.retention import expire_runs
 from stratagem.coordinator.core.state_machine.run_view import phase_of
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job
+from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.raising_strategies import raising
 from tests.coordinator.core.simulation import RUN, Simulation, digest, start
 
@@ -50,7 +50,7 @@ def archived(simulation: Simulation) -> EndedRun | None:
 
 
 def ended_run(strategy: dict[str, Any] = LOCAL, **changes: Any) -> Simulation:
-    simulation = start(job(strategy, **changes), "a", "b")
+    simulation = start(job_text(strategy, **changes), "a", "b")
     simulation.run()
     return simulation
 
@@ -63,7 +63,7 @@ def facts_of(simulation: Simulation, num: int) -> list[tuple[Fact, float]]:
 
 @pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, FEDERATED], ids=lambda s: s["type"])
 def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str, Any]) -> None:
-    simulation = start(job(strategy, data={"inline": "ab" * 32}), "a", "b")
+    simulation = start(job_text(strategy, data={"inline": "ab" * 32}), "a", "b")
     simulation.tell(simulation.queue.popleft())
     simulation.tell(CancelRun(RUN))
     simulation.run()
@@ -87,7 +87,7 @@ def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str,
 
 
 def test_a_run_that_goes_on_or_is_still_held_is_not_archived() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     assert archived(simulation) is None
     simulation.tell(simulation.queue.popleft())
     simulation.tell(CancelRun(RUN))
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_or_is_still_held_is_not_archived() -> None:
 
 
 def test_what_another_version_of_a_strategy_may_read_otherwise_is_not_archived() -> None:
-    raised = start(job(LOCAL), "a", strategies=raising("transition"))
+    raised = start(job_text(LOCAL), "a", strategies=raising("transition"))
     raised.run()
     assert raised.state.runs[RUN].ended is RunPhase.FAILED
     assert archived(raised) is None
@@ -108,7 +108,7 @@ def test_what_another_version_of_a_strategy_may_read_otherwise_is_not_archived()
 
 
 def test_a_run_whose_strategy_cannot_say_what_it_needs_is_not_archived() -> None:
-    simulation = start(job(LOCAL), "a", strategies=raising("own_blobs"))
+    simulation = start(job_text(LOCAL), "a", strategies=raising("own_blobs"))
     simulation.tell(Report(RUN, RunFailed(reason="enough")))
     simulation.run()
     run = simulation.state.runs[RUN]
@@ -124,12 +124,12 @@ def test_of_an_archived_run_only_what_a_command_needs_is_recalled() -> None:
     assert put_to_rest(state, []) is state
     # A completed run is not resumed; whether a job is the same is seen by its first fact.
     assert num_to_recall(state, ResumeRun(RUN)) is None
-    assert num_to_recall(state, SubmitRun(RUN, job(LOCAL), 1.0)) == (RUN, 1)
+    assert num_to_recall(state, SubmitRun(RUN, job_text(LOCAL), 1.0)) == (RUN, 1)
     assert num_to_recall(state, CancelRun(RUN)) is None
     assert num_to_recall(state, ResumeRun(RunId("other"))) is None
     first = recall(state, RUN, facts_of(simulation, 1))
-    assert decide(first, SubmitRun(RUN, job(LOCAL), 1.0)) == ()
-    other = decide(first, SubmitRun(RUN, job(LOCAL, seed=1), 1.0))
+    assert decide(first, SubmitRun(RUN, job_text(LOCAL), 1.0)) == ()
+    other = decide(first, SubmitRun(RUN, job_text(LOCAL, seed=1), 1.0))
     assert isinstance(other, Refusal)
     assert other.kind is RefusalKind.CONFLICT
 
@@ -203,7 +203,7 @@ def test_a_run_that_another_one_has_begun_from_stays_as_long_as_that() -> None:
     sibling = ended("c", 3.0, "v", initial="x")
     assert expired(expire(num_kept=0), source, other, sibling) == ["b", "c"]
     assert expired(expire(num_kept=0), source) == ["a"]
-    active = start(job(LOCAL, initial={"digest": digest("y")})).state.runs
+    active = start(job_text(LOCAL, initial={"digest": digest("y")})).state.runs
     assert expired(expire(num_kept=0), source, runs=active) == []
 
 

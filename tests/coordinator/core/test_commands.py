@@ -36,7 +36,7 @@ from stratagem.coordinator.core.state_machine.blob_owners import (
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.jobs import FEDERATED, LOCAL, job, silos
+from tests.coordinator.core.jobs import FEDERATED, LOCAL, job_text, silos
 from tests.coordinator.core.simulation import RUN, Simulation, digest, register, start
 
 pytestmark = pytest.mark.core
@@ -56,7 +56,7 @@ ERROR = ErrorRecord(
 
 @pytest.mark.parametrize("command", OF_NOBODY, ids=lambda each: type(each).__name__)
 def test_a_run_that_nobody_knows_is_not_found(command: Command) -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     before = simulation.state
     answer = simulation.tell(command)
     assert answer == Refusal(RefusalKind.NOT_FOUND, "run 'other' is not known")
@@ -64,7 +64,7 @@ def test_a_run_that_nobody_knows_is_not_found(command: Command) -> None:
 
 
 def test_a_run_is_deleted_once_its_workers_have_let_go_of_it() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(CancelRun(RUN))
     early = simulation.tell(DeleteRun(RUN))
     assert isinstance(early, Refusal)
@@ -75,7 +75,7 @@ def test_a_run_is_deleted_once_its_workers_have_let_go_of_it() -> None:
 
 
 def test_a_worker_that_says_the_same_again_is_no_news() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     assert simulation.tell(register("a")) == ()
     assert simulation.tell(register("a", tags=("gpu",))) != ()
 
@@ -89,7 +89,7 @@ def test_a_worker_that_says_the_same_again_is_no_news() -> None:
     ids=["of the run", "of its root party"],
 )
 def test_a_failure_that_is_reported_ends_the_run(fact: RunFailed | PartyFailed) -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(Report(RUN, fact))
     run = simulation.state.runs[RUN]
     assert (run.ended, run.reason, run.error) == (RunPhase.FAILED, "ValueError: no", ERROR)
@@ -99,7 +99,7 @@ def test_a_failure_that_is_reported_ends_the_run(fact: RunFailed | PartyFailed) 
 
 def test_an_update_of_a_client_that_was_not_asked_is_refused() -> None:
     strategy = {**FEDERATED, "client_selection": {"method": "Random", "fraction": 0.5}}
-    simulation = start(job(strategy), "a")
+    simulation = start(job_text(strategy), "a")
     simulation.tell(simulation.queue.popleft())
     asked = {report.fact.client for report in simulation.queue}  # type: ignore[union-attr]
     (stranger, *_) = set(range(4)) - asked
@@ -110,7 +110,7 @@ def test_an_update_of_a_client_that_was_not_asked_is_refused() -> None:
 
 
 def test_an_exchange_that_fails_in_a_party_below_forms_that_party_anew() -> None:
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     while not any(isinstance(each, RunSegment) for each in pending(simulation.state)):
         simulation.tell(simulation.queue.popleft())
     run = simulation.state.runs[RUN]
@@ -154,7 +154,7 @@ def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
 
 def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> None:
     rows, given = digest("rows"), digest("given")
-    text = job(LOCAL, data={"inline": rows}, initial={"digest": given})
+    text = job_text(LOCAL, data={"inline": rows}, initial={"digest": given})
     simulation = Simulation()
     simulation.tell(register("a"))
     simulation.tell(SubmitRun(RUN, text, 0.0, by="token a", owner="token a"))

@@ -7,7 +7,7 @@ from stratagem.common.numerics.numerics_rules import CURRENT, FIRST, check_numer
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
 from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import RunSubmitted
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN, Simulation, register
 
 pytestmark = pytest.mark.core
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.core
 def test_a_new_run_gets_the_newest_number_and_keeps_it() -> None:
     simulation = Simulation()
     simulation.tell(register("w0"))
-    simulation.tell(SubmitRun(RUN, job({"type": "Local"}), 0.0))
+    simulation.tell(SubmitRun(RUN, job_text({"type": "Local"}), 0.0))
     assert simulation.state.runs[RUN].numerics == CURRENT
     simulation.tell(CancelRun(RUN))
     simulation.tell(ResumeRun(RUN))

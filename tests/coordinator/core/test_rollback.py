@@ -34,7 +34,7 @@ from tests.coordinator.core.jobs import (
     FEDERATED,
     GOSSIP,
     LOCAL,
-    job,
+    job_text,
     silos,
 )
 from tests.coordinator.core.raising_strategies import with_local
@@ -62,7 +62,7 @@ def stopped(strategy: Mapping[str, object], num_commits: int = 3, **changes: obj
     if strategy["type"] not in ("Federated", "PopulationBased"):
         changes.setdefault("evaluation", {**EVALUATION, "every": "4 steps"})
         changes.setdefault("epochs", 5)
-    simulation = start(job(strategy, **changes), "a", "b")
+    simulation = start(job_text(strategy, **changes), "a", "b")
     while len(simulation.state.runs[RUN].commits) < num_commits:
         simulation.tell(simulation.queue.popleft())
     simulation.tell(CancelRun(RUN))
@@ -148,7 +148,7 @@ WARD = {"data": {"worker_local": "ward"}, "evaluation": EVALUATED}
 def with_late_evaluations(strategy: dict[str, object], **changes: object) -> Simulation:
     """A run that was stopped after three rounds: of none the evaluation was done, but that some
     clients have evaluated the first."""
-    simulation = start(job(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
+    simulation = start(job_text(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
     for name in "abcd":
         simulation.tell(register(name, local_data=("ward",)))
     num_left = 1 if "data" in changes else 0
@@ -175,7 +175,7 @@ def test_an_evaluation_that_is_still_owed_to_a_kept_commit_is_made(
     strategy: dict[str, object], changes: dict[str, object], segment: int
 ) -> None:
     strategy = {**strategy, "rounds": 4}
-    undisturbed = start(job(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
+    undisturbed = start(job_text(strategy, retention=8, **{"evaluation": EVALUATED, **changes}))
     for name in "abcd":
         undisturbed.tell(register(name, local_data=("ward",)))
     undisturbed.run()
@@ -207,7 +207,7 @@ def test_the_steps_that_were_skipped_up_to_the_commit_count_on() -> None:
 @pytest.mark.parametrize("segment", [1, 2])
 def test_the_steps_that_clients_skipped_up_to_the_commit_count_on(segment: int) -> None:
     """Each client skips one step, in every round but the second."""
-    simulation = start(job({**FEDERATED, "rounds": 4}, retention=8, evaluation=EVALUATED), "a")
+    simulation = start(job_text({**FEDERATED, "rounds": 4}, retention=8, evaluation=EVALUATED), "a")
 
     def go_on(num_commits: int) -> dict[int, float]:
         while simulation.queue and len(simulation.state.runs[RUN].commits) < num_commits:
@@ -282,7 +282,7 @@ def test_a_strategy_that_knows_no_way_back_is_given_the_commit_as_any_other_stat
     assert local.nesting is not None
     nesting = replace(local.nesting, returned=None)
     simulation = start(
-        job(LOCAL, epochs=4), "a", strategies=with_local(replace(local, nesting=nesting))
+        job_text(LOCAL, epochs=4), "a", strategies=with_local(replace(local, nesting=nesting))
     )
     while len(simulation.state.runs[RUN].commits) < 3:
         simulation.tell(simulation.queue.popleft())

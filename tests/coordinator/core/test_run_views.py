@@ -21,7 +21,7 @@ from tests.coordinator.core.jobs import (
     LOCAL,
     POPULATION_SECTIONS,
     evaluation_only,
-    job,
+    job_text,
     population,
     silos,
 )
@@ -30,11 +30,11 @@ from tests.coordinator.core.simulation import RUN, Simulation, member, register,
 pytestmark = pytest.mark.core
 
 JOBS = {
-    "Local": job(LOCAL, evaluation=EVALUATION),
-    "DataParallel": job(DATA_PARALLEL),
-    "Federated": job(FEDERATED, evaluation={**EVALUATION, "every": "1 round"}),
-    "Silos": job(silos()),
-    "Population": job(population(generations=2), **POPULATION_SECTIONS),
+    "Local": job_text(LOCAL, evaluation=EVALUATION),
+    "DataParallel": job_text(DATA_PARALLEL),
+    "Federated": job_text(FEDERATED, evaluation={**EVALUATION, "every": "1 round"}),
+    "Silos": job_text(silos()),
+    "Population": job_text(population(generations=2), **POPULATION_SECTIONS),
     "Evaluation": evaluation_only(LOCAL),
 }
 PHASES = {
@@ -80,7 +80,7 @@ def test_it_tells_what_a_run_does_from_its_placement_to_its_end(name: str) -> No
 
 
 def test_commits_are_shown_with_the_best_and_the_final_one() -> None:
-    simulation = start(job(LOCAL, evaluation={**EVALUATION, "mode": "min"}, retention=1), "a")
+    simulation = start(job_text(LOCAL, evaluation={**EVALUATION, "mode": "min"}, retention=1), "a")
     *_, end = views(simulation)
     shown = {each.segment: (each.is_best, each.is_final) for each in end.commits}
     assert shown == {1: (True, False), 2: (False, True)}, "accuracy grows with the steps"
@@ -100,7 +100,7 @@ def test_of_a_population_it_tells_whose_state_a_commit_is() -> None:
 def test_tensors_are_called_secured_where_all_workers_say_so(
     planes: tuple[str, str], told: str
 ) -> None:
-    simulation = start(job(DATA_PARALLEL))
+    simulation = start(job_text(DATA_PARALLEL))
     assert view(simulation).data_plane == "", "it has no workers"
     for name, plane in zip("ab", planes, strict=True):
         simulation.tell(register(name, data_plane=plane))

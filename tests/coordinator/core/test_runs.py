@@ -34,7 +34,14 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
 from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
-from tests.coordinator.core.jobs import DATA_PARALLEL, EVALUATION, FEDERATED, GOSSIP, LOCAL, job
+from tests.coordinator.core.jobs import (
+    DATA_PARALLEL,
+    EVALUATION,
+    FEDERATED,
+    GOSSIP,
+    LOCAL,
+    job_text,
+)
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
@@ -54,7 +61,7 @@ STRATEGIES = [LOCAL, DATA_PARALLEL, GOSSIP, FEDERATED]
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
 def test_run_completes_and_commits_every_segment_once(strategy: dict[str, object]) -> None:
-    simulation = start(job(strategy), "a", "b")
+    simulation = start(job_text(strategy), "a", "b")
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
     segments = [fact.segment for fact in simulation.facts(SegmentCommitted)]
@@ -68,7 +75,7 @@ def test_skipped_steps_are_counted_once_however_often_they_are_trained(
 ) -> None:
     """Here each segment leaves one step out; all workers are lost after any number of commands."""
     for lost_after in range(1, 8):
-        simulation = start(job(strategy, checkpoint={"every": "5 steps"}), "a")
+        simulation = start(job_text(strategy, checkpoint={"every": "5 steps"}), "a")
         for _ in range(lost_after):
             simulation.tell(simulation.queue.popleft())
         simulation.queue.clear()
@@ -83,12 +90,12 @@ def test_skipped_steps_are_counted_once_however_often_they_are_trained(
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
 def test_crash_after_any_command_ends_with_the_same_commits(strategy: dict[str, object]) -> None:
-    undisturbed = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+    undisturbed = start(job_text(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
     undisturbed.run()
     expected = undisturbed.facts(SegmentCommitted)
     assert expected
     for crash_after in range(1, 40):
-        simulation = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+        simulation = start(job_text(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
         for _ in range(crash_after):
             if simulation.queue:
                 simulation.tell(simulation.queue.popleft())
@@ -107,11 +114,11 @@ def EVALUATION_OF(strategy: dict[str, object]) -> dict[str, object]:
 def test_loss_of_a_worker_at_any_point_ends_with_the_same_commits(
     strategy: dict[str, object],
 ) -> None:
-    undisturbed = start(job(strategy), "a", "b")
+    undisturbed = start(job_text(strategy), "a", "b")
     undisturbed.run()
     expected = undisturbed.facts(SegmentCommitted)
     for lose_after in range(12):
-        simulation = start(job(strategy), "a", "b")
+        simulation = start(job_text(strategy), "a", "b")
         for _ in range(lose_after):
             if simulation.queue:
                 simulation.tell(simulation.queue.popleft())
@@ -124,7 +131,7 @@ def test_loss_of_a_worker_at_any_point_ends_with_the_same_commits(
 
 
 def test_survivors_keep_the_open_segment_and_a_joiner_enters_it() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b", "c")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b", "c")
     simulation.queue.popleft()
     simulation.seen.clear()
     simulation.crash()
@@ -142,7 +149,7 @@ def test_survivors_keep_the_open_segment_and_a_joiner_enters_it() -> None:
 
 
 def test_training_goes_on_while_a_segment_is_committed_but_not_further() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     build, *_ = simulation.queue
     simulation.tell(build)
     first = simulation.queue.pop()
@@ -154,7 +161,7 @@ def test_training_goes_on_while_a_segment_is_committed_but_not_further() -> None
 
 
 def test_run_waits_with_the_reason_and_starts_when_a_worker_comes() -> None:
-    simulation = start(job(LOCAL))
+    simulation = start(job_text(LOCAL))
     assert phase(simulation) is RunPhase.PLACING
     assert reason(simulation) == "waiting for 1 of 1 workers: no worker is registered"
     simulation.tell(register("a"))
@@ -163,7 +170,7 @@ def test_run_waits_with_the_reason_and_starts_when_a_worker_comes() -> None:
 
 
 def test_lost_only_worker_returns_the_run_to_its_last_commit() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     simulation.tell(LoseWorker(member("a"), "killed"))
     assert phase(simulation) is RunPhase.RECOVERING
@@ -173,7 +180,7 @@ def test_lost_only_worker_returns_the_run_to_its_last_commit() -> None:
 
 def test_min_replicas_are_waited_for() -> None:
     strategy = {**DATA_PARALLEL, "options": {"min_replicas": 2}}
-    simulation = start(job(strategy), "a")
+    simulation = start(job_text(strategy), "a")
     assert phase(simulation) is RunPhase.PLACING
     simulation.tell(register("b"))
     (formed,) = simulation.facts(MembersFormed)
@@ -183,7 +190,7 @@ def test_min_replicas_are_waited_for() -> None:
 @pytest.mark.parametrize("all_reduce", ["direct", "ring", "native"])
 def test_sums_in_an_order_of_their_own_make_a_run_not_reproducible(all_reduce: str) -> None:
     strategy = {**DATA_PARALLEL, "options": {"all_reduce": all_reduce}}
-    simulation = start(job(strategy, execution={"deterministic": False}), "a", "b", "c")
+    simulation = start(job_text(strategy, execution={"deterministic": False}), "a", "b", "c")
     assert simulation.state.runs[RUN].is_reproducible
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
@@ -191,7 +198,7 @@ def test_sums_in_an_order_of_their_own_make_a_run_not_reproducible(all_reduce: s
 
 
 def test_workers_of_other_numerics_are_not_mixed_in() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     odd = register("c")
     odd = type(odd)(
         odd.member, odd.address, odd.capability.model_copy(update={"numerics_fingerprint": "other"})
@@ -202,7 +209,7 @@ def test_workers_of_other_numerics_are_not_mixed_in() -> None:
 
 
 def test_trouble_reforms_the_same_members_once() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(simulation.queue.popleft())
     membership = simulation.state.runs[RUN].value.membership
     simulation.tell(ReportTrouble(RUN, ROOT, membership, "socket closed"))
@@ -213,7 +220,7 @@ def test_trouble_reforms_the_same_members_once() -> None:
 
 
 def test_stale_segment_report_is_refused_and_changes_nothing() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(simulation.queue.popleft())
     stale = simulation.queue.popleft()
     simulation.tell(LoseWorker(member("b"), "killed"))
@@ -225,7 +232,7 @@ def test_stale_segment_report_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_job_that_ends_its_process_fails_after_three() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     for number in range(3):
         assert simulation.state.runs[RUN].ended is None
@@ -240,7 +247,7 @@ def test_a_job_that_ends_its_process_fails_after_three() -> None:
 
 
 def test_processes_that_somebody_kills_fail_no_run_unless_it_comes_no_further_for_long() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     for number in range(10):
         assert simulation.state.runs[RUN].ended is None
@@ -252,7 +259,7 @@ def test_processes_that_somebody_kills_fail_no_run_unless_it_comes_no_further_fo
 
 
 def test_all_workers_killed_at_once_are_one_death() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(simulation.queue.popleft())
     for number in range(9):
         for name in "ab":
@@ -266,7 +273,7 @@ def test_all_workers_killed_at_once_are_one_death() -> None:
 
 
 def test_processes_that_were_stopped_or_did_something_else_are_not_counted() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     tells: list[dict[str, Any]] = [
         {"status": -9, "is_stopped": True},
@@ -282,7 +289,7 @@ def test_processes_that_were_stopped_or_did_something_else_are_not_counted() -> 
 
 
 def test_what_the_next_process_tells_of_an_older_one_is_not_believed_of_this_one() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     simulation.tell(register("a", 1, ending("a", 7, status=3, is_stopped=True)))
     (fact,) = simulation.facts(ProcessDied)
@@ -290,7 +297,7 @@ def test_what_the_next_process_tells_of_an_older_one_is_not_believed_of_this_one
 
 
 def test_processes_that_had_not_begun_are_not_counted() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     for start_number in range(1, 5):
         lost = member("a", start_number - 1)
@@ -301,7 +308,7 @@ def test_processes_that_had_not_begun_are_not_counted() -> None:
 
 
 def test_restarts_that_were_asked_for_are_no_deaths() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(simulation.queue.popleft())
     for start_number in range(1, 5):
         simulation.tell(DrainWorker(member("a", start_number - 1)))
@@ -311,7 +318,7 @@ def test_restarts_that_were_asked_for_are_no_deaths() -> None:
 
 
 def test_the_first_members_and_those_that_join_are_no_recovery() -> None:
-    simulation = start(job(DATA_PARALLEL), "a")
+    simulation = start(job_text(DATA_PARALLEL), "a")
     simulation.tell(simulation.queue.popleft())  # the build
     for name in "bc":
         assert phase(simulation) is RunPhase.RUNNING
@@ -337,7 +344,7 @@ def test_members_of_a_population_begin_without_recovering() -> None:
     }
     evaluation = {**EVALUATION, "every": "1 generations"}
     simulation = start(
-        job(
+        job_text(
             population,
             search_space={"optimizer.lr": {"low": 0.01, "high": 1.0}},
             steps_per_generation=4,
@@ -353,7 +360,7 @@ def test_members_of_a_population_begin_without_recovering() -> None:
 
 
 def test_a_run_that_is_resumed_waits_for_its_place() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     for _ in range(2):
         simulation.tell(simulation.queue.popleft())
     simulation.tell(CancelRun(RUN))
@@ -366,7 +373,7 @@ def test_a_run_that_is_resumed_waits_for_its_place() -> None:
 
 
 def test_nothing_says_lost_of_a_worker_that_was_told_to_end() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(simulation.queue.popleft())
     simulation.tell(DrainWorker(member("b")))
     assert reason(simulation) == "b left, 1 of 3 workers"
@@ -378,13 +385,13 @@ def test_nothing_says_lost_of_a_worker_that_was_told_to_end() -> None:
 
 
 def test_draining_worker_gets_nothing_new() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(DrainWorker(member("a")))
     assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
 
 
 def test_cancel_resume_delete() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     for _ in range(3):
         simulation.tell(simulation.queue.popleft())
     simulation.tell(CancelRun(RUN))
@@ -406,9 +413,9 @@ def test_cancel_resume_delete() -> None:
 
 
 def test_submitting_twice_is_harmless_and_another_job_is_refused() -> None:
-    simulation = start(job(LOCAL), "a")
-    assert simulation.tell(SubmitRun(RUN, job(LOCAL), 5.0)) == ()
-    refusal = simulation.tell(SubmitRun(RUN, job(LOCAL, seed=1), 5.0))
+    simulation = start(job_text(LOCAL), "a")
+    assert simulation.tell(SubmitRun(RUN, job_text(LOCAL), 5.0)) == ()
+    refusal = simulation.tell(SubmitRun(RUN, job_text(LOCAL, seed=1), 5.0))
     assert isinstance(refusal, Refusal)
     assert refusal.kind is RefusalKind.CONFLICT
 
@@ -418,18 +425,18 @@ def test_what_cannot_run_here_is_refused_at_submit() -> None:
     torus = {**GOSSIP, "aggregation": {"method": "Decentralized", "topology": "torus:2x2"}}
     refusal = r"aggregation\.topology: torus:2x2 has 4 nodes, not 3; known topologies: ring"
     with pytest.raises(InvalidInputError, match=refusal):
-        simulation.tell(SubmitRun(RUN, job(torus), 0.0))
+        simulation.tell(SubmitRun(RUN, job_text(torus), 0.0))
     custom = {"type": "Custom", "coordinator": "mine", "config": None}
     with pytest.raises(InvalidInputError, match=r"'mine' has no .*; registered are none"):
-        simulation.tell(SubmitRun(RUN, job(custom), 0.0))
+        simulation.tell(SubmitRun(RUN, job_text(custom), 0.0))
     wide = {**DATA_PARALLEL, "num_replicas": 11}
     with pytest.raises(InvalidInputError, match="must be <= batch_size"):
-        simulation.tell(SubmitRun(RUN, job(wide), 0.0))
-    adam = job(LOCAL, optimizer={"name": "Adam", "lr": 0.1, "momentum": 0.9})
+        simulation.tell(SubmitRun(RUN, job_text(wide), 0.0))
+    adam = job_text(LOCAL, optimizer={"name": "Adam", "lr": 0.1, "momentum": 0.9})
     refusal = r"^optimizer\.momentum: 0\.9, but Adam takes no 'momentum'; it takes amsgrad, betas, "
     with pytest.raises(InvalidInputError, match=refusal):
         simulation.tell(SubmitRun(RUN, adam, 0.0))
-    unknown = job(LOCAL, optimizer={"name": "adem", "lr": 0.1})
+    unknown = job_text(LOCAL, optimizer={"name": "adem", "lr": 0.1})
     with pytest.raises(
         InvalidInputError, match=r"optimizer\.name: 'adem' is not one of adadelta, "
     ):
@@ -437,7 +444,7 @@ def test_what_cannot_run_here_is_refused_at_submit() -> None:
 
 
 def test_retention_keeps_the_newest_the_best_and_what_is_in_use() -> None:
-    simulation = start(job(LOCAL, evaluation=EVALUATION, epochs=5), "a")
+    simulation = start(job_text(LOCAL, evaluation=EVALUATION, epochs=5), "a")
     simulation.run()
     run = simulation.state.runs[RUN]
     assert [commit.segment for commit in run.commits] == [0, 1, 2, 3, 4, 5]
@@ -450,7 +457,7 @@ def test_retention_keeps_the_newest_the_best_and_what_is_in_use() -> None:
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_long_run_remembers_the_best_commit_and_the_newest_ones(mode: str) -> None:
     evaluation = {**EVALUATION, "every": "1 step", "mode": mode}
-    simulation = start(job(LOCAL, evaluation=evaluation, epochs=20), "a")
+    simulation = start(job_text(LOCAL, evaluation=evaluation, epochs=20), "a")
     simulation.run()
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED
@@ -462,7 +469,7 @@ def test_a_long_run_remembers_the_best_commit_and_the_newest_ones(mode: str) -> 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s["type"])
 def test_a_commit_has_the_loss_of_its_training(strategy: dict[str, object]) -> None:
-    simulation = start(job(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
+    simulation = start(job_text(strategy, evaluation=EVALUATION_OF(strategy)), "a", "b")
     simulation.run()
     commits = simulation.state.runs[RUN].commits[1:]
     trained = {fact.segment: fact.loss for fact in simulation.facts(SegmentFinished)}
@@ -478,7 +485,7 @@ def test_the_loss_of_training_is_not_taken_for_an_evaluated_one(
 ) -> None:
     """The evaluation is of the training rows, after every other commit: its loss is the larger."""
     evaluation = {"split": "train", "every": "10 steps", "best": "loss", "mode": "min"}
-    text = job(strategy, evaluation=evaluation, checkpoint={"every": "5 steps"}, retention=1)
+    text = job_text(strategy, evaluation=evaluation, checkpoint={"every": "5 steps"}, retention=1)
     simulation = start(text, "a", "b", "c")
     simulation.run()
     run = simulation.state.runs[RUN]
@@ -489,21 +496,21 @@ def test_the_loss_of_training_is_not_taken_for_an_evaluated_one(
 
 def test_the_loss_of_a_round_is_not_taken_for_an_evaluated_one() -> None:
     evaluation = {"split": "train", "every": "2 rounds", "best": "loss", "mode": "min"}
-    simulation = start(job(FEDERATED, evaluation=evaluation), "a", "b")
+    simulation = start(job_text(FEDERATED, evaluation=evaluation), "a", "b")
     simulation.run()
     metrics = [commit.metrics for commit in simulation.state.runs[RUN].commits[1:]]
     assert all("train.loss" not in each and "train.loss_max" in each for each in metrics)
 
 
 def test_completed_reason_is_a_sentence() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.run()
     (completed,) = simulation.facts(RunCompleted)
     assert completed.reason == "20 steps committed"
 
 
 def test_workers_of_an_earlier_cluster_give_way_to_the_one_that_lives() -> None:
-    simulation = start(job(LOCAL), "a", "b")
+    simulation = start(job_text(LOCAL), "a", "b")
     placed = simulation.facts(MembersFormed)[-1].members
     assert placed == (member("a"),)
     simulation.tell(register("a", start=1))

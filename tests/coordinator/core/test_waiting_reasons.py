@@ -13,7 +13,7 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiti
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
 from tests.coordinator.core.ask_every_run import next_deadline
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN, Simulation, member, register
 
 pytestmark = pytest.mark.core
@@ -59,7 +59,7 @@ def begun(strategy: dict[str, Any], *workers: str, **changes: Any) -> Simulation
     simulation = Simulation(now_s=100.0)
     for name in workers:
         simulation.tell(register(name))
-    simulation.tell(SubmitRun(RUN, job(strategy, **changes), 0.0))
+    simulation.tell(SubmitRun(RUN, job_text(strategy, **changes), 0.0))
     return simulation
 
 

@@ -20,7 +20,7 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.state import RunPhase
-from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job
+from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, member, register, start
 
 pytestmark = pytest.mark.core
@@ -34,7 +34,7 @@ def lose(simulation: Simulation, *names: str) -> None:
 
 
 def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(DrainWorker(member("a")))
     simulation.tell(LeaveWorker(member("a"), "drained"))
     assert set(simulation.state.workers) == {"b"}
@@ -52,7 +52,7 @@ def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind() -> None:
 
 
 def test_a_worker_that_leaves_without_a_word_before_frees_its_place_in_a_party() -> None:
-    simulation = start(job(DATA_PARALLEL), "a", "b")
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
     simulation.tell(LeaveWorker(member("a"), "drained"))
     assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
     simulation.run()
@@ -60,7 +60,7 @@ def test_a_worker_that_leaves_without_a_word_before_frees_its_place_in_a_party()
 
 
 def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(DrainWorker(member("a")))
     simulation.tell(LoseWorker(member("a"), "no heartbeat for 10 s"))
     kinds = [kind for _, kind, *_ in simulation.journal if kind.startswith("Worker")]
@@ -69,14 +69,14 @@ def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
 
 
 def test_an_earlier_start_of_a_worker_cannot_leave_for_the_present_one() -> None:
-    simulation = start(job(LOCAL), "a")
+    simulation = start(job_text(LOCAL), "a")
     simulation.tell(register("a", start=1))
     assert simulation.tell(LeaveWorker(member("a"), "late")) == ()
     assert simulation.state.workers[member("a").worker_id].member == member("a", 1)
 
 
 def test_who_was_lost_long_ago_is_forgotten_and_a_replay_agrees() -> None:
-    simulation = start(job(LOCAL), "a", "b", "c")
+    simulation = start(job_text(LOCAL), "a", "b", "c")
     lose(simulation, "b")
     simulation.now_s = 100.0
     lose(simulation, "c")
@@ -104,7 +104,7 @@ def test_of_the_lost_only_so_many_are_kept() -> None:
 
 
 def test_who_has_data_that_an_active_run_trains_on_is_kept_until_the_run_ends() -> None:
-    document = job({**FEDERATED, "num_clients": 2}, data={"worker_local": "patients"})
+    document = job_text({**FEDERATED, "num_clients": 2}, data={"worker_local": "patients"})
     simulation = Simulation()
     for name, data in (("a", "patients"), ("b", "patients"), ("c", "other")):
         simulation.tell(register(name, local_data=(data,)))

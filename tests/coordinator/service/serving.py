@@ -15,7 +15,7 @@ from stratagem.coordinator.app.app import App
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.coordinator.core.jobs import LOCAL, job
+from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.open_gate import entrance
 from tests.settings import coordinator_settings
 
@@ -74,4 +74,4 @@ async def first_of(stream: Any) -> Any:
 
 
 def submit(run_id: str = "r-1", **changes: Any) -> pb.SubmitRunRequest:
-    return pb.SubmitRunRequest(run_id=run_id, job_json=job(LOCAL, **changes))
+    return pb.SubmitRunRequest(run_id=run_id, job_json=job_text(LOCAL, **changes))

@@ -2,7 +2,7 @@
 
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.state_machine.pending_effects import pending
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import (
     Simulation,
     start,
@@ -16,7 +16,7 @@ def trained(simulation: Simulation) -> list[TrainClient]:
 
 def opened(strategy: dict[str, object], *workers: str, **changes: object) -> Simulation:
     """A federated run whose first round is open and in which nobody has answered."""
-    simulation = start(job(strategy, **changes), *workers)
+    simulation = start(job_text(strategy, **changes), *workers)
     simulation.tell(simulation.queue.popleft())
     simulation.queue.clear()
     return simulation

@@ -38,7 +38,7 @@ from stratagem.coordinator.core.state_machine.pending_effects import live_blobs,
 from stratagem.coordinator.strategies.federated.client_selection import select
 from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
 from tests.coordinator.core.ask_every_run import next_deadline
-from tests.coordinator.core.jobs import FEDERATED, job
+from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import (
     RUN,
     do,
@@ -89,7 +89,7 @@ def test_clients_are_spread_over_the_workers_and_moved_when_one_is_lost() -> Non
 
 
 def test_worker_local_clients_wait_for_their_worker() -> None:
-    simulation = start(job({**FEDERATED, "num_clients": 2}, data={"worker_local": "ward"}))
+    simulation = start(job_text({**FEDERATED, "num_clients": 2}, data={"worker_local": "ward"}))
     simulation.tell(register("a", local_data=("ward",)))
     simulation.tell(register("b"))
     simulation.run()
@@ -113,7 +113,7 @@ def test_by_capability_waits_for_the_tags() -> None:
         **FEDERATED,
         "client_selection": {"method": "ByCapability", "required_tags": ["gpu"]},
     }
-    simulation = start(job(strategy), "a")
+    simulation = start(job_text(strategy), "a")
     simulation.run()
     assert reason(simulation) == "no client has a worker with the tags gpu"
     simulation.tell(register("g", tags=("gpu", "big")))
@@ -201,7 +201,7 @@ def test_clients_with_local_rows_evaluate_themselves() -> None:
     """What two clients say of a state, in any order, becomes one weighted mean."""
     data = {"worker_local": "ward"}
     evaluation = {"split": "test", "metrics": ["perplexity"]}
-    text = job({**FEDERATED, "num_clients": 3, "rounds": 2}, data=data, evaluation=evaluation)
+    text = job_text({**FEDERATED, "num_clients": 3, "rounds": 2}, data=data, evaluation=evaluation)
     simulation = start(text)
     for name in "abc":
         simulation.tell(register(name, local_data=("ward",)))
@@ -218,7 +218,7 @@ def test_clients_with_local_rows_evaluate_themselves() -> None:
 
 def test_evaluation_waits_for_a_client_that_is_away() -> None:
     data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
-    text = job({**FEDERATED, "num_clients": 2, "rounds": 1}, data=data, evaluation=evaluation)
+    text = job_text({**FEDERATED, "num_clients": 2, "rounds": 1}, data=data, evaluation=evaluation)
     simulation = start(text)
     simulation.tell(register("a", local_data=("ward",)))
     simulation.tell(register("b", local_data=("ward",)))
@@ -242,7 +242,7 @@ def test_a_state_that_waits_for_an_evaluation_is_kept_while_nobody_does_it() -> 
     data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
     options = {"quorum": 1, "round_deadline_s": 60.0}
     strategy = {**FEDERATED, "num_clients": 2, "rounds": 3, "options": options}
-    simulation = start(job(strategy, data=data, evaluation=evaluation, retention=1))
+    simulation = start(job_text(strategy, data=data, evaluation=evaluation, retention=1))
     simulation.tell(register("a", local_data=("ward",)))
     simulation.tell(register("b", local_data=("ward",)))
     while not (committed := simulation.facts(SegmentCommitted)):
@@ -274,7 +274,7 @@ def test_states_that_wait_for_clients_that_are_gone_are_kept_within_bounds() -> 
     data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
     options = {"quorum": 1, "round_deadline_s": 60.0}
     strategy = {**FEDERATED, "num_clients": 5, "rounds": 8, "options": options}
-    simulation = start(job(strategy, data=data, evaluation=evaluation, retention=2))
+    simulation = start(job_text(strategy, data=data, evaluation=evaluation, retention=2))
     for name in "abcde":
         simulation.tell(register(name, local_data=("ward",)))
 
@@ -386,7 +386,7 @@ def test_second_answer_of_a_client_is_refused() -> None:
 
 def test_random_rounds_select_from_the_roster() -> None:
     strategy = {**FEDERATED, "client_selection": {"method": "Random", "fraction": 0.5}}
-    simulation = start(job(strategy), "a", "b")
+    simulation = start(job_text(strategy), "a", "b")
     simulation.run()
     assert [len(fact.clients) for fact in simulation.facts(ClientsSelected)] == [2, 2, 2]
 
@@ -433,7 +433,7 @@ def test_all_that_a_worker_had_to_do_is_suspected_where_nobody_knows_what_it_did
 
 
 def test_a_build_that_ends_every_process_which_tries_it_fails_the_run() -> None:
-    simulation = start(job(FEDERATED), "a")
+    simulation = start(job_text(FEDERATED), "a")
     for number in range(3):
         assert simulation.state.runs[RUN].ended is None
         simulation.queue.clear()
@@ -447,7 +447,7 @@ def test_a_build_that_ends_every_process_which_tries_it_fails_the_run() -> None:
 
 
 def test_a_model_is_built_but_the_rounds_wait_for_the_workers_of_all_clients() -> None:
-    simulation = start(job({**FEDERATED, "num_clients": 2}, data={"worker_local": "ward"}))
+    simulation = start(job_text({**FEDERATED, "num_clients": 2}, data={"worker_local": "ward"}))
     for name in "ab":
         simulation.tell(register(name, local_data=("ward",)))
     (built,) = simulation.queue
@@ -465,7 +465,7 @@ def test_a_model_is_built_but_the_rounds_wait_for_the_workers_of_all_clients() -
 
 def test_a_round_that_waits_for_an_evaluation_names_who_is_away() -> None:
     data, evaluation = {"worker_local": "ward"}, {"split": "test", "metrics": []}
-    text = job({**FEDERATED, "num_clients": 2, "rounds": 1}, data=data, evaluation=evaluation)
+    text = job_text({**FEDERATED, "num_clients": 2, "rounds": 1}, data=data, evaluation=evaluation)
     simulation = start(text)
     for name in "ab":
         simulation.tell(register(name, local_data=("ward",)))
@@ -488,7 +488,9 @@ def test_what_no_round_waits_for_is_refused() -> None:
 
 def test_clients_with_local_rows_evaluate_the_rounds_that_are_due_and_no_others() -> None:
     evaluation = {"split": "test", "metrics": [], "every": "2 rounds"}
-    text = job({**FEDERATED, "num_clients": 2}, data={"worker_local": "w"}, evaluation=evaluation)
+    text = job_text(
+        {**FEDERATED, "num_clients": 2}, data={"worker_local": "w"}, evaluation=evaluation
+    )
     simulation = start(text)
     for name in "ab":
         simulation.tell(register(name, local_data=("w",)))

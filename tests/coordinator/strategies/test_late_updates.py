@@ -20,7 +20,7 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.late_updates import weight
-from tests.coordinator.core.jobs import FEDERATED, job
+from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, do, phase, reason, register, start
 
 pytestmark = pytest.mark.core
@@ -56,7 +56,7 @@ def run_of(simulation: Simulation) -> FederatedRun:
 
 
 def opened(seed: int, spec: dict[str, object]) -> Simulation:
-    simulation = start(job(spec, seed=seed), *WORKERS)
+    simulation = start(job_text(spec, seed=seed), *WORKERS)
     simulation.tell(simulation.queue.popleft())
     simulation.queue.clear()
     return simulation
@@ -251,7 +251,7 @@ def test_the_last_round_ends_the_run_without_its_late_clients() -> None:
 
 
 def test_a_run_of_many_rounds_ends() -> None:
-    simulation = start(job(strategy(rounds=12)), *WORKERS)
+    simulation = start(job_text(strategy(rounds=12)), *WORKERS)
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
     received = {(each.round_num, each.client) for each in simulation.facts(UpdateReceived)}
@@ -269,7 +269,7 @@ def test_silos_refuse_them() -> None:
     spec["options"] = {**spec["options"], "inner": {"type": "DataParallel", "num_replicas": 2,
         "aggregation": {"method": "AllReduce"}}}  # fmt: skip
     with pytest.raises(InvalidInputError, match=r"late_updates: a silo ends with its round"):
-        Simulation().tell(SubmitRun(RUN, job(spec), 0.0))
+        Simulation().tell(SubmitRun(RUN, job_text(spec), 0.0))
 
 
 def test_people_are_told_who_trains_on_for_an_earlier_round() -> None:

@@ -14,7 +14,7 @@ from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.scheduling.segment_schedule import SegmentSchedule
-from tests.coordinator.core.jobs import evaluation_only, job
+from tests.coordinator.core.jobs import evaluation_only, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, member, reason, register
 from tests.coordinator.core.simulation import start as started
 
@@ -48,7 +48,7 @@ GPU, CPU = {"Tag": "gpu"}, {"Tag": "cpu"}
 
 def start(strategy: dict[str, Any], **workers: tuple[str, ...]) -> Simulation:
     """Workers by name with their tags, in order of registration."""
-    simulation = started(job(strategy))
+    simulation = started(job_text(strategy))
     for name, tags in workers.items():
         simulation.tell(register(name, tags=tags))
     return simulation
@@ -85,7 +85,7 @@ def test_partitions_go_to_the_first_registered_worker_that_fits(
     workers: dict[str, tuple[str, ...]],
     expected: tuple[list[str], tuple[int, ...]],
 ) -> None:
-    simulation = started(job(model_parallel(*targets)))
+    simulation = started(job_text(model_parallel(*targets)))
     for name, tags in workers.items():
         simulation.tell(register(name, tags=tags))
     assert placed(simulation) == expected
@@ -194,21 +194,21 @@ def test_partitions_that_do_not_tile_the_graph_are_refused(
         (strategy, "strategy"),
         (replicated(2, strategy), "strategy.options.inner"),
     ):
-        found = JobSpec.from_json(job(whole, model=GRAPH))
+        found = JobSpec.from_json(job_text(whole, model=GRAPH))
         (violation,) = objections_to(found, BUILT_IN)
         assert str(violation).startswith(expected.replace("strategy", place, 1))
 
 
 def test_a_schedule_belongs_to_pipelines() -> None:
     with pytest.raises(InvalidInputError, match=r"options.schedule: must be one of|schedule"):
-        JobSpec.from_json(job(model_parallel(GPU, schedule="fast")))
+        JobSpec.from_json(job_text(model_parallel(GPU, schedule="fast")))
     direct = {**model_parallel(GPU, schedule="gpipe"), "communication": {"protocol": "Direct"}}
     with pytest.raises(InvalidInputError, match="belongs to Pipeline only, not to Direct"):
-        JobSpec.from_json(job(direct))
+        JobSpec.from_json(job_text(direct))
 
 
 def test_partitions_that_tile_the_graph_are_taken() -> None:
-    found = JobSpec.from_json(job(model_parallel(GPU, GPU, CPU), model=GRAPH))
+    found = JobSpec.from_json(job_text(model_parallel(GPU, GPU, CPU), model=GRAPH))
     assert objections_to(found, BUILT_IN) == []
 
 
@@ -233,7 +233,7 @@ def test_a_replica_is_a_worker_or_a_pipeline_whose_gradients_are_all_reduced(
     inner: dict[str, Any], method: str, expected: str
 ) -> None:
     strategy = {**replicated(2, inner), "aggregation": {"method": method}}
-    found = JobSpec.from_json(job(strategy))
+    found = JobSpec.from_json(job_text(strategy))
     assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [expected]
 
 

@@ -32,14 +32,14 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import objection
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.population.member_failures import Failures
 from stratagem.coordinator.strategies.population.structural_hyperparameters import spread
-from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job, population
+from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job_text, population
 from tests.coordinator.core.simulation import RUN, Simulation, member, phase, reason, start
 
 pytestmark = pytest.mark.core
 
 
 def spec(**changes: Any) -> str:
-    return job(population(**changes), **POPULATION_SECTIONS)
+    return job_text(population(**changes), **POPULATION_SECTIONS)
 
 
 def closed(simulation: Simulation) -> list[GenerationClosed]:
@@ -72,7 +72,7 @@ INNER = {
 def test_generations_go_by_and_each_is_a_commit(inner: str) -> None:
     metric = "loss" if inner == "Federated" else "accuracy"
     sections = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": metric}}
-    simulation = start(job(population(inner=INNER[inner]), **sections), "a", "b", "c")
+    simulation = start(job_text(population(inner=INNER[inner]), **sections), "a", "b", "c")
     simulation.run()
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED, run.reason
@@ -251,7 +251,9 @@ def lineages(simulation: Simulation) -> dict[int, list[tuple[int, Any]]]:
 
 
 def test_a_commit_says_whose_it_is_and_what_it_was_trained_with() -> None:
-    simulation = start(job(population(generations=4), **POPULATION_SECTIONS, retention=2), "a", "b")
+    simulation = start(
+        job_text(population(generations=4), **POPULATION_SECTIONS, retention=2), "a", "b"
+    )
     while (run := simulation.state.runs[RUN]).ended is None:
         told = len(closed(simulation))
         expected = lineages(simulation)
@@ -320,7 +322,7 @@ def rejecting(simulation: Simulation, client: int) -> None:
 
 def test_rejected_clients_of_all_members_are_named_in_the_last_sentence() -> None:
     sections = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
-    simulation = start(job(population(inner=INNER["Federated"]), **sections), "a", "b")
+    simulation = start(job_text(population(inner=INNER["Federated"]), **sections), "a", "b")
     rejecting(simulation, client=1)
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED
@@ -401,7 +403,7 @@ def test_jobs_that_are_refused(changes: dict[str, Any], expected: str) -> None:
     document = {**POPULATION_SECTIONS, **changes}
     kept = {key: value for key, value in document.items() if value is not None}
     with pytest.raises(InvalidInputError) as caught:
-        check_at_submit(job(population(), **kept))
+        check_at_submit(job_text(population(), **kept))
     assert str(caught.value).startswith(expected)
 
 
@@ -422,7 +424,7 @@ def test_phases_are_varied_where_a_copied_state_allows_it(
 ) -> None:
     space = {"search_space": {f"phases.{name}": dimension}}
     with pytest.raises(InvalidInputError) as caught:
-        check_at_submit(job(population(), **{**POPULATION_SECTIONS, **space, "phases": {}}))
+        check_at_submit(job_text(population(), **{**POPULATION_SECTIONS, **space, "phases": {}}))
     assert str(caught.value).startswith(f"search_space.phases.{name}: {expected}")
 
 
@@ -436,7 +438,7 @@ def test_values_that_need_each_other_are_allowed() -> None:
             "when": {"optimizer.schedule.name": "step"},
         },
     }
-    text = job(population(size=8), **{**POPULATION_SECTIONS, "search_space": space})
+    text = job_text(population(size=8), **{**POPULATION_SECTIONS, "search_space": space})
     check_at_submit(text)
     simulation = start(text, "a", "b")
     simulation.run()
@@ -450,8 +452,8 @@ def test_members_train_with_phases_of_their_own() -> None:
     }
     sections = {**POPULATION_SECTIONS, "search_space": space}
     with pytest.raises(InvalidInputError, match="the job has no phases; add that section"):
-        check_at_submit(job(population(), **sections))
-    simulation = start(job(population(), **sections, phases={"full_steps": 3}), "a", "b")
+        check_at_submit(job_text(population(), **sections))
+    simulation = start(job_text(population(), **sections, phases={"full_steps": 3}), "a", "b")
     simulation.run()
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED
@@ -527,7 +529,7 @@ def test_without_any_score_the_run_fails_and_says_which_members_had_failed() -> 
 def test_a_member_that_fails_and_finds_nobody_to_copy_tries_again_from_its_last_commit() -> None:
     """Each looks at one other member, which may have failed as well."""
     binary = {"method": "Binary", "threshold": 0.0}
-    simulation = start(job(population(3, 3, exploit=binary), **POPULATION_SECTIONS), "a")
+    simulation = start(job_text(population(3, 3, exploit=binary), **POPULATION_SECTIONS), "a")
     while not closed(simulation):
         simulation.tell(simulation.queue.popleft())
     own = {
@@ -575,7 +577,7 @@ def test_a_value_that_is_tried_by_nothing_but_the_first_draw_is_refused_as_well(
     tried = set(spread(192, 64))
     choices = [0.001 * (number + 1) if number in tried else -1.0 for number in range(192)]
     space = {"search_space": {"optimizer.lr": {"choices": choices}}}
-    found = JobSpec.from_json(job(population(), **{**POPULATION_SECTIONS, **space}))
+    found = JobSpec.from_json(job_text(population(), **{**POPULATION_SECTIONS, **space}))
     assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [
         "strategy.options.inner: its job would be invalid: optimizer.lr: -1.0 is not allowed; "
         "must be > 0"
@@ -597,7 +599,7 @@ def test_a_keyword_is_not_blamed_for_what_else_is_wrong_with_an_optimizer() -> N
     sections = {**POPULATION_SECTIONS, "search_space": space}
     by_seed = [
         {each.field for each in objections_to(JobSpec.from_json(text), BUILT_IN)}
-        for text in (job(population(), **sections, seed=seed) for seed in range(9))
+        for text in (job_text(population(), **sections, seed=seed) for seed in range(9))
     ]
     assert set() in by_seed, "the first draw may be one in which all is well"
     assert {"search_space.optimizer.schedule.name"} in by_seed

@@ -19,7 +19,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.strategies.federated.round_metrics import round_metrics
-from tests.coordinator.core.jobs import FEDERATED, job, silos
+from tests.coordinator.core.jobs import FEDERATED, job_text, silos
 from tests.coordinator.core.simulation import RUN, Simulation, do, start
 from tests.coordinator.strategies.open_round import opened, trained
 
@@ -135,7 +135,7 @@ def test_a_journal_without_numbers_of_steps_replays_as_it_was() -> None:
 
 
 def test_silos_report_the_mean_of_their_updates() -> None:
-    simulation = start(job(silos(rounds=1)), *"abcd")
+    simulation = start(job_text(silos(rounds=1)), *"abcd")
     for _ in range(1000):
         if not simulation.queue:
             break
@@ -163,7 +163,7 @@ def test_a_population_over_federations_reports_the_round_of_its_best_member() ->
         "explore": {"method": "Perturbation", "factor": 0.2},
         "options": {"inner": {**FEDERATED, "num_clients": 2, "rounds": 1}},
     }
-    text = job(
+    text = job_text(
         strategy,
         search_space={"optimizer.lr": {"low": 0.1, "high": 1.0}},
         steps_per_generation=1,

@@ -24,7 +24,7 @@ from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from tests.coordinator.core.jobs import INNER, POPULATION_SECTIONS, job, population, silos
+from tests.coordinator.core.jobs import INNER, POPULATION_SECTIONS, job_text, population, silos
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
@@ -45,7 +45,7 @@ def commits(simulation: Simulation) -> list[SegmentCommitted]:
 
 @pytest.mark.parametrize("workers", ["abcd", "ab", "a"])
 def test_rounds_go_by_on_any_number_of_workers(workers: str) -> None:
-    simulation = start(job(silos()), *workers)
+    simulation = start(job_text(silos()), *workers)
     simulation.run()
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED, run.reason
@@ -55,7 +55,7 @@ def test_rounds_go_by_on_any_number_of_workers(workers: str) -> None:
 
 
 def test_silos_take_workers_of_their_own_where_there_are_enough() -> None:
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     while not [e for e in pending(simulation.state) if isinstance(e, RunSegment)]:
         simulation.tell(simulation.queue.popleft())
     simulation.run()
@@ -71,7 +71,7 @@ def test_silos_take_workers_of_their_own_where_there_are_enough() -> None:
 
 
 def test_every_round_begins_from_the_global_state() -> None:
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     bases: dict[str, set[tuple[int, str]]] = {}
     for _ in range(1000):
         for effect in pending(simulation.state):
@@ -90,12 +90,12 @@ def test_every_round_begins_from_the_global_state() -> None:
 
 
 def test_crash_or_loss_after_any_command_ends_the_same() -> None:
-    undisturbed = start(job(silos()), *"abc")
+    undisturbed = start(job_text(silos()), *"abc")
     undisturbed.run()
     expected = [(fact.segment, fact.digest) for fact in commits(undisturbed)]
     for after in range(0, 40, 3):
         for disturb in ("crash", "lose"):
-            simulation = start(job(silos()), *"abc")
+            simulation = start(job_text(silos()), *"abc")
             for _ in range(after):
                 if simulation.queue:
                     simulation.tell(simulation.queue.popleft())
@@ -130,7 +130,7 @@ def fail_silos(simulation: Simulation, *clients: int, error: ErrorRecord | None 
 
 
 def test_a_silo_whose_code_raises_is_rejected_alone_in_every_round() -> None:
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     fail_silos(simulation, 1)
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.COMPLETED
@@ -150,7 +150,7 @@ def test_a_silo_whose_code_raises_is_rejected_alone_in_every_round() -> None:
 
 def test_a_silo_that_cannot_even_be_built_is_rejected_alone_in_every_round() -> None:
     """It never says how many rows it has; its party keeps its memberships from round to round."""
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     while simulation.queue:
         for effect in pending(simulation.state):
             if isinstance(effect, Build) and effect.party == "client1":
@@ -167,7 +167,7 @@ def test_a_silo_that_cannot_even_be_built_is_rejected_alone_in_every_round() -> 
 
 
 def test_silos_that_all_fail_end_the_run_with_the_exception() -> None:
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     fail_silos(simulation, 0, 1)
     run = simulation.state.runs[RUN]
     assert run.ended is RunPhase.FAILED
@@ -177,7 +177,7 @@ def test_silos_that_all_fail_end_the_run_with_the_exception() -> None:
 
 def test_a_silo_that_fails_ends_a_run_in_which_none_may() -> None:
     options = {"inner": INNER, "on_client_error": "fail"}
-    simulation = start(job(silos(options=options)), *"abcd")
+    simulation = start(job_text(silos(options=options)), *"abcd")
     fail_silos(simulation, 1)
     run = simulation.state.runs[RUN]
     assert (run.ended, run.reason) == (RunPhase.FAILED, "round 1: client 1: KeyError: 'label'")
@@ -185,7 +185,7 @@ def test_a_silo_that_fails_ends_a_run_in_which_none_may() -> None:
 
 
 def test_a_silo_that_ends_its_processes_is_rejected_as_crashed() -> None:
-    simulation = start(job(silos(rounds=1)), *"abcd")
+    simulation = start(job_text(silos(rounds=1)), *"abcd")
     starts = Counter[str]()
     while not simulation.facts(UpdateRejected):
         assert starts.total() < 12  # those that die side by side count as one
@@ -206,14 +206,16 @@ def test_a_silo_that_ends_its_processes_is_rejected_as_crashed() -> None:
 
 def test_a_silo_is_not_asked_again_in_its_round() -> None:
     options = {"inner": INNER, "on_missing_quorum": "wait"}
-    found = JobSpec.from_json(job(silos(options=options)))
+    found = JobSpec.from_json(job_text(silos(options=options)))
     (violation,) = objections_to(found, BUILT_IN)
     assert violation.field == "strategy.options.on_missing_quorum"
 
 
 def test_rounds_with_some_of_the_silos() -> None:
     selection = {"method": "Random", "fraction": 0.5}
-    simulation = start(job(silos(num_clients=4, rounds=4, client_selection=selection)), *"abcd")
+    simulation = start(
+        job_text(silos(num_clients=4, rounds=4, client_selection=selection)), *"abcd"
+    )
     simulation.run()
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
     assert [len(fact.accepted) for fact in simulation.facts(RoundClosed)] == [2] * 4
@@ -250,24 +252,24 @@ def test_rounds_with_some_of_the_silos() -> None:
 def test_what_a_silo_cannot_do_is_refused(
     changes: dict[str, Any], sections: dict[str, Any], field: str
 ) -> None:
-    found = JobSpec.from_json(job(silos(**changes), **sections))
+    found = JobSpec.from_json(job_text(silos(**changes), **sections))
     assert [violation.field for violation in objections_to(found, BUILT_IN)] == [field]
 
 
 def test_an_inner_local_is_no_silo() -> None:
-    found = JobSpec.from_json(job(silos(inner={"type": "Local"})))
+    found = JobSpec.from_json(job_text(silos(inner={"type": "Local"})))
     assert BUILT_IN.of(found) is BUILT_IN.built_in["Federated"]
 
 
 def test_a_population_is_no_client() -> None:
-    found = JobSpec.from_json(job(silos(inner=population())))
+    found = JobSpec.from_json(job_text(silos(inner=population())))
     assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [
         "strategy.options.inner: a population is no client: its members end with different models"
     ]
 
 
 def test_a_silo_that_fails_without_a_known_cause_counts_as_one_whose_code_raised() -> None:
-    simulation = start(job(silos(rounds=1)), *"abcd")
+    simulation = start(job_text(silos(rounds=1)), *"abcd")
     fail_silos(simulation, 1, error=None)
     (rejected,) = simulation.facts(UpdateRejected)
     assert (rejected.client, rejected.cause) == (1, Cause.EXCEPTION)
@@ -275,9 +277,9 @@ def test_a_silo_that_fails_without_a_known_cause_counts_as_one_whose_code_raised
 
 
 def test_a_run_that_was_stopped_in_a_round_ends_as_one_that_was_not() -> None:
-    undisturbed = start(job(silos()), *"abcd")
+    undisturbed = start(job_text(silos()), *"abcd")
     undisturbed.run()
-    simulation = start(job(silos()), *"abcd")
+    simulation = start(job_text(silos()), *"abcd")
     while not segments(simulation):
         simulation.tell(simulation.queue.popleft())
     simulation.tell(CancelRun(RUN))
@@ -291,7 +293,7 @@ def test_a_run_that_was_stopped_in_a_round_ends_as_one_that_was_not() -> None:
 
 
 def test_silos_without_workers_are_named() -> None:
-    simulation = start(job(silos()), "a")
+    simulation = start(job_text(silos()), "a")
     while not segments(simulation):
         simulation.tell(simulation.queue.popleft())
     assert (phase(simulation), reason(simulation)) == (
@@ -311,7 +313,7 @@ def test_a_federation_of_silos_is_a_member_of_a_population() -> None:
     """Each member has its rounds; a copy begins them from the state of its donor."""
     inner = silos(rounds=5)
     sections = {**POPULATION_SECTIONS, "evaluation": {"metrics": ["accuracy"], "best": "loss"}}
-    text = job(population(2, 2, inner, {"method": "Truncation", "fraction": 0.5}), **sections)
+    text = job_text(population(2, 2, inner, {"method": "Truncation", "fraction": 0.5}), **sections)
     simulation = start(text, *"abcd")
     while not segments(simulation):
         simulation.tell(simulation.queue.popleft())

@@ -25,13 +25,13 @@ from stratagem.coordinator.strategies.synchronous.segments import (
     part_per_member,
     synchronous,
 )
-from tests.coordinator.core.jobs import job
+from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import ROWS, RUN, digest, member, register
 
 pytestmark = pytest.mark.core
 
 ROOT = Party("")
-JOB = JobSpec.from_json(job({"type": "Local"}, checkpoint={"every": "5 steps"}))
+JOB = JobSpec.from_json(job_text({"type": "Local"}, checkpoint={"every": "5 steps"}))
 SOLE = SegmentRules(num_shards=3, min_members=1, parts_of=part_per_member, is_sole_copy=True)
 PAIRS = SegmentRules(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
 """Two parts; two members hold each of them."""

@@ -34,7 +34,7 @@ from stratagem.coordinator.strategies.population.structural_hyperparameters impo
     variants,
     with_parents,
 )
-from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job, population
+from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job_text, population
 from tests.coordinator.core.simulation import RUN, Simulation, start
 
 pytestmark = pytest.mark.core
@@ -58,7 +58,7 @@ def space(**changes: dict[str, Any]) -> dict[str, Any]:
 
 def document(search_space: dict[str, Any], **options: Any) -> str:
     changes = {**POPULATION_SECTIONS, "search_space": search_space}
-    return job(population(size=6, **options), **changes)
+    return job_text(population(size=6, **options), **changes)
 
 
 def test_the_optimizer_is_structural_by_definition_and_others_by_declaration() -> None:
@@ -152,7 +152,7 @@ def test_what_was_there_without_the_hyperparameter_is_there_again() -> None:
     model = {"entrypoint": "m:f", "kwargs": {"gate": 7}}
     changes = {**POPULATION_SECTIONS, "search_space": SPACE, "model": model}
     changes["optimizer"] = {"name": "sgd", "lr": 0.1}
-    spec = JobSpec.from_json(job(population(), **changes))
+    spec = JobSpec.from_json(job_text(population(), **changes))
     params: dict[str, JSON] = {"model.kwargs.kind": "gated", "model.kwargs.gate": 2}
     plain = next(each for each in variants(spec, params) if each.name == "model.kwargs.kind")
     assert plain.fields["model.kwargs.gate"] == 7
@@ -199,7 +199,7 @@ def test_copies_have_the_donors_structure(explore: str, asynchronous: bool) -> N
     strategy = population(size=6, generations=5, asynchronous=asynchronous)
     strategy["exploit"] = {"method": "Truncation", "fraction": 0.5}
     strategy["explore"] = {"method": explore, **({"factor": 0.5} if explore[0] == "P" else {})}
-    text = job(strategy, **{**POPULATION_SECTIONS, "search_space": SPACE})
+    text = job_text(strategy, **{**POPULATION_SECTIONS, "search_space": SPACE})
     structural = ("model.kwargs.width", "model.kwargs.gate")
     simulation = start(text, "a", "b", structural=structural)
     pairs = evolve(simulation)
@@ -225,7 +225,7 @@ def test_a_population_of_an_earlier_version_ends_as_it_would_have() -> None:
     assert [each["name"] for each in rest["dimensions"]] == ["optimizer.name", "optimizer.lr"]
     strategy = population(size=6, generations=3)
     strategy["explore"] = {"method": "Resample"}
-    text = job(strategy, **{**POPULATION_SECTIONS, "search_space": rest})
+    text = job_text(strategy, **{**POPULATION_SECTIONS, "search_space": rest})
     simulation = start(text, "a")
     for at, (run_id, kind, payload, time_s) in enumerate(simulation.journal):
         if kind == "PopulationFormed":
@@ -320,7 +320,7 @@ def test_a_keyword_that_an_optimizer_of_the_space_does_not_take_is_refused_at_su
     sections = {**POPULATION_SECTIONS, "search_space": search_space}
     given = {"name": "sgd", "lr": 0.1, **optimizer}
     with pytest.raises(InvalidInputError) as caught:
-        check_at_submit(job(population(), **sections, optimizer=given))
+        check_at_submit(job_text(population(), **sections, optimizer=given))
     assert str(caught.value).startswith(f"search_space.optimizer.{field}: {value}")
     assert f"adam takes no 'momentum'; it takes {TAKEN}" in str(caught.value)
 
@@ -340,7 +340,7 @@ def test_a_keyword_that_an_optimizer_of_the_space_does_not_take_is_refused_at_su
 def test_a_keyword_that_each_optimizer_takes_where_it_is_drawn_is_allowed(
     search_space: dict[str, Any],
 ) -> None:
-    check_at_submit(job(population(), **{**POPULATION_SECTIONS, "search_space": search_space}))
+    check_at_submit(job_text(population(), **{**POPULATION_SECTIONS, "search_space": search_space}))
 
 
 def test_what_a_condition_leaves_out_is_taken_from_the_job() -> None:

@@ -29,7 +29,7 @@ from stratagem.coordinator.effects.federated.client_failures import defect
 from stratagem.coordinator.strategies.federated.model_building import may_move
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
 from tests.coordinator.core.ask_every_run import next_deadline
-from tests.coordinator.core.jobs import FEDERATED, job
+from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
@@ -203,7 +203,7 @@ def test_the_same_is_so_inside_a_population() -> None:
         "explore": {"method": "Perturbation", "factor": 0.2},
         "options": {"inner": federation(rounds=1)},
     }
-    text = job(
+    text = job_text(
         strategy,
         search_space={"optimizer.lr": {"low": 0.1, "high": 1.0}},
         steps_per_generation=1,
@@ -245,7 +245,7 @@ def test_without_any_update_the_run_fails_with_the_commonest_reason() -> None:
 
 
 def test_a_sentence_names_clients_with_their_workers_where_rows_are_local() -> None:
-    simulation = start(job(federation(num_clients=2), data={"worker_local": "ward"}))
+    simulation = start(job_text(federation(num_clients=2), data={"worker_local": "ward"}))
     for name in ("anna", "berta"):
         simulation.tell(register(name, local_data=("ward",)))
     simulation.tell(simulation.queue.popleft())
@@ -332,7 +332,7 @@ def test_a_deadline_may_be_waited_out_for_the_quorum() -> None:
 
 def worker_local(options: dict[str, Any]) -> Simulation:
     """Three sites; each client lives on its own."""
-    simulation = start(job(federation(options), data={"worker_local": "ward"}))
+    simulation = start(job_text(federation(options), data={"worker_local": "ward"}))
     for name in "abc":
         simulation.tell(register(name, local_data=("ward",)))
     simulation.tell(simulation.queue.popleft())
@@ -425,7 +425,9 @@ def test_a_late_client_that_fails_is_forgotten() -> None:
 def evaluating(options: dict[str, Any] | None = None) -> Simulation:
     """Three sites with rows of their own, in one round; all evaluations are due."""
     evaluation = {"split": "test", "metrics": []}
-    text = job(federation(options, rounds=1), data={"worker_local": "ward"}, evaluation=evaluation)
+    text = job_text(
+        federation(options, rounds=1), data={"worker_local": "ward"}, evaluation=evaluation
+    )
     simulation = start(text)
     for name in "abc":
         simulation.tell(register(name, local_data=("ward",)))
@@ -503,7 +505,7 @@ def test_a_client_whose_evaluation_ends_its_processes_is_left_out_alone() -> Non
 )
 def test_other_words_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
-        JobSpec.from_json(job(federation(options)))
+        JobSpec.from_json(job_text(federation(options)))
 
 
 def test_what_is_due_names_no_rejected_client() -> None:
@@ -518,7 +520,7 @@ def test_what_is_due_names_no_rejected_client() -> None:
 
 def unbuilt(options: dict[str, Any] | None = None) -> Simulation:
     """Three sites; the first of them is to build the model."""
-    simulation = start(job(federation(options), data={"worker_local": "ward"}))
+    simulation = start(job_text(federation(options), data={"worker_local": "ward"}))
     for name in "abc":
         simulation.tell(register(name, local_data=("ward",)))
     simulation.queue.clear()
@@ -580,4 +582,4 @@ def test_a_model_that_no_site_can_build_fails_the_run() -> None:
 def test_only_rows_of_its_own_tell_one_builder_from_another(
     options: dict[str, Any], data: dict[str, str], may: bool
 ) -> None:
-    assert may_move(JobSpec.from_json(job(federation(options), data=data))) is may
+    assert may_move(JobSpec.from_json(job_text(federation(options), data=data))) is may

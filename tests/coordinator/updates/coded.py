@@ -22,7 +22,7 @@ from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.spool import Spool, SpoolEntry
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 from tests.coordinator.updates.updates import arrays, data_of, key, manifest_of
-from tests.worker.engine.support import job
+from tests.jobs import job
 
 MODEL = manifest_of(
     [
@@ -55,7 +55,7 @@ def job_with(codec: dict[str, Any]) -> JobSpec:
         "aggregation": {"method": "FedAvg"},
         "client_selection": {"method": "All"},
     }
-    return job("mlp", compression=codec, strategy=strategy, steps=None)
+    return job("mlp", compression=codec, strategy=strategy)
 
 
 TERNARY = job_with({"codec": "ternary"})

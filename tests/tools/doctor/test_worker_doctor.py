@@ -17,6 +17,7 @@ from stratagem.tools.doctor.__main__ import _advertising, examine
 from stratagem.tools.doctor.worker_findings import local_findings
 from stratagem.v1 import types_pb2
 from stratagem.worker.process.worker_settings import WorkerSettings
+from tests.jobs import ALLOW
 
 OWN = types_pb2.Environment(
     open_files_limit=4096,
@@ -36,7 +37,7 @@ def settings(**changes: Any) -> WorkerSettings:
     well: dict[str, Any] = {
         "coordinator": "127.0.0.1:1",
         "name": "w0",
-        "allow": ["tests.worker.service.userland:*"],
+        "allow": [ALLOW],
         "threads": 1,
     }
     return WorkerSettings(**{**well, **changes})
@@ -94,7 +95,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         ({"allow": ["*:*"]}, "allow", "warn", "any module"),
         ({"allow": ["numpy"]}, "allow", "fail", "matches no entry point"),
         ({"allow": ["nowhere.*:*"]}, "allow", "fail", 'no module "nowhere"'),
-        ({"allow": ["tests.worker.service.userland:gone"]}, "allow", "fail", 'no attribute "gone"'),
+        ({"allow": ["tests.userland.models:gone"]}, "allow", "fail", 'no attribute "gone"'),
         (
             {"allow": ["tests.worker_shell.test_doctor_broken:*"]},
             "allow",

@@ -8,24 +8,20 @@ from stratagem.common.job import JobSpec
 from stratagem.tools.planning.simulated_step import Site
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.jobs import ALLOW, job
 
-SITE = Site(EntryPoints(["tests.tools.planning.userland:*"]), torch.device("cpu"), DataSources())
-USERLAND = "tests.tools.planning.userland"
+SITE = Site(EntryPoints([ALLOW]), torch.device("cpu"), DataSources())
+KINDS = "tests.userland.kinds"
 
 
-def job(kind: str, *, kwargs: Any = None, data: Any = None, **changes: Any) -> JobSpec:
+def kind_job(kind: str, *, kwargs: Any = None, data: Any = None, **changes: Any) -> JobSpec:
     """A job with one of the five kinds of model."""
-    is_tokens = kind == "transformer"
-    document: dict[str, Any] = {
-        "name": "plan",
-        "model": {"entrypoint": f"{USERLAND}:{kind}", "kwargs": kwargs or {}},
-        "data": {"entrypoint": f"{USERLAND}:{kind}_data", "kwargs": data or {}},
-        "loss": "token_cross_entropy" if is_tokens else "cross_entropy",
+    sections: dict[str, Any] = {
+        "data": {"entrypoint": f"{KINDS}:{kind}_data", "kwargs": data or {}},
+        "loss": "token_cross_entropy" if kind == "transformer" else "cross_entropy",
         "optimizer": {"name": "adam", "lr": 0.001},
-        "steps": 10,
-        "batch_size": 16,
     }
-    return JobSpec.parse({**document, **changes})
+    return job({"entrypoint": f"{KINDS}:{kind}", "kwargs": kwargs or {}}, **{**sections, **changes})
 
 
 def replicas(number: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
-from tests.tools.planning.support import SITE, job, replicas
+from tests.tools.planning.support import SITE, kind_job, replicas
 from tests.worker.engine.gossip_nodes import gossip_job
 from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
 
@@ -30,7 +30,7 @@ FEDERATED = {
     "client_selection": {"method": "All"},
 }
 SGD = {"name": "sgd", "lr": 0.1}
-WIDE = {"entrypoint": "tests.worker.engine.userland:mlp", "kwargs": {"hidden": 20_000}}
+WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 20_000}}
 
 
 def estimate(spec: Any, **asked: Any) -> StepMemory:
@@ -39,7 +39,7 @@ def estimate(spec: Any, **asked: Any) -> StepMemory:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_is_within_15_percent_of_a_measured_peak(kind: str) -> None:
-    spec = job(kind)
+    spec = kind_job(kind)
     measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
     assert estimate(spec).total == pytest.approx(measured, rel=0.15)
 
@@ -58,21 +58,21 @@ def test_the_estimate_is_within_15_percent_of_a_measured_peak(kind: str) -> None
 def test_optimizer_precision_and_checkpointing_are_in_it(
     kind: str, changes: dict[str, Any], tolerance: float
 ) -> None:
-    spec = job(kind, **changes)
+    spec = kind_job(kind, **changes)
     measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
     assert estimate(spec).total == pytest.approx(measured, rel=tolerance)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_member_of_three_replicas_is_measured_the_same(num_workers: int) -> None:
-    spec = job("mlp", strategy=replicas(3), batch_size=7)
+    spec = kind_job("mlp", strategy=replicas(3), batch_size=7)
     measured = measure_training(spec, SITE, ShardOwners(0, num_workers, 3))
     assert estimate(spec, num_workers=num_workers).total == pytest.approx(measured, rel=0.02)
 
 
 def test_the_parts_are_those_of_mixed_arithmetic() -> None:
     """Adam in float32: 4 bytes of parameters, 4 of gradients, 8 of moments, each."""
-    found = estimate(job("mlp"))
+    found = estimate(kind_job("mlp"))
     per_parameter = [
         part / found.num_parameters for part in (found.parameters, found.gradients, found.optimizer)
     ]
@@ -83,32 +83,32 @@ def test_the_parts_are_those_of_mixed_arithmetic() -> None:
             *(found.activations, found.workspace, found.buffers),
         )
     )
-    assert estimate(job("mlp", optimizer=SGD)).optimizer == 0
-    doubled = estimate(job("mlp", execution={"precision": "Full"}))
+    assert estimate(kind_job("mlp", optimizer=SGD)).optimizer == 0
+    doubled = estimate(kind_job("mlp", execution={"precision": "Full"}))
     assert doubled.parameters == 2 * found.parameters
     assert str(found).splitlines()[-1].startswith("total")
 
 
 def test_rows_only_change_activations_and_workspace() -> None:
     one_layer = {"kwargs": {"depth": 1}}
-    small = estimate(job("transformer", **one_layer, batch_size=4))
-    large = estimate(job("transformer", **one_layer))
+    small = estimate(kind_job("transformer", **one_layer, batch_size=4))
+    large = estimate(kind_job("transformer", **one_layer))
     assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
     assert (large.parameters, large.gradients, large.optimizer) == (
         *(small.parameters, small.gradients, small.optimizer),
     )
-    halved = estimate(job("transformer", **one_layer, strategy=replicas(4)))
+    halved = estimate(kind_job("transformer", **one_layer, strategy=replicas(4)))
     assert halved.activations == pytest.approx(small.activations, rel=0.01)
 
 
 def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
-    spec = job("mlp", execution={"gradient": {"Accumulated": 5}}, batch_size=64)
-    found, whole = estimate(spec), estimate(job("mlp", batch_size=64))
+    spec = kind_job("mlp", execution={"gradient": {"Accumulated": 5}}, batch_size=64)
+    found, whole = estimate(spec), estimate(kind_job("mlp", batch_size=64))
     assert (found.rows, found.gradients) == (13, whole.gradients)
     assert found.activations < whole.activations / 4
     measured = measure_training(spec, SITE, ShardOwners(0, 1, 1))
     assert found.total == pytest.approx(measured, rel=0.02)
-    assert found == estimate(job("mlp", accumulation={"steps": 5}, batch_size=64))
+    assert found == estimate(kind_job("mlp", accumulation={"steps": 5}, batch_size=64))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_accumulation_divides_the_rows_of_a_pass_and_nothing_else() -> None:
 )
 def test_what_a_codec_takes_is_in_it(codec: str) -> None:
     """Against the peak of what numpy holds in the second step of one worker with two shards."""
-    spec = job("mlp", strategy=replicas(2), compression=codec)
+    spec = kind_job("mlp", strategy=replicas(2), compression=codec)
     trainer = build_trainer(spec, SITE.entrypoints, device=SITE.device, fresh=True)
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     exchange = solo_exchange(buckets, 2, trainer.compressor)
@@ -136,7 +136,7 @@ def test_what_a_codec_takes_is_in_it(codec: str) -> None:
         measured, rel=0.25
     )
     one_worker = estimate(spec, num_workers=1)
-    plain = estimate(job("mlp", strategy=replicas(2)), num_workers=1)
+    plain = estimate(kind_job("mlp", strategy=replicas(2)), num_workers=1)
     assert one_worker.gradients - plain.gradients == 2 * (2 * found.state + found.payload)
     assert one_worker.workspace >= plain.workspace
     assert not one_worker.notes
@@ -152,15 +152,18 @@ def test_a_codec_takes_memory_in_proportion() -> None:
 
 
 def test_phases_keep_gradients() -> None:
-    plain, held = estimate(job("mlp")), estimate(job("mlp", phases={"predictor": {"history": 5}}))
+    plain, held = (
+        estimate(kind_job("mlp")),
+        estimate(kind_job("mlp", phases={"predictor": {"history": 5}})),
+    )
     assert held.gradients - plain.gradients == 4 * plain.num_parameters * 8
     assert held.activations == plain.activations
 
 
 def test_inference_holds_the_weights_and_one_layer() -> None:
-    found = estimate(job("mlp"), inference=True)
+    found = estimate(kind_job("mlp"), inference=True)
     assert (found.gradients, found.optimizer) == (0, 0)
-    assert found.total < found.parameters + estimate(job("mlp")).activations
+    assert found.total < found.parameters + estimate(kind_job("mlp")).activations
 
 
 def test_a_pipeline_is_its_heaviest_stage() -> None:
@@ -172,13 +175,13 @@ def test_a_pipeline_is_its_heaviest_stage() -> None:
         ],
         "communication": {"protocol": "Pipeline", "micro_batch_size": 4},
     }
-    whole, stage = estimate(job("mlp")), estimate(job("mlp", strategy=cut))
+    whole, stage = estimate(kind_job("mlp")), estimate(kind_job("mlp", strategy=cut))
     assert 0.6 * whole.parameters < stage.parameters < 0.8 * whole.parameters
     assert stage.notes == ("stage 0 of 2: 3 micro-batches of 4 rows at one time",)
 
 
 def test_gossip_keeps_a_model_for_each_node_and_the_mean() -> None:
-    spec, one = nodes(4, "ring"), estimate(job("mlp")).parameters
+    spec, one = nodes(4, "ring"), estimate(kind_job("mlp")).parameters
     assert estimate(spec, num_workers=2).parameters == 3 * one
     assert estimate(spec, num_workers=4).parameters == 2 * one
 
@@ -186,7 +189,7 @@ def test_gossip_keeps_a_model_for_each_node_and_the_mean() -> None:
 def nodes(number: int, topology: str, **changes: Any) -> JobSpec:
     aggregation = {"method": "Decentralized", "topology": topology}
     strategy = {"type": "DataParallel", "num_replicas": number, "aggregation": aggregation}
-    return job("mlp", strategy=strategy, **changes)
+    return kind_job("mlp", strategy=strategy, **changes)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +238,8 @@ def test_predictions_that_are_kept_are_in_it(num_workers: int, own_rows: int) ->
         return JobSpec.parse(
             {
                 "name": "plan",
-                "model": {"entrypoint": "tests.tools.planning.userland:mlp"},
-                "data": {"entrypoint": "tests.tools.planning.userland:mlp_data"},
+                "model": {"entrypoint": "tests.userland.kinds:mlp"},
+                "data": {"entrypoint": "tests.userland.kinds:mlp_data"},
                 "loss": "cross_entropy",
                 "evaluation": evaluation,
                 "execution": {"gradient": "None"},
@@ -249,21 +252,21 @@ def test_predictions_that_are_kept_are_in_it(num_workers: int, own_rows: int) ->
 
 
 def test_fedprox_keeps_the_parameters_of_the_round() -> None:
-    spec = job("mlp", strategy=FEDERATED, steps=None)
-    assert estimate(spec).parameters == 2 * estimate(job("mlp")).parameters
+    spec = kind_job("mlp", strategy=FEDERATED, steps=None)
+    assert estimate(spec).parameters == 2 * estimate(kind_job("mlp")).parameters
 
 
 def test_a_measured_step_corrects_the_estimate() -> None:
-    found = estimate(job("rnn"), measure=True)
+    found = estimate(kind_job("rnn"), measure=True)
     assert found.calibrated_by == "a measured step"
     assert found.total == found.measured
-    spec = job("mlp", strategy=FEDERATED, steps=None)
+    spec = kind_job("mlp", strategy=FEDERATED, steps=None)
     with pytest.raises(InvalidInputError, match="not measured by one worker"):
         estimate(spec, measure=True)
 
 
 def test_what_cannot_be_estimated_says_why() -> None:
     with pytest.raises(InvalidInputError, match="num_workers: 0"):
-        estimate(job("mlp"), num_workers=0)
+        estimate(kind_job("mlp"), num_workers=0)
     with pytest.raises(UserCodeError, match="same reduction dim"):
-        estimate(job("mlp", kwargs={"width": 7}))
+        estimate(kind_job("mlp", kwargs={"width": 7}))

@@ -18,7 +18,7 @@ from stratagem.common.strategy import (
 from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, balanced, resolve
-from tests.tools.planning.support import SITE, job
+from tests.tools.planning.support import SITE, kind_job
 
 GB = 10**9
 SHALLOW = {"depth": 1}
@@ -35,7 +35,7 @@ def fleet(number: int, *, memory_bytes: int = 64 * GB, one_host: bool = False) -
 
 
 def resolved(parallelism: Any, workers: Fleet, kind: str = "mlp", **changes: Any) -> Any:
-    spec = job(kind, execution={"parallelism": parallelism}, **changes)
+    spec = kind_job(kind, execution={"parallelism": parallelism}, **changes)
     return resolve(spec, SITE, workers)
 
 
@@ -120,7 +120,7 @@ def test_automatic_weighs_computing_against_exchanging() -> None:
 
 
 def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
-    whole = estimate_memory(job("mlp", kwargs={"depth": 2}, batch_size=4), SITE).needed
+    whole = estimate_memory(kind_job("mlp", kwargs={"depth": 2}, batch_size=4), SITE).needed
     workers = fleet(4, memory_bytes=whole * 4 // 5)
     spec, reason = resolved("Automatic", workers, kwargs={"depth": 2}, batch_size=4)
     assert isinstance(spec.strategy, ModelParallel)
@@ -132,7 +132,7 @@ def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
 
 
 def test_what_fits_is_left_as_it_is() -> None:
-    spec = job("mlp", batch_size=256)
+    spec = kind_job("mlp", batch_size=256)
     found = recommend(spec, SITE, GB)
     assert found.fits
     assert found.job == spec
@@ -141,8 +141,8 @@ def test_what_fits_is_left_as_it_is() -> None:
 
 
 def test_what_does_not_fit_at_once_is_accumulated() -> None:
-    spec = job("mlp", kwargs=SHALLOW, batch_size=256)
-    enough = estimate_memory(job("mlp", kwargs=SHALLOW, batch_size=120), SITE).needed
+    spec = kind_job("mlp", kwargs=SHALLOW, batch_size=256)
+    enough = estimate_memory(kind_job("mlp", kwargs=SHALLOW, batch_size=120), SITE).needed
     memory = enough * 10 // 9 + 1
     found = recommend(spec, SITE, memory)
     assert found.fits
@@ -154,7 +154,7 @@ def test_what_does_not_fit_at_once_is_accumulated() -> None:
 
 def test_a_parallelism_that_is_asked_for_stays() -> None:
     small = {"width": 8}
-    spec = job(
+    spec = kind_job(
         "mlp",
         kwargs=small,
         data=small,
@@ -170,15 +170,15 @@ def test_a_parallelism_that_is_asked_for_stays() -> None:
 
 def test_what_fits_nowhere_says_what_would_be_needed() -> None:
     small = {"width": 8}
-    spec = job("mlp", kwargs={**small, "depth": 1}, data=small, batch_size=2)
+    spec = kind_job("mlp", kwargs={**small, "depth": 1}, data=small, batch_size=2)
     found = recommend(spec, SITE, 1000, 2)
     assert not found.fits
     assert "Nothing that the workers carry out fits" in found.reasons[-1]
 
 
 def test_precision_is_lowered_last_and_said() -> None:
-    spec = job("mlp", kwargs=SHALLOW, batch_size=1, execution={"precision": "Full"})
-    enough = estimate_memory(job("mlp", kwargs=SHALLOW, batch_size=1), SITE).needed
+    spec = kind_job("mlp", kwargs=SHALLOW, batch_size=1, execution={"precision": "Full"})
+    enough = estimate_memory(kind_job("mlp", kwargs=SHALLOW, batch_size=1), SITE).needed
     found = recommend(spec, SITE, enough * 10 // 8)
     assert found.fits
     assert found.job.execution.precision == "Single"
@@ -193,11 +193,11 @@ def test_nothing_is_recommended_for_nothing(
     memory_bytes: int, num_workers: int, message: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        recommend(job("mlp"), SITE, memory_bytes, num_workers)
+        recommend(kind_job("mlp"), SITE, memory_bytes, num_workers)
 
 
 def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> None:
-    spec = job("mlp", kwargs=SHALLOW, execution={"parallelism": {"ModelParallel": 2}})
+    spec = kind_job("mlp", kwargs=SHALLOW, execution={"parallelism": {"ModelParallel": 2}})
     members = [
         CandidateWorker(name, "one-host", memory_bytes=2 * GB) for name in ("alice", "bob", "carol")
     ]
@@ -213,10 +213,10 @@ def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> Non
 
 def test_who_is_there_is_known_or_asked_for() -> None:
     with pytest.raises(InvalidInputError, match="memory: missing"):
-        recommend(job("mlp"), SITE, None)
+        recommend(kind_job("mlp"), SITE, None)
     member = CandidateWorker("alice", "here")
     with pytest.raises(InvalidInputError, match="memory: the workers do not say"):
-        recommend(job("mlp"), SITE, None, members=[member])
+        recommend(kind_job("mlp"), SITE, None, members=[member])
     with pytest.raises(InvalidInputError, match="workers: 2 asked for, and the coordinator has 1"):
-        recommend(job("mlp"), SITE, GB, 2, members=[member])
-    assert recommend(job("mlp"), SITE, GB, members=[member]).fits
+        recommend(kind_job("mlp"), SITE, GB, 2, members=[member])
+    assert recommend(kind_job("mlp"), SITE, GB, members=[member]).fits

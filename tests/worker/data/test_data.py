@@ -22,7 +22,8 @@ from stratagem.worker.data.data_sources import (
 )
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.data.sampler import BatchOrder, epoch_order
-from tests.worker.engine.support import ALLOWED, CPU, job
+from tests.jobs import job
+from tests.worker.engine.support import ALLOWED, CPU
 
 FEDERATED = {
     "type": "Federated",
@@ -34,7 +35,7 @@ FEDERATED = {
 
 
 def data_job(data: dict[str, Any], **changes: Any) -> Any:
-    return job(data=data, steps=None, strategy=FEDERATED, **changes)
+    return job(data=data, strategy=FEDERATED, **changes)
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
@@ -87,9 +88,7 @@ def test_partitions_are_skewed_and_repeatable() -> None:
 
 @pytest.mark.parametrize("method", ["contiguous", "by_label", "dirichlet"])
 def test_clients_of_one_data_set_see_their_rows_only(method: str) -> None:
-    spec = data_job(
-        {"entrypoint": "tests.worker.engine.userland:classes"}, partition={"method": method}
-    )
+    spec = data_job({"entrypoint": "tests.userland.data:classes"}, partition={"method": method})
     clients = [
         load_data(spec, ALLOWED, DataSources(), ClientShare(c, 4))["train"] for c in range(4)
     ]
@@ -102,9 +101,7 @@ def test_clients_of_one_data_set_see_their_rows_only(method: str) -> None:
 def test_data_that_clients_share_are_loaded_and_divided_once(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = data_job(
-        {"entrypoint": "tests.worker.engine.userland:classes"}, partition={"method": method}
-    )
+    spec = data_job({"entrypoint": "tests.userland.data:classes"}, partition={"method": method})
     data = ClientData(spec, ALLOWED, DataSources())
     data.of(ClientShare(0, 7))
     monkeypatch.setattr(sources, "load_data", None)
@@ -123,7 +120,7 @@ def test_data_that_clients_share_are_loaded_and_divided_once(
 def test_data_made_per_client_are_kept_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_CLIENTS_KEPT", 2)
     data = ClientData(
-        data_job({"entrypoint": "tests.worker.engine.userland:per_client"}), ALLOWED, DataSources()
+        data_job({"entrypoint": "tests.userland.data:per_client"}), ALLOWED, DataSources()
     )
     first, second = data.of(ClientShare(0, 4)), data.of(ClientShare(1, 4))
     assert data.of(ClientShare(0, 4)) is first
@@ -133,7 +130,7 @@ def test_data_made_per_client_are_kept_for_the_last_ones(monkeypatch: pytest.Mon
 
 
 def test_factory_that_knows_clients_is_asked_per_client() -> None:
-    spec = data_job({"entrypoint": "tests.worker.engine.userland:per_client"})
+    spec = data_job({"entrypoint": "tests.userland.data:per_client"})
     assert len(load_data(spec, ALLOWED, DataSources(), ClientShare(1, 4))["train"]) == 10
     assert len(load_data(spec, ALLOWED, DataSources())["train"]) == 40
 

@@ -18,12 +18,13 @@ from stratagem.worker.data.client_partition import by_label
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather, Subset, as_dataset
 from stratagem.worker.data.row_datasets import BatchKeys, RowDataset
-from tests.worker.engine.support import ALLOWED, CPU, job
-from tests.worker.engine.userland import NoisyRows
+from tests.jobs import job
+from tests.userland.data import NoisyRows
+from tests.worker.engine.support import ALLOWED, CPU
 
 GATHER = Gather(torch.float32, CPU)
 KEYS = BatchKeys((3, "row", 0), (3, 0, 0, 0))
-NOISY = {"entrypoint": "tests.worker.engine.userland:noisy_rows"}
+NOISY = {"entrypoint": "tests.userland.data:noisy_rows"}
 
 
 def rows_of(value: Any, indices: list[int], keys: BatchKeys = KEYS) -> tuple[Any, Any]:
@@ -132,8 +133,8 @@ def test_a_data_set_keeps_its_number_of_rows() -> None:
 
 
 def test_settings_that_do_not_go_with_the_data() -> None:
-    collate = "tests.worker.engine.userland:noisy_batch"
-    tensors = {"entrypoint": "tests.worker.engine.userland:classes"}
+    collate = "tests.userland.data:noisy_batch"
+    tensors = {"entrypoint": "tests.userland.data:classes"}
     with pytest.raises(InvalidInputError, match=r"data\.collate: belongs to data sets with len"):
         load_data(job(data={**tensors, "collate": collate}), ALLOWED, DataSources())
     cached = {"memory": "Cached"}

@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.worker.engine import ClientRunner
-from tests.worker.engine.support import ALLOWED, CPU, job, trainer_of
+from tests.jobs import job
+from tests.worker.engine.support import ALLOWED, CPU, trainer_of
 
 FEDAVG = {"method": "FedAvg"}
 
@@ -27,7 +28,7 @@ def federated(
         "client_selection": {"method": "All"},
         "options": {"local_epochs": local_epochs},
     }
-    return job(model, steps=None, strategy=strategy, **changes)
+    return job(model, strategy=strategy, **changes)
 
 
 def run(spec: Any) -> tuple[dict[str, Tensor], list[float]]:

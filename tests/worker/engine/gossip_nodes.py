@@ -7,7 +7,8 @@ from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
 from stratagem.worker.engine import GossipTrainer, build_gossip_trainer
 from stratagem.worker.exchange import GossipExchange
-from tests.worker.engine.support import ALLOWED, CPU, job, trainer_of
+from tests.jobs import job
+from tests.worker.engine.support import ALLOWED, CPU, trainer_of
 
 
 def gossip_job(

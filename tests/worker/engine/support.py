@@ -18,26 +18,10 @@ from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.reducer import GradientReducer, solo_exchange
 from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.jobs import ALLOW, LOSSES, NOT_TRAINED, job
 
 CPU = torch.device("cpu")
-ALLOWED = EntryPoints(["tests.worker.engine.userland:*", "examples.digits:*"])
-
-
-def job(model: str | dict[str, Any] = "mlp", **changes: Any) -> JobSpec:
-    """A small job; `changes` replace whole sections."""
-    named = {"entrypoint": f"tests.worker.engine.userland:{model}"}
-    document: dict[str, Any] = {
-        "name": "test",
-        "model": named if isinstance(model, str) else model,
-        "data": {"entrypoint": "tests.worker.engine.userland:classes"},
-        "loss": "cross_entropy",
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "steps": 10,
-        "batch_size": 16,
-        "seed": 3,
-    }
-    document.update(changes)
-    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
+ALLOWED = EntryPoints([ALLOW, "examples.digits:*"])
 
 
 def trainer_of(spec: JobSpec, *, fresh: bool = True, numerics: int = CURRENT) -> Trainer:
@@ -112,11 +96,11 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(accumulate(sizes, initial=0))
 
 
-METRICS = ["accuracy", "perplexity", "tests.worker.engine.userland:confidence"]
+METRICS = ["accuracy", "perplexity", f"{LOSSES}:confidence"]
 
 
 def evaluating(model: str = "mlp", batch_size: int = 5, **changes: Any) -> Any:
-    nothing = {"optimizer": None, "steps": None, "batch_size": None}
     evaluation = {"split": "test", "metrics": METRICS, "batch_size": batch_size}
-    execution = {"gradient": "None", **changes.pop("execution", {})}
-    return job(model, **nothing, evaluation=evaluation, execution=execution, **changes)
+    execution = {**NOT_TRAINED["execution"], **changes.pop("execution", {})}
+    sections = {**NOT_TRAINED, "evaluation": evaluation, "execution": execution, **changes}
+    return job(model, **sections)

@@ -19,28 +19,21 @@ from stratagem.worker.engine import ClientRunner, Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.worker.engine import client_rounds as rounds
 from tests.worker.engine import gossip_nodes as gossip
-from tests.worker.engine.support import (
-    ALLOWED,
-    assert_same_bits,
-    job,
-    model_of,
-    solo,
-    train,
-    trainer_of,
-)
+from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, solo, train, trainer_of
 from tests.worker.exchange.cases import buckets_of, no_scalars
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
 TOKENS: dict[str, Any] = {
-    "data": {"entrypoint": "tests.worker.engine.userland:tokens"},
+    "data": {"entrypoint": "tests.userland.data:tokens"},
     "loss": "token_cross_entropy",
 }
 CUTS = [{"micro_batch_size": 3}, {"steps": 4}, {"micro_batch_size": 1}, {"steps": 2}]
-OF_ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 48}}
+OF_ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 48}}
 
 
 @given(num_rows=st.integers(0, 60), size=st.integers(1, 20))
@@ -85,7 +78,7 @@ def test_any_split_equals_the_sharded_loop(
     num_rows: int, batch_size: int, num_shards: int, micro_batch_size: int, normalize: str
 ) -> None:
     accumulation = {"micro_batch_size": min(micro_batch_size, batch_size), "normalize": normalize}
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": num_rows}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": num_rows}}
     spec = job(batch_size=batch_size, data=data, steps=3, accumulation=accumulation)
     trainer = trainer_of(spec)
     losses = train(trainer, num_shards, 3)
@@ -279,7 +272,7 @@ def test_narrow_gradients_add_up_in_the_wide_bucket(dtype: torch.dtype) -> None:
 
 def told(at: int = 0, what: str = "", **changes: Any) -> Trainer:
     """A trainer of four micro-batches per step, whose model misbehaves in forward pass `at`."""
-    model = {"entrypoint": "tests.worker.engine.userland:Told", "kwargs": {"at": at, "what": what}}
+    model = {"entrypoint": "tests.userland.acting_models:Told", "kwargs": {"at": at, "what": what}}
     accumulation = {"steps": 4, **changes}
     return trainer_of(job(model, data=OF_ROWS, optimizer=ADAM, accumulation=accumulation))
 
@@ -377,7 +370,7 @@ def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
     optimizer = {"name": "sgd", "lr": 1 / scale, "clip_norm": clip_norm}
     return job(
         loss={
-            "entrypoint": "tests.worker.engine.userland:half_squared",
+            "entrypoint": "tests.userland.losses:half_squared",
             "kwargs": {"scale": scale},
         },
         optimizer={key: value for key, value in optimizer.items() if value is not None},
@@ -388,7 +381,7 @@ def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
 
 def test_clients_and_nodes_skip_alone() -> None:
     told_model: dict[str, Any] = {
-        "entrypoint": "tests.worker.engine.userland:Told",
+        "entrypoint": "tests.userland.acting_models:Told",
         "kwargs": {"at": THIRD_OF_STEP_TWO, "what": "nan"},
     }
     accumulation = {"steps": 4, "non_finite": "skip_step"}

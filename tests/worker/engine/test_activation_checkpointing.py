@@ -6,12 +6,12 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.engine.numerics.model_blocks import blocks_of
+from tests.jobs import job
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import (
     ALLOWED,
     assert_same_bits,
     is_refused_here,
-    job,
     model_of,
     peak_bytes,
     solo,
@@ -19,8 +19,8 @@ from tests.worker.engine.support import (
     trainer_of,
 )
 
-ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
-MANY_ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 512}}
+ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 42}}
+MANY_ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 512}}
 GRAPH: dict[str, Any] = {
     "graph": {
         "nodes": [

@@ -18,7 +18,8 @@ from stratagem.worker.engine.numerics.torch_compile import CompileGate
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.model_buffers import Buffers
-from tests.worker.engine.support import CPU, job
+from tests.jobs import job
+from tests.worker.engine.support import CPU
 
 SIZES = (0, 1, 7)
 FINE = StepSummary(loss=1.5, weight=2.0, norm=torch.tensor(1.0), is_finite=True)

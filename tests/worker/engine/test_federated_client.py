@@ -7,9 +7,10 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.worker.engine import ClientRunner, run_client_round
+from tests.jobs import job, user_model
 from tests.reference.loops import federated_loop, plain_loop
 from tests.worker.engine.client_rounds import federated, run
-from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, job, trainer_of
+from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, job, tra
         federated("everything", aggregation={"method": "FedProx", "mu": 0.3}),
         federated("batch_norm_mlp", batch_size=25, partition={"method": "contiguous"}),
         federated("mlp", partition={"method": "dirichlet", "alpha": 0.5}),
-        federated("mlp", data={"entrypoint": "tests.worker.engine.userland:per_client"}),
+        federated("mlp", data={"entrypoint": "tests.userland.data:per_client"}),
         federated("mlp", optimizer={"name": "sgd", "lr": 0.1, "schedule": {"name": "cosine"}}),
     ],
     ids=["plain", "dropout", "prox", "batch norm", "dirichlet", "per client", "schedule"],
@@ -60,14 +61,14 @@ def test_a_round_done_again_gives_the_same_update() -> None:
 
 
 def test_client_without_rows_is_refused_by_name() -> None:
-    spec = federated(data={"entrypoint": "tests.worker.engine.userland:empty_for_client_1"})
+    spec = federated(data={"entrypoint": "tests.userland.data:empty_for_client_1"})
     base, _ = trainer_of(spec).copy_state()
     with pytest.raises(InvalidInputError, match="client 1 of 3 has no rows"):
         run_client_round(spec, ALLOWED, base, 1, 3, 1, CPU)
 
 
 def test_non_finite_loss_of_a_client() -> None:
-    spec = federated("exploding_mlp", local_epochs=3)
+    spec = federated(user_model("acting_models:Exploding", at_call=3), local_epochs=3)
     base, _ = trainer_of(spec).copy_state()
     with pytest.raises(UserCodeError, match="non-finite loss") as caught:
         run_client_round(spec, ALLOWED, base, 2, 3, 1, CPU)

@@ -25,7 +25,7 @@ def test_equals_the_gossip_loop_to_the_bit(
     model: str, num_nodes: int, optimizer: dict[str, Any], precision: str
 ) -> None:
     rows = 42 if model == "batch_norm_mlp" else 50
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": rows}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
     execution = {"precision": precision}
     spec = gossip_job(model, num_nodes, optimizer=optimizer, data=data, execution=execution)
     made, exchange = trainer(spec)

@@ -16,13 +16,13 @@ from stratagem.worker.engine.step.state_format import (
 )
 from stratagem.worker.engine.trainers.inference import _copies
 from stratagem.worker.plans.train_plan import parts_to_proto
+from tests.jobs import job
 from tests.reference.evaluation_loop import evaluation_loop
 from tests.worker.engine.support import (
     ALLOWED,
     CPU,
     evaluated,
     evaluating,
-    job,
     model_of,
     peak_bytes,
     train,
@@ -47,7 +47,7 @@ def metrics_of(spec: Any, *members: Inference, num_shards: int) -> dict[str, flo
 @pytest.mark.parametrize("num_members", [1, 3])
 def test_any_number_of_members_equals_the_loop(num_test_rows: int, num_members: int) -> None:
     data = {
-        "entrypoint": "tests.worker.engine.userland:classes",
+        "entrypoint": "tests.userland.data:classes",
         "kwargs": {"num_test_rows": num_test_rows},
     }
     spec = evaluating("everything", data=data)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.numerics.batch_shards import assign_shards
-from tests.worker.engine.support import in_buckets, job, solo, trainer_of
+from tests.jobs import job
+from tests.worker.engine.support import in_buckets, solo, trainer_of
 
 
 @contextmanager

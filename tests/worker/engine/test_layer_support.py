@@ -25,9 +25,10 @@ from stratagem.worker.engine.numerics.layer_support import (
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.models.model_nodes import program_of
+from tests.jobs import job
 from tests.reference.loops import sharded_loop
-from tests.worker.engine.support import ALLOWED, CPU, evaluating, job, trainer_of
-from tests.worker.engine.userland import Rare
+from tests.userland.models import Rare
+from tests.worker.engine.support import ALLOWED, CPU, evaluating, trainer_of
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.data.batch_storage import BatchPool, DatasetCache
 from stratagem.worker.data.datasets import Gather, Subset, TensorDataset
 from stratagem.worker.exchange.reducer import solo_exchange
+from tests.jobs import job
 from tests.reference.loops import sharded_loop
 from tests.worker.engine import client_rounds as rounds
 from tests.worker.engine import gossip_nodes as gossip
@@ -19,7 +20,6 @@ from tests.worker.engine.support import (
     assert_same_bits,
     evaluated,
     in_buckets,
-    job,
     model_of,
     peak_bytes,
     solo,
@@ -27,9 +27,9 @@ from tests.worker.engine.support import (
     trainer_of,
 )
 
-MANY_ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 256}}
+MANY_ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 256}}
 MEMORY = ["Pooled", "Cached", "MinimalPeak"]
-ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
+ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 42}}
 
 
 @pytest.mark.parametrize("memory", MEMORY)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
+from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
+from tests.userland.data import classes
 from tests.worker.engine import client_rounds as rounds
 from tests.worker.engine import gossip_nodes as gossip
 from tests.worker.engine.support import (
@@ -18,19 +20,17 @@ from tests.worker.engine.support import (
     assert_same_bits,
     evaluated,
     is_refused_here,
-    job,
     model_of,
     train,
     trainer_of,
 )
-from tests.worker.engine.userland import classes
 
 EXECUTIONS = [
     {"precision": precision, "amp_dtype": dtype}
     for precision in ("Mixed", "Half")
     for dtype in ("bfloat16", "float16")
 ]
-ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
+ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 42}}
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
@@ -103,8 +103,8 @@ def test_half_is_a_model_of_16_bits_with_float32_masters() -> None:
 
 def test_gradients_too_small_for_float16_arrive() -> None:
     """Without a scale they would vanish below 6e-8."""
-    spec = job("mlp", loss="tests.worker.engine.userland:tiny", execution={"precision": "Single"})
-    low = job("mlp", loss="tests.worker.engine.userland:tiny", execution=EXECUTIONS[1])
+    spec = job("mlp", loss="tests.userland.losses:tiny", execution={"precision": "Single"})
+    low = job("mlp", loss="tests.userland.losses:tiny", execution=EXECUTIONS[1])
 
     def step(job_spec: Any) -> dict[str, Tensor]:
         trainer = trainer_of(job_spec)
@@ -134,7 +134,7 @@ def test_a_step_that_overflows_is_skipped_by_all_and_the_scale_is_part_of_the_st
 
 
 def test_gradients_that_no_scale_can_save_end_the_run() -> None:
-    spec = job("mlp", loss="tests.worker.engine.userland:steep", steps=40, execution=EXECUTIONS[1])
+    spec = job("mlp", loss="tests.userland.losses:steep", steps=40, execution=EXECUTIONS[1])
     with pytest.raises(UserCodeError, match="non-finite gradient at step 31"):
         train(trainer_of(spec), 1, 40)
 

@@ -17,8 +17,9 @@ from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.stochastic_modules import draws_random_numbers
 from stratagem.worker.plans.supported_settings import check_supported
-from tests.worker.engine.support import ALLOWED, CPU, evaluated, job, solo, train, trainer_of
-from tests.worker.engine.userland import classes
+from tests.jobs import job, user_model
+from tests.userland.data import classes
+from tests.worker.engine.support import ALLOWED, CPU, evaluated, solo, train, trainer_of
 
 
 def loss(spec: Any) -> Any:
@@ -56,7 +57,7 @@ def test_wrong_losses_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"loss\.weight"):
         loss({"name": "cross_entropy", "kwargs": {"weight": [1, 2]}})
     with pytest.raises(ValueError, match="one number"):
-        loss("tests.worker.engine.userland:one_per_row")(torch.zeros(3), torch.zeros(3), 3)
+        loss("tests.userland.losses:one_per_row")(torch.zeros(3), torch.zeros(3), 3)
 
 
 def test_metrics() -> None:
@@ -74,7 +75,7 @@ def test_metrics() -> None:
     assert metrics["top5_accuracy"](torch.rand(4, 3), torch.arange(4) % 3, 4) == (1.0, 4)
     assert metrics["mse"](x, x + 2, 8) == (4.0, 8)
     assert metrics["mae"](x, x - 2, 8) == (2.0, 8)
-    user = make_metrics(["tests.worker.engine.userland:confidence"], ALLOWED)
+    user = make_metrics(["tests.userland.losses:confidence"], ALLOWED)
     assert next(iter(user.values()))(torch.zeros(4, 2), y, 4) == (0.5, 4.0)
     with pytest.raises(InvalidInputError, match="did you mean accuracy"):
         make_metrics(["acuracy"], ALLOWED)
@@ -206,10 +207,7 @@ def test_which_modules_draw() -> None:
 def test_activation_checkpointing_draws_the_same_masks_again(num_shards: int) -> None:
     losses = []
     for checkpointed in (False, True):
-        model = {
-            "entrypoint": "tests.worker.engine.userland:deep",
-            "kwargs": {"checkpointed": checkpointed},
-        }
+        model = user_model("shared_blocks", is_checkpointed=checkpointed)
         losses.append(train(trainer_of(job(model)), num_shards, 6))
     assert losses[0] == losses[1]
 

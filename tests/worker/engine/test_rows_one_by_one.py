@@ -8,6 +8,7 @@ import torch
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.worker.engine import build_inference
 from stratagem.worker.plans.train_plan import parts_to_proto
+from tests.jobs import job
 from tests.reference.evaluation_loop import evaluation_loop
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop
@@ -18,15 +19,14 @@ from tests.worker.engine.support import (
     CPU,
     assert_same_bits,
     evaluating,
-    job,
     model_of,
     train,
     trainer_of,
 )
 
-ROWS = {"entrypoint": "tests.worker.engine.userland:noisy_rows"}
-COLLATED = {**ROWS, "collate": "tests.worker.engine.userland:noisy_batch"}
-OF_BATCH = "tests.worker.engine.userland:loss_of_batch"
+ROWS = {"entrypoint": "tests.userland.data:noisy_rows"}
+COLLATED = {**ROWS, "collate": "tests.userland.data:noisy_batch"}
+OF_BATCH = "tests.userland.losses:loss_of_batch"
 CASES: dict[str, dict[str, Any]] = {
     "rows": {"data": ROWS},
     "pooled": {"data": ROWS, "execution": {"memory": "Pooled"}},
@@ -81,7 +81,7 @@ def test_gossip_nodes_equal_the_loop() -> None:
 
 @pytest.mark.parametrize("case", ["rows", "collated"])
 def test_an_evaluation_equals_the_loop(case: str) -> None:
-    metric = {"rows": "accuracy", "collated": "tests.worker.engine.userland:confidence"}[case]
+    metric = {"rows": "accuracy", "collated": "tests.userland.losses:confidence"}[case]
     spec = evaluating("FunctionalDropout", **CASES[case])
     spec = spec.model_copy(
         update={"evaluation": spec.evaluation.model_copy(update={"metrics": (metric,)})}

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from stratagem.worker.exchange import ExchangeError, SingleMemberReducer, StepScalars, single_member
-from tests.worker.engine.support import assert_same_bits, in_buckets, job, trainer_of
+from tests.jobs import job
+from tests.worker.engine.support import assert_same_bits, in_buckets, trainer_of
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
 TOKENS = {
-    "model": {"entrypoint": "tests.worker.engine.userland:token_model"},
-    "data": {"entrypoint": "tests.worker.engine.userland:tokens"},
+    "model": {"entrypoint": "tests.userland.models:token_model"},
+    "data": {"entrypoint": "tests.userland.data:tokens"},
     "loss": "token_cross_entropy",
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -23,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tokens in micro-batches": {**TOKENS, "accumulation": {"micro_batch_size": 3}},
     "absent from the last": {
         "model": {
-            "entrypoint": "tests.worker.engine.userland:Told",
+            "entrypoint": "tests.userland.acting_models:Told",
             "kwargs": {"at": 2, "what": "leave out"},
         },
         "batch_size": 10,

@@ -7,12 +7,12 @@ import torch
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.exchange import StepScalars
+from tests.jobs import job, user_model
 from tests.reference.loops import plain_loop, sharded_loop
 from tests.worker.engine.support import (
     ALLOWED,
     CPU,
     assert_same_bits,
-    job,
     model_of,
     solo,
     train,
@@ -21,7 +21,7 @@ from tests.worker.engine.support import (
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 CHANGING_BUFFER = {
-    "entrypoint": "tests.worker.engine.userland:BigBuffer",
+    "entrypoint": "tests.userland.models:BigBuffer",
     "kwargs": {"change": True},
 }
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
@@ -36,7 +36,7 @@ def test_equals_the_sharded_loop_to_the_bit(
     # 50 rows in batches of 16: the last batch of an epoch has 2 rows, fewer than 3 or 4 shards.
     # Batch norm cannot train on single rows, so there the last batch has 10.
     rows = 42 if model == "batch_norm_mlp" else 50
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": rows}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
     spec = job(model, optimizer=optimizer, data=data)
     trainer = trainer_of(spec)
     losses = train(trainer, num_shards, 10)
@@ -69,7 +69,7 @@ def test_equals_the_plain_loop_up_to_rounding(
 
 
 def test_one_shard_without_randomness_equals_the_plain_loop_in_its_buffers_too() -> None:
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 48}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 48}}
     spec = job("batch_norm_mlp", data=data, execution={"precision": "Full"})
     trainer = trainer_of(spec)
     train(trainer, 1, 10)
@@ -81,15 +81,15 @@ def test_one_shard_without_randomness_equals_the_plain_loop_in_its_buffers_too()
 @pytest.mark.parametrize(
     "changes",
     [
-        {"loss": "tests.worker.engine.userland:half_squared"},
-        {"loss": "tests.worker.engine.userland:weighted"},
+        {"loss": "tests.userland.losses:half_squared"},
+        {"loss": "tests.userland.losses:weighted"},
         {
-            "model": {"entrypoint": "tests.worker.engine.userland:token_model"},
-            "data": {"entrypoint": "tests.worker.engine.userland:tokens"},
+            "model": {"entrypoint": "tests.userland.models:token_model"},
+            "data": {"entrypoint": "tests.userland.data:tokens"},
             "loss": "token_cross_entropy",
         },
-        {"data": {"entrypoint": "tests.worker.engine.userland:noisy"}},
-        {"model": {"entrypoint": "tests.worker.engine.userland:LastOfSequence"}},
+        {"data": {"entrypoint": "tests.userland.data:noisy"}},
+        {"model": {"entrypoint": "tests.userland.models:LastOfSequence"}},
     ],
     ids=["user loss", "weighted loss", "tokens", "augmentation", "lstm"],
 )
@@ -102,7 +102,7 @@ def test_losses_and_data_of_all_kinds(changes: dict[str, Any]) -> None:
 def test_token_weights_make_shards_equal_the_whole_batch() -> None:
     spec = job(
         "token_model",
-        data={"entrypoint": "tests.worker.engine.userland:tokens"},
+        data={"entrypoint": "tests.userland.data:tokens"},
         loss="token_cross_entropy",
         execution={"precision": "Full"},
     )
@@ -117,7 +117,7 @@ def test_token_weights_make_shards_equal_the_whole_batch() -> None:
     "model", ["everything", "batch_norm_mlp", "HiddenTable", "reads_values", "LastOfSequence"]
 )
 def test_resumed_run_equals_the_undisturbed_one(model: str, optimizer: dict[str, Any]) -> None:
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 44}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 44}}
     spec = job(model, optimizer=optimizer, data=data)
     straight = trainer_of(spec)
     train(straight, 3, 10)
@@ -176,7 +176,7 @@ def test_frozen_and_unused_parameters_do_not_move() -> None:
 
 
 def test_non_finite_loss_is_reported_with_its_step_and_changes_nothing() -> None:
-    trainer = trainer_of(job("exploding_mlp"))
+    trainer = trainer_of(job(user_model("acting_models:Exploding", at_call=3)))
     train(trainer, 1, 2)
     before = trainer.fingerprint()
     with pytest.raises(UserCodeError, match="non-finite loss at step 3") as caught:
@@ -207,7 +207,7 @@ def test_failed_step_leaves_no_trace() -> None:
 
 
 def test_errors_of_the_user_are_wrapped_once() -> None:
-    trainer = trainer_of(job(loss="tests.worker.engine.userland:broken_loss"))
+    trainer = trainer_of(job(loss="tests.userland.losses:broken_loss"))
     with pytest.raises(UserCodeError) as caught:
         train(trainer, 1, 1)
     error = caught.value
@@ -255,7 +255,7 @@ def test_trains_on_a_gpu() -> None:
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_a_gradient_of_a_wrong_shape_names_its_parameter(is_direct: bool) -> None:
     model = {
-        "entrypoint": "tests.worker.engine.userland:Misshapen",
+        "entrypoint": "tests.userland.acting_models:Misshapen",
         "kwargs": {"is_direct": is_direct},
     }
     with pytest.raises(UserCodeError, match=r"invalid gradient at index 1.* of parameter weight"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.step.forward_backward import Rows, Window
+from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop
 from tests.worker.engine import client_rounds as rounds
@@ -18,13 +19,12 @@ from tests.worker.engine.support import (
     ALLOWED,
     assert_same_bits,
     evaluated,
-    job,
     model_of,
     train,
     trainer_of,
 )
 
-ROWS = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 42}}
+ROWS = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 42}}
 NUM_STEPS = 7  # batches of 16, 16 and 10 rows
 LAZY = {"mode": "Lazy", "fusion": True}
 HYBRID = {"mode": "Hybrid"}

@@ -10,14 +10,15 @@ from stratagem.worker.exchange import ExchangeError, GradientBuckets, mesh_excha
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES
 from stratagem.worker.mesh import Link, form_gloo
 from tests.common.compression.support import CODECS
+from tests.jobs import job
 from tests.patience import PATIENCE_S
 from tests.reference.compressed_loop import compressed_loop
-from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
+from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, trainer_of
 from tests.worker.mesh.grpc_party import grpc_party, meeting
 
 NUM_STEPS = 5
 # Tags of 50 rows in batches of 16: the last batch of an epoch has 2 rows.
-DATA = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+DATA = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 50}}
 
 
 def member(

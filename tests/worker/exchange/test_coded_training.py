@@ -19,11 +19,12 @@ from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from tests.common.compression.support import CODECS
+from tests.jobs import job
 from tests.reference.compressed_loop import compressed_loop
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.gossip_nodes import gossip_job
 from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
-from tests.worker.engine.support import ALLOWED, assert_same_bits, job, model_of, trainer_of
+from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, trainer_of
 
 
 def compressed(codec: dict[str, Any], **changes: Any) -> JobSpec:
@@ -51,7 +52,7 @@ MORE = ("fp16", "int8", "int8-feedback", "top_k-bitmap", "vsa", "vsa-int8", "ter
 )
 def test_equals_the_compressed_loop_to_the_bit(name: str) -> None:
     # The last batch of an epoch has 2 rows for 3 shards.
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 50}}
     spec = compressed(CODECS[name], data=data)
     trainer = trainer_of(spec)
     losses = train(trainer, 5)
@@ -62,7 +63,7 @@ def test_equals_the_compressed_loop_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8-stochastic", "ternary", "low_rank", "vsa"])
 def test_coding_bucket_by_bucket_has_the_same_bits(name: str) -> None:
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 50}}
     spec = compressed(CODECS[name], data=data, accumulation={"micro_batch_size": 2})
     trainer = trainer_of(spec)
     assert train(trainer, 5, bucket_bytes=1) == compressed_loop(spec, ALLOWED, 3, 5).losses
@@ -254,7 +255,7 @@ def test_micro_batches_are_coded_once_together() -> None:
 @pytest.mark.parametrize("what", ["nan", "nan gradient"])
 def test_a_skipped_step_leaves_no_residual(what: str, bucket_bytes: int) -> None:
     told: dict[str, Any] = {
-        "entrypoint": "tests.worker.engine.userland:Told",
+        "entrypoint": "tests.userland.acting_models:Told",
         "kwargs": {"at": 5, "what": what},
     }
     accumulation = {"non_finite": "skip_step"}
@@ -294,7 +295,7 @@ def test_nodes_take_up_their_public_copies(name: str) -> None:
 @pytest.mark.parametrize("numerics", [FIRST, CURRENT])
 @pytest.mark.parametrize("name", ["fp16", "ternary"])
 def test_each_number_has_a_loop_of_its_own(name: str, numerics: int) -> None:
-    data = {"entrypoint": "tests.worker.engine.userland:classes", "kwargs": {"num_rows": 50}}
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 50}}
     spec = compressed(CODECS[name], data=data)
     trainer = trainer_of(spec, numerics=numerics)
     train(trainer, 5, bucket_bytes=1)

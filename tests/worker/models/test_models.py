@@ -10,15 +10,8 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import GraphSpec
 from stratagem.worker.models.graph_model import MODULES, graph_module
 from stratagem.worker.models.model_builder import build_model
-from tests.worker.engine.support import (
-    ALLOWED,
-    CPU,
-    assert_same_bits,
-    job,
-    model_of,
-    train,
-    trainer_of,
-)
+from tests.jobs import job
+from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, model_of, train, trainer_of
 
 CHAIN = {
     "nodes": [
@@ -139,12 +132,12 @@ def test_every_allowed_module_is_a_module() -> None:
 
 def test_factories() -> None:
     with pytest.raises(UserCodeError, match="KeyError: 'no such layer'") as caught:
-        trainer_of(job("broken_model"))
+        trainer_of(job("acting_models:broken_model"))
     assert caught.value.activity == "building the model"
     with pytest.raises(InvalidInputError, match="returned a dict"):
-        trainer_of(job("classes"))
+        trainer_of(job({"entrypoint": "tests.userland.data:classes"}))
     with pytest.raises(UserCodeError, match="unexpected keyword"):
-        trainer_of(job({"entrypoint": "tests.worker.engine.userland:mlp", "kwargs": {"width": 3}}))
+        trainer_of(job({"entrypoint": "tests.userland.models:mlp", "kwargs": {"width": 3}}))
     model = build_model(job(execution={"precision": "Full"}), ALLOWED, device=CPU, fresh=False)
     assert {param.dtype for param in model.parameters()} == {torch.float64}
     assert not any(param.is_meta for param in model.parameters())

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from stratagem.worker.engine.step.forward_backward import Start
 from stratagem.worker.models.stochastic_modules import runs_only_known_code
-from tests.worker.engine.support import job, train, trainer_of
+from tests.jobs import job
+from tests.worker.engine.support import train, trainer_of
 
 
 def layers(*changes: Callable[[nn.Linear], object]) -> nn.Module:
@@ -96,8 +97,8 @@ def test_a_step_without_users_code_leaves_their_generators_alone() -> None:
     assert drawn_by_a_step() == untouched
     seeded = [
         drawn_by_a_step(model="everything"),
-        drawn_by_a_step(loss={"entrypoint": "tests.worker.engine.userland:weighted"}),
-        drawn_by_a_step(data={"entrypoint": "tests.worker.engine.userland:noisy"}),
+        drawn_by_a_step(loss={"entrypoint": "tests.userland.losses:weighted"}),
+        drawn_by_a_step(data={"entrypoint": "tests.userland.data:noisy"}),
     ]
     assert untouched not in seeded
     assert seeded[0] == seeded[1]

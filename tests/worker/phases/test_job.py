@@ -7,7 +7,7 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, PhasesSpec
 from tests.cluster.jobs import data_parallel, gossip, model_parallel
-from tests.worker.engine.support import job
+from tests.jobs import job
 
 pytestmark = pytest.mark.core
 

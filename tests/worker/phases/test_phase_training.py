@@ -14,10 +14,10 @@ from stratagem.worker.engine import StepReport, Trainer, build_trainer
 from stratagem.worker.exchange import StepScalars
 from stratagem.worker.phases import PhaseError
 from tests.cluster.jobs import data_parallel
+from tests.jobs import job
 from tests.reference.loops import sharded_loop
 from tests.reference.phases_loop import phases_loop
 from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, solo, trainer_of
-from tests.worker.engine.support import job as job_of
 from tests.worker.phases.members import exchanges, together, train_together
 
 SMOOTH = {"full_steps": 3, "predict_steps": 5, "correct_every": 2}
@@ -38,10 +38,10 @@ ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.05, "schedule": "cosine"}
 STEPS = 40
 
 
-def job(phases: dict[str, Any] | None, **changes: Any) -> JobSpec:
+def phased(phases: dict[str, Any] | None, **changes: Any) -> JobSpec:
     """Smooth unless `changes` say otherwise: the whole data in each batch, and short steps."""
     calm = {"batch_size": 50, "optimizer": {"name": "sgd", "lr": 0.05}}
-    return job_of(**{"steps": STEPS, "phases": phases, **calm, **changes})
+    return job(**{"steps": STEPS, "phases": phases, **calm, **changes})
 
 
 def letters(reports: list[StepReport]) -> str:
@@ -56,15 +56,15 @@ def train(trainer: Trainer, num_shards: int, to_step: int = STEPS) -> list[StepR
 @pytest.mark.parametrize(
     "spec",
     [
-        job(SMOOTH),
-        job(NOISY, optimizer=ADAM, batch_size=16),
-        job(NOISY, execution={"precision": "Full"}, batch_size=16),
-        job(SMOOTH, accumulation={"micro_batch_size": 4}),
-        job({**SMOOTH, "correction_weight": 0.0}, optimizer=SGD),
-        job({**SMOOTH, "warmup_steps": 7}, batch_size=7),
-        job(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}),
-        job(SMOOTH, execution={"precision": "Mixed", "amp_dtype": "float16", "fusion": True}),
-        job(NOISY, accumulation={"normalize": "sum"}, optimizer={"name": "sgd", "lr": 1e-3}),
+        phased(SMOOTH),
+        phased(NOISY, optimizer=ADAM, batch_size=16),
+        phased(NOISY, execution={"precision": "Full"}, batch_size=16),
+        phased(SMOOTH, accumulation={"micro_batch_size": 4}),
+        phased({**SMOOTH, "correction_weight": 0.0}, optimizer=SGD),
+        phased({**SMOOTH, "warmup_steps": 7}, batch_size=7),
+        phased(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}),
+        phased(SMOOTH, execution={"precision": "Mixed", "amp_dtype": "float16", "fusion": True}),
+        phased(NOISY, accumulation={"normalize": "sum"}, optimizer={"name": "sgd", "lr": 1e-3}),
     ],
     ids=(
         *("smooth", "noisy", "float64", "micro-batches", "fallbacks", "refused", "diverging"),
@@ -83,7 +83,7 @@ def test_equals_the_reference_to_the_bit(spec: JobSpec, num_members: int) -> Non
 
 @pytest.mark.parametrize("model", ["dropout_mlp", "LastOfSequence"])
 def test_random_layers_keep_their_keys_while_batches_are_passed_over(model: str) -> None:
-    spec = job(NOISY, model=model, batch_size=16)  # torch's generator is one for all threads
+    spec = phased(NOISY, model=model, batch_size=16)  # torch's generator is one for all threads
     trainer = trainer_of(spec)
     expected = phases_loop(spec, ALLOWED, 3, STEPS)
     assert letters(train(trainer, 3)) == expected.phases
@@ -91,13 +91,13 @@ def test_random_layers_keep_their_keys_while_batches_are_passed_over(model: str)
 
 
 def test_the_jobs_above_come_by_every_phase() -> None:
-    smooth = phases_loop(job(SMOOTH), ALLOWED, 3, STEPS).phases
+    smooth = phases_loop(phased(SMOOTH), ALLOWED, 3, STEPS).phases
     assert smooth.startswith("FFFPPCPPCPFFF")
-    noisy = job(NOISY, optimizer=ADAM, batch_size=16)
+    noisy = phased(NOISY, optimizer=ADAM, batch_size=16)
     assert {"F", "P", "C"} == set(phases_loop(noisy, ALLOWED, 3, STEPS).phases)
-    fallbacks = phases_loop(job(SMOOTH, optimizer=SGD), ALLOWED, 3, STEPS).phases
+    fallbacks = phases_loop(phased(SMOOTH, optimizer=SGD), ALLOWED, 3, STEPS).phases
     assert "CF" in fallbacks  # a correction that gave the cycle up
-    noise = job(SMOOTH, batch_size=7)
+    noise = phased(SMOOTH, batch_size=7)
     refused = phases_loop(noise, ALLOWED, 3, STEPS)
     assert refused.phases == "F" * STEPS
     # Whoever is never allowed to predict trains as if there were no phases.
@@ -106,7 +106,7 @@ def test_the_jobs_above_come_by_every_phase() -> None:
 
 
 def test_without_predictions_it_is_the_sharded_loop() -> None:
-    spec = job({"predict_steps": 0}, model="batch_norm_mlp", batch_size=25)
+    spec = phased({"predict_steps": 0}, model="batch_norm_mlp", batch_size=25)
     trainer = trainer_of(spec)
     train(trainer, 3, 10)
     plain = sharded_loop(spec.model_copy(update={"phases": None}), ALLOWED, 3, 10)
@@ -114,7 +114,7 @@ def test_without_predictions_it_is_the_sharded_loop() -> None:
 
 
 def test_a_predicted_step_reads_nothing_and_sends_nothing() -> None:
-    trainer = trainer_of(job(SMOOTH))
+    trainer = trainer_of(phased(SMOOTH))
     train(trainer, 2, 3)
 
     class Untouchable:
@@ -127,7 +127,7 @@ def test_a_predicted_step_reads_nothing_and_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [job(SMOOTH), job(NOISY, optimizer=ADAM, batch_size=16)], ids=["smooth", "noisy"]
+    "spec", [phased(SMOOTH), phased(NOISY, optimizer=ADAM, batch_size=16)], ids=["smooth", "noisy"]
 )
 def test_resumed_anywhere_it_equals_the_undisturbed_run(spec: JobSpec) -> None:
     straight = trainer_of(spec)
@@ -144,7 +144,7 @@ def test_resumed_anywhere_it_equals_the_undisturbed_run(spec: JobSpec) -> None:
 
 
 def test_a_member_that_joins_in_mid_phase_goes_on_with_the_others() -> None:
-    spec = job(SMOOTH)
+    spec = phased(SMOOTH)
     trainers = [trainer_of(spec) for _ in range(2)]
     train_together(trainers, 2, 4)  # inside a Predict phase
     survivor = trainers[0]
@@ -161,7 +161,7 @@ def test_a_member_that_joins_in_mid_phase_goes_on_with_the_others() -> None:
 @pytest.mark.parametrize("phase", ["CORRECT", "FULL"])
 def test_replicas_that_differ_after_predictions_fail_with_the_step(phase: str) -> None:
     every = 2 if phase == "CORRECT" else 9
-    spec = job({**SMOOTH, "correct_every": every})
+    spec = phased({**SMOOTH, "correct_every": every})
     trainers = [trainer_of(spec) for _ in range(2)]
     at = 5 if phase == "CORRECT" else 8
     train_together(trainers, 2, at)
@@ -191,7 +191,7 @@ def test_a_step_that_failed_is_done_again_in_the_same_phase() -> None:
     class LostPeerError(Exception):
         pass
 
-    trainer, other = trainer_of(job(SMOOTH)), trainer_of(job(SMOOTH))
+    trainer, other = trainer_of(phased(SMOOTH)), trainer_of(phased(SMOOTH))
     train(trainer, 2, 5)
     before = trainer.fingerprint()
     exchange = solo(trainer, 2)
@@ -211,7 +211,7 @@ def test_a_step_that_failed_is_done_again_in_the_same_phase() -> None:
 
 def test_what_a_codec_makes_of_gradients_is_what_is_predicted_from() -> None:
     lenient = {**NOISY, "adaptive": {"enabled": False}}
-    spec = job(lenient, compression="ternary", strategy=data_parallel(2))
+    spec = phased(lenient, compression="ternary", strategy=data_parallel(2))
     alone = [trainer_of(spec) for _ in range(2)]
     reports = train_together(alone, 2, 20)
     assert {"F", "P", "C"} == set(letters(reports[0]))
@@ -220,7 +220,7 @@ def test_what_a_codec_makes_of_gradients_is_what_is_predicted_from() -> None:
 
 
 def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
-    spec = job(SMOOTH, accumulation={"non_finite": "skip_step"})
+    spec = phased(SMOOTH, accumulation={"non_finite": "skip_step"})
     trainer, other = trainer_of(spec), trainer_of(spec)
     train(trainer, 2, 5)
     train(other, 2, 5)
@@ -245,13 +245,13 @@ def test_a_step_that_is_skipped_leaves_the_phases_where_they_are() -> None:
 
 
 def test_states_of_others_are_checked() -> None:
-    trainer = trainer_of(job(SMOOTH))
+    trainer = trainer_of(phased(SMOOTH))
     train(trainer, 1, 4)
     tensors, metadata = trainer.copy_state()
     wider = trainer_of(
-        job(
+        phased(
             SMOOTH,
-            model={"entrypoint": "tests.worker.engine.userland:mlp", "kwargs": {"hidden": 8}},
+            model={"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 8}},
         )
     )
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("phases/")}
@@ -259,7 +259,7 @@ def test_states_of_others_are_checked() -> None:
     with pytest.raises(InvalidInputError, match="other names, shapes or dtypes"):
         wider.phases.load(saved, metadata)
     # A state without phases is a beginning; a job without phases leaves them alone.
-    plain = trainer_of(job(None))
+    plain = trainer_of(phased(None))
     plain.load_state(tensors, metadata)
     assert not any(name.startswith("phases/") for name in plain.state()[0])
     trainer.load_state(*plain.copy_state())
@@ -269,7 +269,7 @@ def test_states_of_others_are_checked() -> None:
 
 
 def test_the_call_that_does_not_fit_the_phase_is_an_error() -> None:
-    trainer = trainer_of(job(SMOOTH))
+    trainer = trainer_of(phased(SMOOTH))
     phases = trainer.phases
     assert phases is not None
     with pytest.raises(PhaseError, match="FULL step computes its gradient"):
@@ -284,7 +284,7 @@ def test_the_call_that_does_not_fit_the_phase_is_an_error() -> None:
 
 
 def test_metrics_say_what_was_saved() -> None:
-    trainer = trainer_of(job(SMOOTH))
+    trainer = trainer_of(phased(SMOOTH))
     train(trainer, 2, 11)
     assert trainer.phases is not None
     metrics = trainer.phases.metrics
@@ -297,7 +297,7 @@ def test_metrics_say_what_was_saved() -> None:
 
 
 def test_a_loss_that_diverges_is_told_and_leaves_no_step_predicted() -> None:
-    trainer = trainer_of(job(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}))
+    trainer = trainer_of(phased(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}))
     assert trainer.phases is not None
     seen, news = "", []
     for to_step in range(1, STEPS + 1):
@@ -313,7 +313,7 @@ def test_a_loss_that_diverges_is_told_and_leaves_no_step_predicted() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_resumed_on_a_gpu_it_equals_the_undisturbed_run() -> None:
     device = torch.device("cuda:0")
-    spec = job(NOISY, model="dropout_mlp", optimizer=ADAM, batch_size=16)
+    spec = phased(NOISY, model="dropout_mlp", optimizer=ADAM, batch_size=16)
     straight = build_trainer(spec, ALLOWED, device=device, fresh=True)
     train(straight, 3, 9)
     state = straight.copy_state()

@@ -15,30 +15,20 @@ from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.stage_message import Address, Message
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport, StageTransport
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S
 
-ALLOWED = EntryPoints(["tests.worker.pipeline.userland:*"])
+ALLOWED = EntryPoints([ALLOW])
 T = TypeVar("T")
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
 
 
-def job(model: str | dict[str, Any] = "deep", **changes: Any) -> JobSpec:
-    """A small job; `changes` replace whole sections. The last of three batches is short."""
-    named = {"entrypoint": f"tests.worker.pipeline.userland:{model}"}
-    document: dict[str, Any] = {
-        "name": "test",
-        "model": named if isinstance(model, str) else model,
-        "data": {"entrypoint": "tests.worker.pipeline.userland:classes"},
-        "loss": "cross_entropy",
-        "optimizer": SGD,
-        "steps": 5,
-        "batch_size": 8,
-        "seed": 3,
-    }
-    document.update(changes)
-    return JobSpec.parse(document)
+def deep_job(model: str | dict[str, Any] = "deep", **changes: Any) -> JobSpec:
+    """Of eight nodes. The last of three batches is short."""
+    data = user_data("classes", num_rows=22)
+    return job(model, **{"data": data, "steps": 5, "batch_size": 8, "optimizer": SGD, **changes})
 
 
 class TakingTurns:

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
 from tests.worker.pipeline.graphs import BRANCHES, NESTED, SKIPS, edges, linear
-from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, job
+from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, deep_job
 
 DEEP = [str(i) for i in range(8)]
 
@@ -35,7 +35,7 @@ def assert_exact(
 @pytest.mark.parametrize("sizes", [(8,), (3, 5), (1, 4, 3), (2, 2, 1, 3)], ids=str)
 def test_splits(sizes: tuple[int, ...], precision: str, optimizer: dict[str, Any]) -> None:
     """Dropout, batch norm, in-place nodes; batches of 8, 8 and 5 rows in micro-batches of 3."""
-    spec = job(optimizer=optimizer, execution={"precision": precision})
+    spec = deep_job(optimizer=optimizer, execution={"precision": precision})
     placement = StageAssignment(cut(DEEP, *sizes), tuple(range(len(sizes))), 3)
     assert_exact(spec, placement)
 
@@ -44,7 +44,7 @@ def test_splits(sizes: tuple[int, ...], precision: str, optimizer: dict[str, Any
 @pytest.mark.parametrize("micro_batch_size", [None, 2, 4])
 def test_schedules(schedule: str, micro_batch_size: int | None) -> None:
     placement = StageAssignment(cut(DEEP, 2, 3, 3), (0, 1, 2), micro_batch_size, schedule)
-    assert_exact(job(optimizer=ADAM), placement)
+    assert_exact(deep_job(optimizer=ADAM), placement)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
@@ -52,12 +52,12 @@ def test_schedules(schedule: str, micro_batch_size: int | None) -> None:
 def test_several_stages_per_rank(ranks: tuple[int, ...], schedule: str) -> None:
     """Interleaved where the number of micro-batches allows it (8 rows), else a list schedule."""
     placement = StageAssignment(cut(DEEP, 2, 2, 2, 2), ranks, 2, schedule)
-    assert_exact(job(optimizer=ADAM), placement)
+    assert_exact(deep_job(optimizer=ADAM), placement)
 
 
 def test_seven_rows_in_micro_batches_of_two() -> None:
-    data = {"entrypoint": "tests.worker.pipeline.userland:classes", "kwargs": {"num_rows": 14}}
-    spec = job("InARow", batch_size=7, data=data)
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 14}}
+    spec = deep_job("InARow", batch_size=7, data=data)
     assert_exact(spec, StageAssignment((("drop", "head"), ("body",)), (0, 1), 2))
     assert_exact(spec, StageAssignment((("drop", "head"), ("body",)), (0, 1), 1))
 
@@ -72,9 +72,9 @@ def test_tied_parameters(
 ) -> None:
     """Tokens, with the loss over those that count; two or three stages hold the embedding."""
     names = [str(i) for i in range(sum(sizes))]
-    spec = job(
-        {"entrypoint": "tests.worker.pipeline.userland:tied", "kwargs": {"copies": copies}},
-        data={"entrypoint": "tests.worker.pipeline.userland:tokens"},
+    spec = deep_job(
+        {"entrypoint": "tests.userland.models:tied", "kwargs": {"copies": copies}},
+        data={"entrypoint": "tests.userland.data:tokens"},
         loss="token_cross_entropy",
         optimizer=optimizer,
     )
@@ -97,7 +97,7 @@ def test_skips_that_are_used_by_several_stages(
     partitions: tuple[tuple[str, ...], ...], schedule: str
 ) -> None:
     placement = StageAssignment(partitions, tuple(range(len(partitions))), 3, schedule)
-    assert_exact(job({"graph": SKIPS}, optimizer=ADAM), placement)
+    assert_exact(deep_job({"graph": SKIPS}, optimizer=ADAM), placement)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_skips_that_are_used_by_several_stages(
     ],
 )
 def test_a_backbone_with_two_heads(partitions: tuple[tuple[str, ...], ...]) -> None:
-    spec = job({"graph": BRANCHES}, loss="tests.worker.pipeline.userland:two_heads")
+    spec = deep_job({"graph": BRANCHES}, loss="tests.userland.losses:two_heads")
     assert_exact(spec, StageAssignment(partitions, tuple(range(len(partitions))), 4))
 
 
@@ -123,7 +123,7 @@ def test_a_backbone_with_two_heads(partitions: tuple[tuple[str, ...], ...]) -> N
 )
 def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> None:
     assert_exact(
-        job({"graph": NESTED}), StageAssignment(partitions, tuple(range(len(partitions))), 3)
+        deep_job({"graph": NESTED}), StageAssignment(partitions, tuple(range(len(partitions))), 3)
     )
 
 
@@ -140,14 +140,16 @@ def test_a_cut_through_a_subgraph(partitions: tuple[tuple[str, ...], ...]) -> No
 def test_values_of_all_kinds_cross(model: str, sizes: tuple[int, ...], schedule: str) -> None:
     names = [str(i) for i in range(sum(sizes))]
     assert_exact(
-        job(model), StageAssignment(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule)
+        deep_job(model), StageAssignment(cut(names, *sizes), tuple(range(len(sizes))), 3, schedule)
     )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "eager", "1f1b"])
 def test_activation_checkpointing_inside_a_stage(schedule: str) -> None:
     """Several micro-batches are under way when the first of them is computed again."""
-    assert_exact(job("checkpointed"), StageAssignment((("0",), ("1", "2")), (0, 1), 2, schedule))
+    assert_exact(
+        deep_job("checkpointed"), StageAssignment((("0",), ("1", "2")), (0, 1), 2, schedule)
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,10 @@ def test_execution_settings(
     execution: dict[str, Any], sizes: tuple[int, ...], schedule: str
 ) -> None:
     placement = StageAssignment(cut(DEEP, *sizes), tuple(range(len(sizes))), 3, schedule)
-    assert_exact(job(execution=execution), placement)
+    assert_exact(deep_job(execution=execution), placement)
     parts = (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head"))
     skips = StageAssignment(parts, (0, 1, 2), 2, schedule)
-    assert_exact(job({"graph": SKIPS}, execution=execution), skips)
+    assert_exact(deep_job({"graph": SKIPS}, execution=execution), skips)
 
 
 @pytest.mark.sweep
@@ -184,7 +186,7 @@ def test_compiled_nodes(mode: str) -> None:
         ],
         "communication": {"protocol": "Pipeline", "micro_batch_size": 3},
     }
-    spec = job(strategy=strategy, execution={"mode": mode, "precision": "Mixed"})
+    spec = deep_job(strategy=strategy, execution={"mode": mode, "precision": "Mixed"})
     placement = StageAssignment(cut(DEEP, 3, 5), (0, 1), 3, "1f1b")
     assert_exact(spec, placement, timeout_s=300.0)  # a compiler on a busy machine
 
@@ -215,16 +217,16 @@ def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], StageAssignment]:
 @given(cut_graphs())
 def test_any_graph_cut_anywhere(case: tuple[dict[str, Any], StageAssignment]) -> None:
     graph, placement = case
-    assert_exact(job({"graph": graph}, optimizer=ADAM), placement, 3)
+    assert_exact(deep_job({"graph": graph}, optimizer=ADAM), placement, 3)
 
 
 def test_augmentation_in_the_data_is_drawn_alike_by_first_and_last_stage() -> None:
-    spec = job(data={"entrypoint": "tests.worker.pipeline.userland:noisy"})
+    spec = deep_job(data={"entrypoint": "tests.userland.data:noisy"})
     assert_exact(spec, StageAssignment(cut(DEEP, 4, 4), (0, 1), 3))
 
 
 def test_one_micro_batch_is_the_loop_without_micro_batches() -> None:
-    spec = job(optimizer=ADAM)
+    spec = deep_job(optimizer=ADAM)
     party = Party(spec, StageAssignment(cut(DEEP, 3, 5), (0, 1)))
     losses = party.train(5)
     expected = sharded_loop(spec, ALLOWED, 1, 5)

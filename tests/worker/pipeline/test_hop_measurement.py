@@ -13,7 +13,7 @@ from stratagem.worker.pipeline.stage_message import Address, Message
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from tests.reference.loops import sharded_loop
 from tests.worker.pipeline.graphs import BRANCHES, SKIPS
-from tests.worker.pipeline.support import ALLOWED, Party, cut, job
+from tests.worker.pipeline.support import ALLOWED, Party, cut, deep_job
 
 DEEP = [str(i) for i in range(8)]
 THREE = StageAssignment(cut(DEEP, 2, 3, 3), (0, 1, 2), 2)
@@ -47,7 +47,7 @@ class Slow:
 def slow_party(placement: StageAssignment = THREE) -> Party:
     size = max(placement.ranks) + 1
     post = LocalPost(size)
-    return Party(job(), placement, [Slow(LocalTransport(post, rank)) for rank in range(size)])
+    return Party(deep_job(), placement, [Slow(LocalTransport(post, rank)) for rank in range(size)])
 
 
 def meter(seconds: float) -> Meter:
@@ -93,7 +93,7 @@ def test_auto_is_settled_after_the_first_step_with_the_bits_of_the_loop(
             runner.schedules.meter.seconds[kind] = [compute_s for _ in seconds]  # whatever it was
     losses += party.train(2)
     assert {runner.schedule_text for runner in party.runners} == {f"{schedule} (auto)"}
-    expected = sharded_loop(job(), ALLOWED, 1, 3, micro_batch_size=2)
+    expected = sharded_loop(deep_job(), ALLOWED, 1, 3, micro_batch_size=2)
     assert losses == expected.losses
     model = party.model()
     assert all(torch.equal(model[name], each) for name, each in expected.state.items())
@@ -116,8 +116,8 @@ def test_a_schedule_that_was_asked_for_is_kept(schedule: str) -> None:
 def test_neighbours_by_skips_and_branches_are_measured_too(
     graph: dict[str, object], partitions: tuple[tuple[str, ...], ...]
 ) -> None:
-    loss = "tests.worker.pipeline.userland:two_heads" if graph is BRANCHES else "cross_entropy"
-    spec = job({"graph": graph}, loss=loss)
+    loss = "tests.userland.losses:two_heads" if graph is BRANCHES else "cross_entropy"
+    spec = deep_job({"graph": graph}, loss=loss)
     party = Party(spec, StageAssignment(partitions, (0, 1, 2), 2))
     expected = sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=2)
     assert party.train(3) == expected.losses

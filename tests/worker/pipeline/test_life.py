@@ -14,25 +14,26 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build_stages import StageAssignment
 from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
+from tests.jobs import LOSSES
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits, evaluated
 from tests.worker.pipeline.graphs import BRANCHES
-from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, job
+from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, deep_job
 
 CPU = torch.device("cpu")
 DEEP = [str(i) for i in range(8)]
 TWO = StageAssignment(cut(DEEP, 3, 5), (0, 1), 3)
-TIED = job(
-    {"entrypoint": "tests.worker.pipeline.userland:tied"},
-    data={"entrypoint": "tests.worker.pipeline.userland:tokens"},
+TIED = deep_job(
+    {"entrypoint": "tests.userland.models:tied"},
+    data={"entrypoint": "tests.userland.data:tokens"},
     loss="token_cross_entropy",
     optimizer=ADAM,
 )
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes"), [(job(optimizer=ADAM), (3, 5)), (job(), (3, 5)), (TIED, (2, 2))]
+    ("spec", "sizes"), [(deep_job(optimizer=ADAM), (3, 5)), (deep_job(), (3, 5)), (TIED, (2, 2))]
 )
 def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any) -> None:
     names = [str(i) for i in range(sum(sizes))]
@@ -55,7 +56,7 @@ def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any)
 
 
 def test_a_rank_holds_and_wants_its_own_nodes_only() -> None:
-    party = Party(job(), TWO)
+    party = Party(deep_job(), TWO)
     party.train(1)
     first, last = party.runners
     assert {name.split("/")[1].split(".")[0] for name in first.state()[0]} == {"0", "1"}
@@ -72,7 +73,7 @@ def test_a_rank_holds_and_wants_its_own_nodes_only() -> None:
 def test_an_evaluation_is_that_of_a_single_process() -> None:
     evaluation = {"split": "train", "batch_size": 2, "metrics": ["accuracy"], "every": "1 epoch"}
     for ranks in ((0, 1, 2), (0, 1, 0)):
-        spec = job(evaluation=evaluation)
+        spec = deep_job(evaluation=evaluation)
         party = Party(spec, StageAssignment(cut(DEEP, 3, 2, 3), ranks, 3))
         party.train(2)
         alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
@@ -112,14 +113,14 @@ class Replicas:
         return answer
 
 
-NO_DROPOUT = {"entrypoint": "tests.worker.pipeline.userland:deep", "kwargs": {"dropout": 0.0}}
+NO_DROPOUT = {"entrypoint": "tests.userland.models:deep", "kwargs": {"dropout": 0.0}}
 
 
 @pytest.mark.parametrize(
     ("spec", "sizes", "micro_batch_size"),
     [
-        (job(NO_DROPOUT, optimizer=ADAM), (3, 5), None),
-        (job(NO_DROPOUT, optimizer=ADAM, batch_size=10), (5, 3), None),
+        (deep_job(NO_DROPOUT, optimizer=ADAM), (3, 5), None),
+        (deep_job(NO_DROPOUT, optimizer=ADAM, batch_size=10), (5, 3), None),
         (TIED, (2, 2), 2),
         (TIED.model_copy(update={"batch_size": 2}), (3, 1), 1),  # a replica without rows
     ],
@@ -163,8 +164,8 @@ def test_data_parallel_over_pipelines_equals_the_sharded_loop(
 @pytest.mark.parametrize(
     ("spec", "sizes", "micro_batch_size", "num_shards"),
     [
-        (job(optimizer=ADAM), (3, 5), None, 2),
-        (job(), (4, 4), None, 3),
+        (deep_job(optimizer=ADAM), (3, 5), None, 2),
+        (deep_job(), (4, 4), None, 3),
         (TIED, (2, 2), 2, 3),
         (TIED, (3, 1), 1, 7),
     ],
@@ -200,7 +201,7 @@ def test_one_pipeline_may_compute_all_shards(
 
 
 def test_an_error_of_the_user_ends_the_step_everywhere_and_changes_nothing() -> None:
-    party = Party(job(loss="tests.worker.pipeline.userland:broken_loss"), TWO)
+    party = Party(deep_job(loss="tests.userland.losses:broken_loss"), TWO)
     before = [runner.fingerprint() for runner in party.runners]
     found: list[BaseException | None] = [None, None]
 
@@ -218,10 +219,10 @@ def test_an_error_of_the_user_ends_the_step_everywhere_and_changes_nothing() -> 
 
 
 @pytest.mark.parametrize(
-    ("loss", "what"), [("infinite_loss", "non-finite loss at step 1"), ("huge_loss", "gradient")]
+    ("loss", "what"), [("infinite_loss", "non-finite loss at step 1"), ("steep", "gradient")]
 )
 def test_what_is_not_finite_is_refused_by_all_ranks_alike(loss: str, what: str) -> None:
-    party = Party(job(loss=f"tests.worker.pipeline.userland:{loss}"), TWO)
+    party = Party(deep_job(loss=f"{LOSSES}:{loss}"), TWO)
     before = [runner.fingerprint() for runner in party.runners]
 
     def step(runner: StageRunner) -> str:
@@ -236,9 +237,9 @@ def test_what_is_not_finite_is_refused_by_all_ranks_alike(loss: str, what: str) 
 
 def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() -> None:
     """The third batch of an epoch has 6 rows, for which the loss is infinite."""
-    loss, skip = "tests.worker.pipeline.userland:infinite_if_short", {"non_finite": "skip_step"}
+    loss, skip = "tests.userland.losses:infinite_if_short", {"non_finite": "skip_step"}
     two = StageAssignment(cut(DEEP, 3, 5), (0, 1))
-    party = Party(job(loss=loss, accumulation=skip), two)
+    party = Party(deep_job(loss=loss, accumulation=skip), two)
     party.train(2)
     before = party.model()
     reports = party.each(lambda runner: runner.train_step())
@@ -250,7 +251,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() -> None:
 
 
 def test_a_wish_to_stop_reaches_all() -> None:
-    party = Party(job(), TWO)
+    party = Party(deep_job(), TWO)
     reports = party.each(lambda r: r.train_step(stop=r is party.runners[0]))
     assert [(each.step, each.stop, each.weight) for each in reports] == [(1, True, 8.0)] * 2
     assert not any(each.stop for each in party.each(lambda r: r.train_step()))
@@ -267,7 +268,7 @@ def test_a_wish_to_stop_reaches_all() -> None:
 def test_models_that_cannot_be_cut_so(model: str, partitions: list[str], reason: str) -> None:
     split = tuple(tuple(each) if each.isdigit() else (each,) for each in partitions)
     with pytest.raises(InvalidInputError, match=reason):
-        Party(job(model), StageAssignment(split, (0, 1)))
+        Party(deep_job(model), StageAssignment(split, (0, 1)))
 
 
 def test_placements_are_checked() -> None:
@@ -279,7 +280,7 @@ def test_placements_are_checked() -> None:
 
 def test_momentum_of_a_branch_that_nothing_reaches() -> None:
     """The loss uses one head only: the other keeps its parameters, weight decay and all."""
-    spec = job({"graph": BRANCHES | {"outputs": ["left"]}}, optimizer=SGD)
+    spec = deep_job({"graph": BRANCHES | {"outputs": ["left"]}}, optimizer=SGD)
     party = Party(spec, StageAssignment((("a", "norm"), ("right",), ("left",)), (0, 1, 2), 4))
     before = {name: tensor.clone() for name, tensor in party.model().items()}
     assert party.train(3) == sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=4).losses
@@ -288,7 +289,7 @@ def test_momentum_of_a_branch_that_nothing_reaches() -> None:
 
 
 def test_all_ranks_hear_the_loss_of_each_micro_batch() -> None:
-    party = Party(job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3))
+    party = Party(deep_job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3))
     reports = party.each(lambda runner: runner.train_step())
     assert [len(each.micro_batch_losses) for each in reports] == [3, 3]
     assert reports[0].micro_batch_losses == reports[1].micro_batch_losses
@@ -298,7 +299,7 @@ def test_all_ranks_hear_the_loss_of_each_micro_batch() -> None:
 
 def test_a_message_that_does_not_come_is_named() -> None:
     """By stages, micro-batch and direction; the first rank never begins."""
-    party = Party(job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3), timeout_s=0.05)
+    party = Party(deep_job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3), timeout_s=0.05)
     with pytest.raises(
         ExchangeError,
         match="stage 1 got no activation of micro-batch 0 from stage 0: receive of boundary 0",

@@ -41,7 +41,7 @@ from tests.worker.engine.support import assert_same_bits
 from tests.worker.mesh.engines import hub_in_a_thread, slot_links
 from tests.worker.pipeline.graphs import SKIPS
 from tests.worker.pipeline.s3_server import s3_server, s3_settings
-from tests.worker.pipeline.support import ADAM, ALLOWED, Party, cut, job
+from tests.worker.pipeline.support import ADAM, ALLOWED, Party, cut, deep_job
 
 BASE = torch.arange(60.0).reshape(6, 10)
 TENSORS = {
@@ -299,11 +299,11 @@ def test_pipelines_through_shared_memory() -> None:
 
 
 def assert_trains_exactly(make: Callable[[int], list[StageTransport]]) -> None:
-    deep = job(optimizer=ADAM)
+    deep = deep_job(optimizer=ADAM)
     placement = StageAssignment(cut([str(i) for i in range(8)], 3, 2, 3), (0, 1, 2), 3)
     party = Party(deep, placement, make(3))
     assert party.train(4) == sharded_loop(deep, ALLOWED, 1, 4, micro_batch_size=3).losses
-    skips = job({"graph": SKIPS})
+    skips = deep_job({"graph": SKIPS})
     placement = StageAssignment(
         (("a", "t", "b"), ("c", "d", "sum"), ("e", "all", "head")), (0, 1, 2)
     )

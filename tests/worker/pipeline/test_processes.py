@@ -17,14 +17,17 @@ from tests.reference.loops import sharded_loop
 from tests.worker.mesh.engines import grpc_link_over, hub_in_a_thread
 from tests.worker.mesh.party import introduce, party, rendezvous_over
 from tests.worker.pipeline.graphs import BRANCHES
-from tests.worker.pipeline.support import ADAM, ALLOWED, cut, job
+from tests.worker.pipeline.support import ADAM, ALLOWED, cut, deep_job
 
 DEEP = [str(i) for i in range(8)]
 CASES = {
-    "deep": (job(optimizer=ADAM), StageAssignment(cut(DEEP, 3, 5), (0, 1), 2)),
-    "interleaved": (job(optimizer=ADAM), StageAssignment(cut(DEEP, 2, 2, 2, 2), (0, 1, 0, 1), 2)),
+    "deep": (deep_job(optimizer=ADAM), StageAssignment(cut(DEEP, 3, 5), (0, 1), 2)),
+    "interleaved": (
+        deep_job(optimizer=ADAM),
+        StageAssignment(cut(DEEP, 2, 2, 2, 2), (0, 1, 0, 1), 2),
+    ),
     "branches": (
-        job({"graph": BRANCHES}, loss="tests.worker.pipeline.userland:two_heads"),
+        deep_job({"graph": BRANCHES}, loss="tests.userland.losses:two_heads"),
         StageAssignment((("a", "norm"), ("left",), ("right",)), (0, 1, 2), 4, "eager"),
     ),
 }

@@ -12,17 +12,14 @@ from stratagem.worker.engine import build_trainer
 from stratagem.worker.plans.structural_fields import go_on, layout_of, structural
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.jobs import ALLOW, job, user_model
 from tests.worker.engine.support import CPU
-from tests.worker.engine.support import job as make_job
 
-HERE = "tests.worker.engine.userland"
-ALLOWED = EntryPoints([f"{HERE}:*"])
+ALLOWED = EntryPoints([ALLOW])
 
 
-def job(**kwargs: Any) -> JobSpec:
-    spec = make_job()
-    model: dict[str, Any] = {"entrypoint": f"{HERE}:shaped", "kwargs": kwargs}
-    return with_fields(spec, {"model": model})
+def shaped(**kwargs: Any) -> JobSpec:
+    return job(user_model("shaped", **kwargs))
 
 
 def variant(name: str, value: object) -> pb.Variant:
@@ -47,7 +44,7 @@ def variant(name: str, value: object) -> pb.Variant:
 def test_a_layout_is_names_shapes_types_ties_and_what_is_trained(
     changes: dict[str, Any], expected: bool
 ) -> None:
-    assert (layout_of(job(), ALLOWED) != layout_of(job(**changes), ALLOWED)) is expected
+    assert (layout_of(shaped(), ALLOWED) != layout_of(shaped(**changes), ALLOWED)) is expected
 
 
 def optimizer(name: str, **kwargs: Any) -> OptimizerSpec:
@@ -76,7 +73,7 @@ def test_optimizers_go_on_from_each_others_state(
 
 
 def test_what_is_structural_is_named_once_and_what_cannot_be_built_is_passed_over() -> None:
-    spec = job()
+    spec = shaped()
     trainer = build_trainer(spec, ALLOWED, device=CPU, fresh=True)
     checks: list[int] = []
     work = SimpleNamespace(

@@ -22,6 +22,7 @@ from stratagem.v1.coordinator_pb2_grpc import (
     add_CoordinatorServiceServicer_to_server,
 )
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
+from tests.jobs import ALLOW
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -132,7 +133,7 @@ class Rig:
         command = [
             *(sys.executable, "-m", "stratagem.worker", "--coordinator", self.address),
             *("--name", name, "--threads", "1", "--ready-file", str(ready)),
-            *("--allow", "tests.worker.service.userland:*", "--import-path", str(ROOT)),
+            *("--allow", ALLOW, "--import-path", str(ROOT)),
             *flags,
         ]
         with (self.directory / f"{name}.log").open("ab") as log:

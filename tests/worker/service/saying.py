@@ -18,28 +18,14 @@ from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import allocate, manifest_of
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
+from tests.jobs import job
 from tests.patience import PATIENCE_S
 from tests.worker.service.rig import Worker
 
 
-def job(model: str = "mlp", kwargs: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
-    return JobSpec.parse(
-        {
-            "name": "test",
-            "model": {
-                "entrypoint": f"tests.worker.service.userland:{model}",
-                "kwargs": kwargs or {},
-            },
-            "data": {"entrypoint": "tests.worker.service.userland:classes"},
-            "loss": "cross_entropy",
-            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-            "evaluation": {"split": "test", "metrics": ["accuracy"], "batch_size": 4},
-            "steps": 10,
-            "batch_size": 16,
-            "seed": 3,
-            **changes,
-        }
-    )
+def evaluated_job(model: str | dict[str, Any] = "dropout_mlp", **changes: Any) -> JobSpec:
+    evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 4}
+    return job(model, **{"evaluation": evaluation, **changes})
 
 
 def fence(membership: int = 1, term: int = 1) -> types_pb2.Fence:

@@ -14,6 +14,7 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.tensors.manifest import to_proto
 from stratagem.v1 import worker_pb2 as pb
 from tests.common.tensors.chunk_messages import iter_chunks
+from tests.jobs import LOSSES, user_model
 from tests.worker.service.gate import Gate
 from tests.worker.service.rig import Worker
 from tests.worker.service.saying import (
@@ -22,9 +23,9 @@ from tests.worker.service.saying import (
     base_of,
     bring,
     build_request,
+    evaluated_job,
     fence,
     fetch,
-    job,
     refusal,
     session,
 )
@@ -44,7 +45,7 @@ async def test_a_broken_stream_attaches_again_and_results_are_replayed(
     w0: Worker, tmp_path: Path
 ) -> None:
     gate = Gate(tmp_path)
-    run_id, spec = "attach", job("gated", gate.kwargs)
+    run_id, spec = "attach", evaluated_job(user_model("acting_models:gated", **gate.kwargs))
     base = await base_of(w0, run_id, spec)
     request = Plan(run_id, spec, base, num_shards=1, to_step=3).request([w0], 0)
     call = w0.stub.Execute(request)
@@ -67,7 +68,7 @@ async def test_a_broken_stream_attaches_again_and_results_are_replayed(
 
 
 async def test_older_fences_are_refused(w0: Worker) -> None:
-    run_id, spec = "fences", job()
+    run_id, spec = "fences", evaluated_job()
     request = build_request(run_id, spec)
     request.fence.membership = 5
     await attend(w0, request)
@@ -98,7 +99,7 @@ async def test_errors_of_the_user_are_results(
     w0: Worker, loss: str, kind: str, message: str
 ) -> None:
     run_id = loss.replace("_", "-")
-    spec = job(loss=f"tests.worker.service.userland:{loss}")
+    spec = evaluated_job(loss=f"{LOSSES}:{loss}")
     base = await base_of(w0, run_id, spec)
     request = Plan(run_id, spec, base).request([w0], 0)
     error = (await attend(w0, request, base)).result.error
@@ -121,11 +122,11 @@ async def test_what_is_not_allowed_is_an_error_of_the_user(w0: Worker) -> None:
 async def test_what_the_device_cannot_compute_is_refused_before_anything_is_trained(
     w0: Worker, plan: str
 ) -> None:
-    run_id, spec = f"rare-{plan}", job("rare", execution={"precision": "Mixed"})
+    run_id, spec = f"rare-{plan}", evaluated_job("known_rare", execution={"precision": "Mixed"})
     if plan == "build":
         said = await attend(w0, build_request(run_id, spec))
     else:  # the run comes from a worker whose device can
-        base = await base_of(w0, run_id, job("rare"))
+        base = await base_of(w0, run_id, evaluated_job("known_rare"))
         said = await attend(w0, Plan(run_id, spec, base, to_step=1).request([w0], 0), base)
         assert said.progress == []
     error = said.result.error
@@ -135,14 +136,14 @@ async def test_what_the_device_cannot_compute_is_refused_before_anything_is_trai
 
 
 def forbidden_job() -> Any:
-    document = json.loads(job().canonical_json())
+    document = json.loads(evaluated_job().canonical_json())
     document["model"] = {"entrypoint": "os:getcwd"}
     return JobSpec.parse(document)
 
 
 async def test_abort_ends_a_plan_and_drops_its_work(w0: Worker, tmp_path: Path) -> None:
     gate = Gate(tmp_path)
-    run_id, spec = "abort", job("gated", gate.kwargs)
+    run_id, spec = "abort", evaluated_job(user_model("acting_models:gated", **gate.kwargs))
     base = await base_of(w0, run_id, spec)
     plan = Plan(run_id, spec, base, num_shards=1, to_step=5)
     attending = asyncio.create_task(attend(w0, plan.request([w0], 0), base))
@@ -160,7 +161,7 @@ async def test_abort_ends_a_plan_and_drops_its_work(w0: Worker, tmp_path: Path) 
 
 
 async def test_abort_while_a_plan_waits_for_a_blob(w0: Worker) -> None:
-    run_id, spec = "abort-wait", job()
+    run_id, spec = "abort-wait", evaluated_job()
     base = await base_of(w0, run_id, spec)
     call = w0.stub.Execute(Plan(run_id, spec, base).request([w0], 0))
     kinds = [(await call.read()).WhichOneof("message") for _ in range(2)]
@@ -170,7 +171,7 @@ async def test_abort_while_a_plan_waits_for_a_blob(w0: Worker) -> None:
 
 
 async def test_what_user_code_prints_and_logs_arrives_as_lines(w0: Worker) -> None:
-    said = await attend(w0, build_request("lines", job("talkative")))
+    said = await attend(w0, build_request("lines", evaluated_job("acting_models:talkative")))
     told = [(line.level, line.text) for line in said.lines]
     assert told == [
         ("PRINT", "building a model"),
@@ -182,7 +183,7 @@ async def test_what_user_code_prints_and_logs_arrives_as_lines(w0: Worker) -> No
 
 async def test_set_state_resumes_and_checks(w0: Worker) -> None:
     run_id = "blobs"
-    base = await base_of(w0, run_id, job())
+    base = await base_of(w0, run_id, evaluated_job())
     header = pb.SetStateRequest(
         header=pb.SetStateHeader(
             fence=fence(0), run_id=run_id, digest=base.digest, manifest=to_proto(base.manifest)
@@ -213,7 +214,7 @@ async def test_set_state_resumes_and_checks(w0: Worker) -> None:
 
 
 async def test_close_frees_everything(w0: Worker) -> None:
-    run_id, spec = "close", job()
+    run_id, spec = "close", evaluated_job()
     base = await base_of(w0, run_id, spec)
     await bring(w0, run_id, base)
     waiting = build_request(run_id, spec)
@@ -228,7 +229,7 @@ async def test_close_frees_everything(w0: Worker) -> None:
 
 
 async def test_close_ends_attached_calls(w0: Worker) -> None:
-    run_id, spec = "close-attached", job()
+    run_id, spec = "close-attached", evaluated_job()
     base = await base_of(w0, run_id, spec)
     call = w0.stub.Execute(Plan(run_id, spec, base).request([w0], 0))
     kinds = [(await call.read()).WhichOneof("message") for _ in range(2)]
@@ -238,12 +239,12 @@ async def test_close_ends_attached_calls(w0: Worker) -> None:
 
 
 async def test_wrong_requests_are_named(w0: Worker) -> None:
-    spec = job()
+    spec = evaluated_job()
     nothing = pb.ExecuteRequest(
         fence=fence(), session=session("wrong"), job_json=spec.canonical_json()
     )
     assert (await refusal(w0.stub.Execute(nothing))).code() is grpc.StatusCode.INVALID_ARGUMENT
-    federated = job(steps=None, strategy=FEDERATED, data={"worker_local": "hospital"})
+    federated = evaluated_job(strategy=FEDERATED, data={"worker_local": "hospital"})
     error = await refusal(w0.stub.Execute(build_request("wrong", federated)))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "hospital" in str(error.details())
@@ -261,7 +262,7 @@ async def test_wrong_requests_are_named(w0: Worker) -> None:
 
 async def test_one_client_round(w0: Worker) -> None:
     run_id = "client"
-    spec = job(steps=None, strategy=FEDERATED)
+    spec = evaluated_job(strategy=FEDERATED)
     base = await base_of(w0, run_id, spec)
     request = pb.ExecuteRequest(
         fence=fence(),

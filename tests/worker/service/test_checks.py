@@ -7,7 +7,7 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.plans.built_job_checks import check_built
-from tests.worker.service.saying import job
+from tests.jobs import job
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 ROWS = {"train": 7, "test": 3, "nobody": 0}

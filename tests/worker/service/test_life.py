@@ -10,11 +10,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.common.rpc.channel import open_channel
 from stratagem.worker.process.shutdown import REPEAT_S, Stop
+from tests.jobs import user_model
 from tests.repository import ROOT
-from tests.worker.service import userland
+from tests.userland.acting_models import NO_GATE
 from tests.worker.service.gate import Gate
 from tests.worker.service.rig import Rig, Worker
-from tests.worker.service.saying import Plan, attend, base_of, build_request, job, refusal
+from tests.worker.service.saying import Plan, attend, base_of, build_request, evaluated_job, refusal
 
 pytestmark = pytest.mark.cluster
 
@@ -46,7 +47,7 @@ async def test_the_worker_registers_beats_and_registers_again(rig: Rig, w0: Work
 async def test_sigterm_drains(own_rig: Rig, tmp_path: Path) -> None:
     worker = await own_rig.start("d")
     gate = Gate(tmp_path)
-    run_id, spec = "drain", job("gated", gate.kwargs)
+    run_id, spec = "drain", evaluated_job(user_model("acting_models:gated", **gate.kwargs))
     base = await base_of(worker, run_id, spec)
     plan = Plan(run_id, spec, base, num_shards=1)
     attending = asyncio.create_task(attend(worker, plan.request([worker], 0), base))
@@ -68,8 +69,8 @@ async def test_sigterm_drains(own_rig: Rig, tmp_path: Path) -> None:
 
 async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Path) -> None:
     gate = Gate(tmp_path)
-    run_id, spec = "drain-pair", job("gated", gate.kwargs)
-    a, b = await asyncio.gather(own_rig.start("a", **{userland.NO_GATE: "yes"}), own_rig.start("b"))
+    run_id, spec = "drain-pair", evaluated_job(user_model("acting_models:gated", **gate.kwargs))
+    a, b = await asyncio.gather(own_rig.start("a", **{NO_GATE: "yes"}), own_rig.start("b"))
     own_rig.coordinator.sizes[run_id, 1] = 2
     base = await base_of(a, run_id, spec)
     plan = Plan(run_id, spec, base)
@@ -108,7 +109,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 async def test_a_plan_that_nobody_attends_lets_others_go_first(w0: Worker) -> None:
     """Its coordinator is gone, and the next one may want something else of this worker first."""
-    spec = job("mlp")
+    spec = evaluated_job("mlp")
     base = await base_of(w0, "deserted-base", spec)
     plan = Plan("deserted", spec, base, num_shards=1)
     call = w0.stub.Execute(plan.request([w0], 0))

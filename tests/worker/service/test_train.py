@@ -16,6 +16,7 @@ from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.common.tensors.chunk_messages import iter_chunks
+from tests.jobs import ALLOW, user_model
 from tests.reference.loops import sharded_loop
 from tests.worker.service.gate import Gate
 from tests.worker.service.rig import Rig, Worker
@@ -26,9 +27,9 @@ from tests.worker.service.saying import (
     blob_of,
     bring,
     build_request,
+    evaluated_job,
     fence,
     fetch,
-    job,
     session,
 )
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.cluster
 
 
 def reference(spec: JobSpec, num_shards: int, num_steps: int) -> Mapping[str, Tensor]:
-    allowed = EntryPoints(["tests.worker.service.userland:*"])
+    allowed = EntryPoints([ALLOW])
     return sharded_loop(spec, allowed, num_shards, num_steps).state
 
 
@@ -55,7 +56,7 @@ def assert_same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) ->
 
 
 async def test_build_says_what_was_built(w0: Worker) -> None:
-    spec = job()
+    spec = evaluated_job()
     said = await attend(w0, build_request("build-1", spec))
     assert dict(said.result.build.num_rows) == {"train": 50, "test": 23}
     assert said.result.build.num_parameters == 12 * 16 + 16 + 16 * 5 + 5
@@ -73,7 +74,7 @@ async def test_a_data_loader_of_the_users_has_a_process_of_its_own(
 ) -> None:
     """A fork of a process with a live server of gRPC would soon be killed, or stand still."""
     worker = await rig.start(f"loading-{len(variables)}", **variables)
-    run_id, spec = worker.name, job(loss="tests.worker.service.userland:loading_loss")
+    run_id, spec = worker.name, evaluated_job(loss="tests.userland.losses:loading_loss")
     base = await base_of(worker, run_id, spec)
     plan = Plan(run_id, spec, base, to_step=10)
     training = asyncio.create_task(attend(worker, plan.request([worker], 0), base))
@@ -86,7 +87,7 @@ async def test_a_data_loader_of_the_users_has_a_process_of_its_own(
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 async def test_one_worker_equals_the_sharded_loop(w0: Worker, num_shards: int) -> None:
-    run_id, spec = f"solo-{num_shards}", job()
+    run_id, spec = f"solo-{num_shards}", evaluated_job()
     base = await base_of(w0, run_id, spec)
     plan = Plan(run_id, spec, base, num_shards=num_shards, to_step=7)
     said = await attend(w0, plan.request([w0], 0), base)
@@ -102,7 +103,7 @@ async def test_one_worker_equals_the_sharded_loop(w0: Worker, num_shards: int) -
 
 
 async def test_the_next_segment_goes_on_without_a_blob(w0: Worker) -> None:
-    run_id, spec = "segments", job()
+    run_id, spec = "segments", evaluated_job()
     base = await base_of(w0, run_id, spec)
     await attend(w0, Plan(run_id, spec, base, to_step=4).request([w0], 0), base)
     tensors, manifest = await fetch(w0, run_id, 1)
@@ -117,7 +118,7 @@ async def test_the_next_segment_goes_on_without_a_blob(w0: Worker) -> None:
 async def test_two_workers_equal_the_sharded_loop(
     rig: Rig, w0: Worker, w1: Worker, method: str
 ) -> None:
-    run_id, spec = f"pair-{method}", job()
+    run_id, spec = f"pair-{method}", evaluated_job()
     rig.coordinator.sizes[run_id, 1] = 2
     base, base_step = await base_of(w0, run_id, spec), 0
     if method == "resumed":  # one of them holds a state already, the other copies it
@@ -146,7 +147,10 @@ async def test_a_member_that_compiles_is_waited_for(
     """One member stands in the first pass over its model for longer than the others wait for an
     exchange; where code is compiled that pass is part of it."""
     gate, coordinator = Gate(own_rig.directory), own_rig.coordinator
-    run_id, spec = "compiling", job("gated", gate.kwargs, execution={"mode": mode})
+    run_id, spec = (
+        "compiling",
+        evaluated_job(user_model("acting_models:gated", **gate.kwargs), execution={"mode": mode}),
+    )
     patience = {"STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "2", "TORCHDYNAMO_DISABLE": "1"}
     a, b = await asyncio.gather(
         own_rig.start("a", **patience, STRATAGEM_TEST_NO_GATE="1"), own_rig.start("b", **patience)
@@ -186,7 +190,7 @@ async def test_a_member_that_compiles_is_waited_for(
 async def test_a_lost_member_is_replaced_and_its_step_done_again(
     own_rig: Rig, failpoint: str, alone: bool
 ) -> None:
-    run_id, spec, coordinator = "lost", job(), own_rig.coordinator
+    run_id, spec, coordinator = "lost", evaluated_job(), own_rig.coordinator
     (own_rig.directory / failpoint).write_text("3")  # dies in its fourth step
     a, b = await asyncio.gather(
         own_rig.start("a"), own_rig.start("b", STRATAGEM_FAILPOINTS=str(own_rig.directory))
@@ -223,7 +227,7 @@ async def test_a_lost_member_is_replaced_and_its_step_done_again(
 
 
 async def test_a_parameter_server_step(rig: Rig, w0: Worker, w1: Worker) -> None:
-    run_id, spec = "server", job()
+    run_id, spec = "server", evaluated_job()
     rig.coordinator.sizes[run_id, 1] = 2
     base = await base_of(w0, run_id, spec)
     plan = Plan(run_id, spec, base, to_step=3, exchange=pb.EXCHANGE_METHOD_PARAMETER_SERVER)
@@ -306,7 +310,7 @@ async def pull_gradients(worker: Worker, run_id: str) -> tuple[pb.GradientHeader
 
 async def test_a_finished_plan_serves_a_new_view(rig: Rig, w0: Worker, w1: Worker) -> None:
     """The survivor had finished; who replaces the lost member copies from it."""
-    run_id, spec = "late", job()
+    run_id, spec = "late", evaluated_job()
     rig.coordinator.sizes[run_id, 2] = 2
     base = await base_of(w0, run_id, spec)
     plan = Plan(run_id, spec, base)
@@ -328,7 +332,7 @@ async def test_a_finished_plan_serves_a_new_view(rig: Rig, w0: Worker, w1: Worke
 async def test_a_member_that_waits_for_others_follows_what_it_is_told(
     rig: Rig, w0: Worker, w1: Worker
 ) -> None:
-    run_id, spec = "waits", job()
+    run_id, spec = "waits", evaluated_job()
     rig.coordinator.sizes |= {(run_id, 1): 2, (run_id, 3): 2}
     base = await base_of(w0, run_id, spec)
     plan = Plan(run_id, spec, base)
@@ -346,7 +350,7 @@ async def test_a_member_that_waits_for_others_follows_what_it_is_told(
 
 
 async def test_evaluate_a_committed_state(w0: Worker) -> None:
-    run_id, spec = "evaluate", job()
+    run_id, spec = "evaluate", evaluated_job()
     base = await base_of(w0, run_id, spec)
     plan = Plan(run_id, spec, base, to_step=4)
     trained = await attend(w0, plan.request([w0], 0), base)

@@ -10,8 +10,9 @@ import pytest
 from stratagem.common.base.errors import ConflictError, InvalidInputError, UserCodeError
 from stratagem.common.schema.frozen import frozen
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+from tests.jobs import ALLOW, LOSSES
 
-HERE = "tests.worker.engine.userland"
+HERE = "tests.userland.models"
 
 
 def test_allowed_names_resolve() -> None:
@@ -42,19 +43,19 @@ def test_refused_before_import(tmp_path: Path) -> None:
         (f"{HERE}:nothing", 'no attribute "nothing"'),
         (f"{HERE}:nn.Linear", "reaches through a module"),
         (f"{HERE}:checkpoint", "is really torch"),
-        ("tests.worker.engine.userland", "form"),
+        (HERE, "form"),
         ("../userland:mlp", "form"),
         (f"{HERE}:mlp()", "form"),
         ("os:system", "is not allowed"),
         (
-            "tests.worker.engine.missing:build",
-            'no module "tests.worker.engine.missing" is installed$',
+            "tests.userland.missing:build",
+            'no module "tests.userland.missing" is installed$',
         ),
     ],
 )
 def test_attacks_and_mistakes_are_refused(name: str, reason: str) -> None:
     with pytest.raises(InvalidInputError, match=reason):
-        EntryPoints(["tests.worker.engine.*"]).resolve(name)
+        EntryPoints(["tests.userland.*"]).resolve(name)
 
 
 def test_a_missing_module_is_told_with_the_folders_that_were_looked_in(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_user_code_translates_exactly_once() -> None:
 def test_what_a_call_does_to_its_arguments_is_its_own() -> None:
     """The user's function gets plain lists and mappings, and fresh ones in every call."""
     kwargs = frozen({"log": [1, {"deep": []}], "options": {"a": 1}})
-    bound = EntryPoints([f"{HERE}:*"]).bind(f"{HERE}:spoiling", kwargs, "model")
+    bound = EntryPoints([ALLOW]).bind(f"{LOSSES}:spoiling", kwargs, "model")
     assert list(inspect.signature(bound).parameters) == ["extra", "log", "options"]
     for _ in range(2):
         log, options = bound(extra=3)
