@@ -167,7 +167,7 @@ async def test_watchers_are_told_what_keeps_failing() -> None:
         "Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
         "(the log of a says more)"
     )
-    feed.set_progress(RUN, SegmentProgress(5, 0.1, 1.0, "solo"))  # it trains on meanwhile
+    feed.set_progress(RUN, SegmentProgress(5, 0.1, 1.0))  # it trains on meanwhile
     assert feed.trouble(RUN) == shown.reason
     feed.add_event(RUN, FeedEvent(1, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
     assert feed.trouble(RUN) == ""
@@ -395,7 +395,7 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
 
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
-    progress = SegmentProgress(5, 0.5, 100.0, "solo")
+    progress = SegmentProgress(5, 0.5, 100.0)
     feed.set_progress(RUN, progress)
     await asyncio.sleep(0)
     await asyncio.sleep(0)

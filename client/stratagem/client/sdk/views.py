@@ -6,12 +6,15 @@ coordinator.proto. Knows neither channels nor how anything is shown.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message
 
 from stratagem.v1 import coordinator_pb2 as pb
-from stratagem.v1 import types_pb2
+
+T = TypeVar("T")
 
 
 class Phase(StrEnum):
@@ -195,85 +198,33 @@ def phase_of(value: pb.RunPhase.ValueType) -> Phase:
 
 
 def run_status(info: pb.RunInfo) -> RunStatus:
-    return RunStatus(
-        run_id=info.run_id,
-        name=info.name,
+    return _read(
+        RunStatus,
+        info,
         phase=phase_of(info.phase),
-        reason=info.reason,
-        strategy_phase=info.strategy_phase,
-        strategy=info.strategy,
-        step=info.step,
-        num_steps=info.num_steps,
-        segment=info.segment,
-        num_segments=info.num_segments,
-        submitted_at_s=info.submitted_at_s,
         ended_at_s=info.ended_at_s or None,
-        commits=tuple(_commit(commit) for commit in info.commits),
-        metrics=dict(info.metrics),
-        worker_ids=tuple(info.worker_ids),
-        error=_user_error(info.error) if info.HasField("error") else None,
+        commits=tuple(map(_commit, info.commits)),
+        error=_read(UserError, info.error) if info.HasField("error") else None,
         job=json.loads(info.job_json) if info.job_json else {},
-        event_index=info.event_index,
-        engine=info.engine,
-        reproducible=info.reproducible,
-        data_plane=info.data_plane,
-        submitted_by=info.submitted_by,
     )
 
 
 def event(message: pb.RunEvent) -> Event:
-    return Event(
-        index=message.index,
-        time_s=message.time_s,
-        kind=message.kind,
-        sentence=message.sentence,
-        payload=json.loads(message.payload_json) if message.payload_json else {},
-        phase=phase_of(message.phase),
-    )
+    payload = json.loads(message.payload_json) if message.payload_json else {}
+    return _read(Event, message, payload=payload, phase=phase_of(message.phase))
 
 
 def progress(message: pb.RunProgress) -> Progress:
-    return Progress(
-        step=message.step,
-        num_steps=message.num_steps,
-        loss=message.loss,
-        rows_per_s=message.rows_per_s,
-        num_clients_done=message.num_clients_done,
-        num_clients=message.num_clients,
-        segment=message.segment,
-        num_segments=message.num_segments,
-        strategy_phase=message.strategy_phase,
-        grad_norm=message.grad_norm,
-        num_skipped_steps=message.num_skipped_steps,
-        training_phase=message.training_phase,
-        metrics=dict(message.metrics),
-        reason=message.reason,
-    )
+    return _read(Progress, message)
 
 
 def log_line(message: pb.TailLogsResponse) -> LogLine:
-    return LogLine(message.time_s, message.worker_id, message.level, message.text)
+    return _read(LogLine, message)
 
 
 def worker(info: pb.WorkerInfo) -> Worker:
     capability = info.capability
-    return Worker(
-        worker_id=info.worker_id,
-        incarnation=info.incarnation,
-        address=info.address,
-        is_alive=info.is_alive,
-        silent_s=info.silent_s,
-        device=capability.device,
-        device_name=capability.device_name,
-        memory_bytes=capability.memory_bytes,
-        num_threads=capability.num_threads,
-        numerics=capability.numerics_description,
-        local_data=tuple(capability.local_data),
-        tags=tuple(capability.tags),
-        run_ids=tuple(info.run_ids),
-        reason=info.reason,
-        data_plane=capability.data_plane,
-    )
+    return _read(Worker, info, capability, numerics=capability.numerics_description)
 
 
 def _commit(info: pb.CommitInfo) -> Commit:
@@ -281,19 +232,25 @@ def _commit(info: pb.CommitInfo) -> Commit:
         Hyperparameters(setting.from_step, json.loads(setting.values_json))
         for setting in info.schedule
     )
-    return Commit(
-        segment=info.segment,
-        step=info.step,
-        digest=info.digest,
-        is_best=info.is_best,
-        is_final=info.is_final,
-        metrics=dict(info.metrics),
-        path=info.path,
+    return _read(
+        Commit,
+        info,
         member=info.member if info.HasField("member") else None,
         hyperparameters=schedule[-1].values if schedule else {},
         schedule=schedule,
     )
 
 
-def _user_error(error: types_pb2.UserError) -> UserError:
-    return UserError(error.type, error.message, error.traceback, error.worker_id, error.activity)
+def _read(kind: type[T], *messages: Message, **own: Any) -> T:
+    """Return the value whose fields are those that the messages have under the same names, and
+    `own`."""
+    for name in (each.name for each in fields(cast(Any, kind)) if each.name not in own):
+        found = next(getattr(message, name) for message in messages if hasattr(message, name))
+        match found:
+            case str() | int() | float():
+                own[name] = found
+            case Mapping():
+                own[name] = dict(found)
+            case _:
+                own[name] = tuple(found)
+    return kind(**own)

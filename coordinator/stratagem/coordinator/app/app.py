@@ -41,7 +41,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending, pending_of
 from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
@@ -182,7 +182,6 @@ class App:
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact)
         self.barriers.drop_stale()
-        changed = {item.entry.run_id for item in facts}
         if CLUSTER in changed:
             for link in self.links.drop_lost(self.loop.state):
                 self._chores.do(link.close(), f"close the link to {link.member.worker_id}")
@@ -199,11 +198,8 @@ class App:
             if run is None:
                 self.feed.forget(run_id)
                 continue
-            is_newest = item.index == run.num_facts - 1
-            fact = item.entry.fact
-            phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
-            event = FeedEvent(item.index, item.wall_s, fact, phase)
-            self.feed.add_event(run_id, event, is_last=is_newest and self.is_over(run_id))
+            is_last = item.index == run.num_facts - 1 and self.is_over(run_id)
+            self.feed.add_event(run_id, self._event(run, item), is_last=is_last)
 
     def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
         """Drop these runs from the feed: queries about them are answered from the journal."""
@@ -216,17 +212,12 @@ class App:
         run = self.loop.state.find(run_id)
         if run is None:
             return []
-        now = phase_of(self.loop.world, run)
-        return [
-            FeedEvent(
-                item.index,
-                item.wall_s,
-                item.entry.fact,
-                now if item.index == run.num_facts - 1 else phase_then(item.entry.fact),
-            )
-            for item in facts
-            if item.index < run.num_facts
-        ]
+        return [self._event(run, item) for item in facts if item.index < run.num_facts]
+
+    def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
+        is_newest, fact = item.index == run.num_facts - 1, item.entry.fact
+        phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
+        return FeedEvent(item.index, item.wall_s, fact, phase)
 
     def _follow(self, run_id: RunId, fact: Fact) -> None:
         if isinstance(fact, RunSubmitted):

@@ -172,9 +172,10 @@ class World:
         return record is not None and record.member == member and record.is_usable
 
 
-def retained(record: RunRecord) -> tuple[CommittedState, ...]:
-    """Return the commits that are kept: the newest ones, the best one, and so the final one."""
-    newest = record.commits[-record.job.retention :]
+def retained(record: RunRecord, num_newest: int | None = None) -> tuple[CommittedState, ...]:
+    """Return the commits that are kept: the newest ones (`retention` unless given), the best one,
+    and so the final one."""
+    newest = record.commits[-(num_newest or record.job.retention) :]
     best = best_commit(record)
     return newest if best is None or best in newest else (best, *newest)
 

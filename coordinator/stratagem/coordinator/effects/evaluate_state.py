@@ -143,7 +143,5 @@ class _Shown:
         latest = self._latest.values()
         return SegmentProgress(
             step=sum(progress.step for progress in latest),
-            loss=0.0,
             rows_per_s=sum(progress.rows_per_s for progress in latest),
-            engine="",
         )

@@ -29,10 +29,9 @@ class FeedEvent:
 class SegmentProgress:
     """Step and loss of the segment in flight; loss is NaN until the first step."""
 
-    step: int
-    loss: float
-    rows_per_s: float
-    engine: str
+    step: int = 0
+    loss: float = 0.0
+    rows_per_s: float = 0.0
     grad_norm: float = 0.0
     """2-norm of the latest step's gradient before clipping."""
     num_skipped_steps: int = 0
@@ -99,8 +98,7 @@ class Feed:
         """Set what keeps failing, until the next event; watchers see it until there is progress."""
         if run_id in self._runs:
             self._runs[run_id].trouble = reason
-            waiting = SegmentProgress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)
-            self.set_progress(run_id, waiting)
+            self.set_progress(run_id, SegmentProgress(reason=reason))
 
     def trouble(self, run_id: RunId) -> str:
         """Return what keeps failing, and why; "" where nothing does."""

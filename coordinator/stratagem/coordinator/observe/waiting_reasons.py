@@ -22,7 +22,7 @@ def say_what_is_missing(
         run, shown = state.runs[run_id], feed.progress(run_id)
         reason = "" if run.ended is not None else why_waiting(run, world)
         if reason and (shown is None or shown.reason != reason):
-            feed.set_progress(run_id, _sentence(reason))
+            feed.set_progress(run_id, SegmentProgress(reason=reason))
         elif not reason and shown is not None and shown.reason:
             feed.set_progress(run_id, None)
 
@@ -35,7 +35,3 @@ def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
     log = f"the log of {worker_id or 'the coordinator'} says more"
     told = f"{kind}{where} keeps failing and is tried again: {reason} ({log})"
     feed.set_trouble(effect.run_id, told)
-
-
-def _sentence(reason: str) -> SegmentProgress:
-    return SegmentProgress(step=0, loss=0.0, rows_per_s=0.0, engine="", reason=reason)

@@ -167,13 +167,11 @@ class Loop:
     async def submit(self, command: Command) -> tuple[JournalEntry, ...]:
         """Have a command decided and return the facts that it led to, durable. Raises the error it
         was refused with, and CancelledError once the loop has ended."""
-        answer: asyncio.Future[tuple[JournalEntry, ...]] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._queue.put_nowait(_Ask(command, answer))
+        ask = _Ask(command, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(ask)
         if self._has_ended:
-            answer.cancel()
-        return await answer
+            ask.answer.cancel()
+        return await ask.answer
 
     async def run(self, on_change: Callable[[list[Committed]], None]) -> None:
         """Serve commands until cancelled; raises FencedError when the lead is lost.
@@ -282,10 +280,7 @@ class Loop:
             self._deadline = loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        answer: asyncio.Future[tuple[JournalEntry, ...]] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._queue.put_nowait(_Ask(Tick(), answer))
+        self._queue.put_nowait(_Ask(Tick(), asyncio.get_running_loop().create_future()))
 
 
 def _at_rest(

@@ -44,7 +44,7 @@ from stratagem.coordinator.core.state import (
     RunPhase,
     RunRecord,
     WorkerRecord,
-    best_commit,
+    retained,
 )
 from stratagem.coordinator.core.state_machine.rollback import returned
 from stratagem.coordinator.core.state_machine.strategy_boundary import Raised
@@ -270,11 +270,9 @@ def _with_commit(record: RunRecord, commit: CommittedState) -> RunRecord:
 def _trimmed(record: RunRecord) -> RunRecord:
     """Drop commits that are long past being retained, so that a long run stays small."""
     num_kept = max(record.job.retention, MIN_COMMITS)
-    newest = record.commits[-num_kept:]
     if len(record.commits) <= 2 * num_kept:
         return record
-    best = best_commit(record)
-    return replace(record, commits=newest if best is None or best in newest else (best, *newest))
+    return replace(record, commits=retained(record, num_kept))
 
 
 def _with_metrics(record: RunRecord, metrics: Mapping[str, float]) -> RunRecord:

@@ -151,12 +151,13 @@ def key_of(fact: Fact, num_returns: int = 0) -> str | None:
             return None
 
 
-def _refuse(kind: RefusalKind, reason: str) -> Refusal:
-    return Refusal(kind, reason)
-
-
 def _unknown(run_id: RunId) -> Refusal:
-    return _refuse(RefusalKind.NOT_FOUND, f"run {run_id!r} is not known")
+    return Refusal(RefusalKind.NOT_FOUND, f"run {run_id!r} is not known")
+
+
+def _not_yet(run_id: RunId) -> Refusal:
+    reason = f"run {run_id!r} is still being stopped; try again in a moment"
+    return Refusal(RefusalKind.NOT_YET, reason)
 
 
 def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[JournalEntry, ...] | Refusal:
@@ -166,7 +167,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[JournalEntry, 
     if known is not None:
         if known.job == job:
             return ()
-        return _refuse(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
+        return Refusal(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
     violations = objections_to(job, state.strategies)
     if violations:
         raise InvalidInputError(violations=violations)
@@ -205,19 +206,16 @@ def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[JournalEntry, 
         return _unknown(command.run_id)
     if run.ended not in (RunPhase.CANCELLED, RunPhase.FAILED):
         what = "is active" if run.ended is None else "is completed"
-        return _refuse(RefusalKind.PRECONDITION, f"run {command.run_id!r} {what}")
+        return Refusal(RefusalKind.PRECONDITION, f"run {command.run_id!r} {what}")
     if not run.is_released:
-        reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
-        return _refuse(RefusalKind.NOT_YET, reason)
+        return _not_yet(command.run_id)
     if command.from_segment is None:
         return (JournalEntry(command.run_id, RunResumed(by=command.by)),)
     assert isinstance(run, RunRecord), "its facts have to be recalled first"
     fact = resumed_from(run, command.from_segment, command.by)
-    return (
-        _refuse(RefusalKind.PRECONDITION, fact)
-        if isinstance(fact, str)
-        else (JournalEntry(command.run_id, fact),)
-    )
+    if isinstance(fact, str):
+        return Refusal(RefusalKind.PRECONDITION, fact)
+    return (JournalEntry(command.run_id, fact),)
 
 
 def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[JournalEntry, ...] | Refusal:
@@ -225,10 +223,9 @@ def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[JournalEntry, 
     if run is None:
         return _unknown(command.run_id)
     if run.ended is None:
-        return _refuse(RefusalKind.PRECONDITION, f"run {command.run_id!r} is active; stop it first")
+        return Refusal(RefusalKind.PRECONDITION, f"run {command.run_id!r} is active; stop it first")
     if not run.is_released:
-        reason = f"run {command.run_id!r} is still being stopped; try again in a moment"
-        return _refuse(RefusalKind.NOT_YET, reason)
+        return _not_yet(command.run_id)
     return (JournalEntry(command.run_id, RunDeleted(by=command.by, submission=run.submission)),)
 
 
@@ -239,11 +236,8 @@ def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[Journal
     )
     if known is None:
         return (JournalEntry(CLUSTER, fact),)
-    same = (known.member, known.address, known.capability) == (
-        command.member,
-        command.address,
-        command.capability,
-    )
+    now = (command.member, command.address, command.capability)
+    same = (known.member, known.address, known.capability) == now
     if same and known.is_usable:
         return ()
     is_new = known.member != command.member
@@ -285,7 +279,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
     if isinstance(command.fact, RunReleased):
         return () if run.is_released else (JournalEntry(command.run_id, command.fact),)
     if isinstance(run, EndedRun) or run.ended is not None:
-        return _refuse(RefusalKind.STALE, f"run {command.run_id!r} has ended")
+        return Refusal(RefusalKind.STALE, f"run {command.run_id!r} has ended")
     if isinstance(command.fact, RunFailed):
         return (JournalEntry(command.run_id, command.fact),)
     if isinstance(command.fact, PartyFailed) and command.fact.party == ROOT:
@@ -295,7 +289,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
     if isinstance(reason, Raised):
         return (JournalEntry(command.run_id, RunFailed(reason=reason)),)
     if reason:
-        return _refuse(RefusalKind.STALE, reason)
+        return Refusal(RefusalKind.STALE, reason)
     return (JournalEntry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
 
 
@@ -303,13 +297,10 @@ def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEn
     run = state.find(command.run_id)
     if run is None:
         return _unknown(command.run_id)
-    view = None if isinstance(run, EndedRun) else parties_of(run).get(command.party)
-    if (
-        isinstance(run, EndedRun)
-        or view is None
-        or view.membership != command.membership
-        or not view.members
-    ):
+    if isinstance(run, EndedRun):
+        return ()
+    view = parties_of(run).get(command.party)
+    if view is None or view.membership != command.membership or not view.members:
         return ()
     fact = reform_of(run, command.party, command.reason)
     return () if fact is None else (JournalEntry(command.run_id, fact, key_of(fact)),)

@@ -27,8 +27,8 @@ from stratagem.coordinator.effects.federated.client_failures import defect, reje
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
+from stratagem.coordinator.effects.synchronous.run_segment import of_training
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
-from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 from stratagem.coordinator.updates.spool import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.updates.stream_offload import Offload
@@ -63,7 +63,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         case "client_round":
             env.yield_slots(effect)
             done = result.client_round
-            if wrong := defect(done.loss, done.num_steps, _metrics(done)):
+            if wrong := defect(done.loss, done.num_steps, of_training(done.metrics)):
                 _close(env, effect)
                 await reject(env, effect, *wrong)
             else:
@@ -118,10 +118,6 @@ def _close(env: EffectContext, effect: TrainClient) -> None:
     env.chores.do(link.close_session(_session(effect)), f"close client {effect.client}")
 
 
-def _metrics(result: worker_pb2.ClientRoundResult) -> dict[str, float]:
-    return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(result.metrics.items())}
-
-
 def _received(
     effect: TrainClient,
     result: worker_pb2.ClientRoundResult,
@@ -136,7 +132,7 @@ def _received(
         loss=result.loss,
         seconds=result.seconds,
         traffic=dict(sorted(result.traffic.items())),
-        metrics=_metrics(result),
+        metrics=of_training(result.metrics),
         num_steps=max(1, result.num_steps),
     )
 

@@ -13,7 +13,6 @@ from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
-    Member,
     PartyFailed,
     SegmentFinished,
 )
@@ -78,17 +77,13 @@ def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
         worker_pb2.Member(
             worker_id=member.worker_id,
             incarnation=member.incarnation,
-            address=_address(env, member),
+            address=env.links.to(member, env.state).address,
             first_shard=owned.start,
             num_shards=len(owned),
         )
         for rank, member in enumerate(effect.members)
         for owned in (shards[rank // per_replica],)
     ]
-
-
-def _address(env: EffectContext, member: Member) -> str:
-    return env.links.to(member, env.state).address
 
 
 def _shown(env: EffectContext, effect: RunSegment, rank: int) -> OnProgress:
@@ -98,18 +93,18 @@ def _shown(env: EffectContext, effect: RunSegment, rank: int) -> OnProgress:
                 progress.step,
                 progress.loss,
                 progress.rows_per_s,
-                progress.engine,
                 progress.grad_norm,
                 effect.num_skipped + progress.num_skipped_steps,
                 progress.phase,
-                _of_training(progress.metrics),
+                of_training(progress.metrics),
             )
             env.feed.set_progress(effect.run_id, latest)
 
     return show
 
 
-def _of_training(metrics: Mapping[str, float]) -> dict[str, float]:
+def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a worker's training metrics under their names in facts."""
     return {f"{TRAIN_SPLIT}.{name}": value for name, value in sorted(metrics.items())}
 
 
@@ -140,7 +135,7 @@ async def _report(
         seconds=max(result.seconds for result in results),
         engine=first.engine,
         metrics={
-            **_with_skipped(_of_training(first.metrics), effect.num_skipped),
+            **_with_skipped(of_training(first.metrics), effect.num_skipped),
             **fold_parts(
                 (part for result in results for part in result.parts),
                 env.metrics_of(effect.run_id, effect.party),

@@ -36,10 +36,9 @@ def too_deadly(value: FederatedRun) -> RunFailed | None:
 
 def crashed(value: FederatedRun) -> UpdateRejected | None:
     """Reject the first client of the open round that ends every process which trains it."""
-    for client in value.selected:
+    for client in value.unanswered():
         deaths = value.deaths.get(task_of(client))
-        is_open = client not in value.updates and client not in value.rejected
-        if is_open and deaths is not None and deaths.are_too_many:
+        if deaths is not None and deaths.are_too_many:
             return rejection(value, client, Cause.CRASHED, why("it", deaths))
     return None
 
@@ -49,8 +48,8 @@ def with_death(value: FederatedRun, died: ProcessDied, now_s: float) -> Federate
     member, tasks = died.member, set(value.left.get(died.member, ()))
     if member in value.helper and (value.committed is None or value.to_evaluate):
         tasks.add(task_of_helper(value, member))
-    for client, (assigned, _) in value.assigned.items():
-        if assigned == member and client not in value.updates and client not in value.rejected:
+    for client in value.unanswered():
+        if client in value.assigned and value.assigned[client][0] == member:
             tasks.add(task_of(client))
     if died.at is not None:
         tasks &= {_task_at(value, died.at, member)}

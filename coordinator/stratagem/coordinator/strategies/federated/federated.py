@@ -68,6 +68,7 @@ from stratagem.coordinator.strategies.federated.client_evaluation import (
 )
 from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
+    Late,
     again_after_resumption,
     due_clients,
     in_round,
@@ -192,7 +193,7 @@ def pending(
     if value.accepted:
         effects.add(_fold(run_id, job, value, value.committed))
     elif horizon is None or value.round_num <= horizon:
-        effects |= _training(run_id, job, value, value.committed)
+        effects.update(_training(run_id, job, value, value.committed))
     if horizon is None or value.round_num <= horizon:
         effects.update(late_updates.effects(run_id, job, value))
     for base in value.to_evaluate:
@@ -297,22 +298,12 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
     return ""
 
 
-def _training(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> set[Effect]:
-    strategy = spec_of(job)
-    return {
-        TrainClient(
-            run_id=run_id,
-            party=value.party,
-            membership=value.assigned[client][1],
-            round_num=value.round_num,
-            client=client,
-            num_clients=strategy.num_clients,
-            local_epochs=strategy.options.local_epochs,
-            member=value.assigned[client][0],
-            base=base,
-        )
-        for client in due_clients(value)
-    }
+def _training(
+    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+) -> Iterator[TrainClient]:
+    for client in due_clients(value):
+        own = Late(value.round_num, base, *value.assigned[client])
+        yield late_updates.training(run_id, job, value, client, own)
 
 
 STRATEGY = Strategy(

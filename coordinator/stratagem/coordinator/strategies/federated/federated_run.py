@@ -4,7 +4,7 @@ The folds are pure; round_decisions.py decides on the value.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from stratagem.common.base.ids import Digest, Party, WorkerId
@@ -102,6 +102,10 @@ class FederatedRun:
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
     """By task: the worker processes that ended in this round while they had it to do."""
 
+    def unanswered(self) -> Iterator[int]:
+        """Return the selected clients of which there is neither an update nor a rejection."""
+        return (c for c in self.selected if c not in self.updates and c not in self.rejected)
+
 
 MAX_CLIENTS_AHEAD = 4
 """Clients of one worker that are due at once: one trains while the updates of the others come in.
@@ -126,7 +130,7 @@ def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun
 
 
 def _assigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -> FederatedRun:
-    todo = [c for c in value.selected if c not in value.updates and c not in value.rejected]
+    todo = list(value.unanswered())
     return replace(
         value,
         assigned=assigned,
@@ -142,10 +146,8 @@ def lacking(value: FederatedRun, is_here: Callable[[Member], bool]) -> list[int]
         return []
     return [
         client
-        for client in value.selected
-        if client not in value.updates
-        and client not in value.rejected
-        and (client not in value.assigned or not is_here(value.assigned[client][0]))
+        for client in value.unanswered()
+        if client not in value.assigned or not is_here(value.assigned[client][0])
     ]
 
 
@@ -153,8 +155,8 @@ def due_clients(value: FederatedRun) -> list[int]:
     """Return the clients to be trained next, in order: a few of each worker."""
     num_due = Counter[Member]()
     due = []
-    for client in value.selected:
-        if client in value.updates or client in value.rejected or client not in value.assigned:
+    for client in value.unanswered():
+        if client not in value.assigned:
             continue
         member = value.assigned[client][0]
         if num_due[member] < MAX_CLIENTS_AHEAD:

@@ -55,8 +55,7 @@ def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> Fede
     assert before.committed is not None
     late = {client: training for client, training in before.late.items() if training.update is None}
     for client in due_clients(before):
-        member, membership = before.assigned[client]
-        late[client] = Late(before.round_num, before.committed, member, membership)
+        late[client] = Late(before.round_num, before.committed, *before.assigned[client])
     return replace(value, late=late)
 
 
@@ -152,19 +151,26 @@ def received(value: FederatedRun) -> list[UpdateReceived]:
 
 def effects(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
     """Yield the training of the late clients, unchanged from when their round was open."""
-    strategy = spec_of(job)
     for client, late in _training(value):
-        yield TrainClient(
-            run_id=run_id,
-            party=value.party,
-            membership=late.membership,
-            round_num=late.round_num,
-            client=client,
-            num_clients=strategy.num_clients,
-            local_epochs=strategy.options.local_epochs,
-            member=late.member,
-            base=late.base,
-        )
+        yield training(run_id, job, value, client, late)
+
+
+def training(
+    run_id: RunId, job: JobSpec, value: FederatedRun, client: int, own: Late
+) -> TrainClient:
+    """Return the training of one client; own: its round, base and worker, late or not."""
+    strategy = spec_of(job)
+    return TrainClient(
+        run_id=run_id,
+        party=value.party,
+        membership=own.membership,
+        round_num=own.round_num,
+        client=client,
+        num_clients=strategy.num_clients,
+        local_epochs=strategy.options.local_epochs,
+        member=own.member,
+        base=own.base,
+    )
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:

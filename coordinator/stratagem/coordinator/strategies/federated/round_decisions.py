@@ -112,7 +112,7 @@ def assign(
     alive = {worker.member.worker_id: worker for worker in workers}
     if not lacking(value, lambda member: _is_alive(alive, member)):
         return None
-    waiting = [c for c in value.selected if c not in value.updates and c not in value.rejected]
+    waiting = list(value.unanswered())
     current = {c: value.assigned[c][0] for c in waiting if c in value.assigned}
     held = {c: m for c, m in current.items() if _is_alive(alive, m)}
     load = Counter(member.worker_id for member in held.values())

@@ -263,10 +263,7 @@ def _of_steps(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _unanswered(value: SiloRun) -> list[int]:
     """Return the clients of the open round without an update."""
-    rounds = value.rounds
-    if rounds.accepted:
-        return []
-    return [c for c in rounds.selected if c not in rounds.updates and c not in rounds.rejected]
+    return [] if value.rounds.accepted else list(value.rounds.unanswered())
 
 
 def _in_training(value: SiloRun) -> dict[int, Child]:

@@ -15,9 +15,8 @@ from stratagem.common.strategy import DataParallel
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.effects import Build, Effect, EvaluateState
 from stratagem.coordinator.core.facts import Evaluated, Fact, RunCompleted, RunFailed
-from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.state import World
 from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
-from stratagem.coordinator.strategies.scheduling.placement import why_none
 from stratagem.coordinator.strategies.synchronous.segments import (
     PartyRun,
     SegmentRules,
@@ -77,10 +76,10 @@ def _status(job: JobSpec, value: PartyRun, world: World) -> Status:
     """Return the run's status, for people; steps are batches."""
     spec = _spec(job)
     num_batches = ceil(value.num_rows.get(spec.split, 0) / spec.batch_size)
-    phase, strategy_phase, reason = _phase(job, value, world)
+    phase, strategy_phase, reason = party_views.phase_of(job, value, _shape(job), world)
     return Status(
         phase=phase,
-        strategy_phase=strategy_phase,
+        strategy_phase="EVALUATING" if strategy_phase == "TRAINING" else strategy_phase,
         reason=reason,
         step=num_batches if value.open_segment == _DONE else 0,
         num_steps=num_batches,
@@ -98,19 +97,6 @@ def _shape(job: JobSpec) -> SegmentRules:
     if isinstance(strategy, DataParallel):
         return SegmentRules(strategy.num_replicas, strategy.options.min_replicas)
     return SegmentRules(num_shards=1, min_members=1)
-
-
-def _phase(job: JobSpec, value: PartyRun, world: World) -> tuple[RunPhase, str, str]:
-    shape = _shape(job)
-    if not value.members:
-        need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
-        reason = f"{need}: {why_none(job, world, value.fingerprint)}"
-        phase = RunPhase.RECOVERING if value.is_recovering else RunPhase.PLACING
-        return phase, "WAITING", reason
-    if value.open_segment == 0:
-        return RunPhase.RUNNING, "BUILDING", value.why
-    phase = RunPhase.RECOVERING if value.is_recovering else RunPhase.RUNNING
-    return phase, "EVALUATING", value.why
 
 
 STRATEGY = Strategy(

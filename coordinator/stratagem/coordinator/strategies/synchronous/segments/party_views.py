@@ -46,7 +46,9 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
     if run.committed is not None:
         ends = schedule_of(job, run.num_rows).ends()
     trained = run.finished[-1] if run.finished else run.committed
-    phase, strategy_phase, reason = _phase(job, run, shape, world)
+    phase, strategy_phase, reason = phase_of(job, run, shape, world)
+    if strategy_phase == "TRAINING" and run.open_segment > num_segments(job, run):
+        phase, strategy_phase = RunPhase.RUNNING, "COMMITTING"
     return Status(
         phase=phase,
         strategy_phase=strategy_phase,
@@ -59,9 +61,11 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
     )
 
 
-def _phase(
+def phase_of(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World
 ) -> tuple[RunPhase, str, str]:
+    """Return the phase of the run and that of the party, TRAINING once there is a state, and the
+    reason."""
     if not run.members:
         need = f"waiting for {shape.min_members} of {shape.num_shards} workers"
         reason = f"{need}: {why_none(job, world, run.fingerprint)}"
@@ -71,8 +75,4 @@ def _phase(
         return phase, "WAITING", reason
     if run.open_segment == 0:
         return RunPhase.RUNNING, "BUILDING", run.why
-    if run.open_segment > num_segments(job, run):
-        return RunPhase.RUNNING, "COMMITTING", run.why
-    if run.is_recovering:
-        return RunPhase.RECOVERING, "TRAINING", run.why
-    return RunPhase.RUNNING, "TRAINING", run.why
+    return RunPhase.RECOVERING if run.is_recovering else RunPhase.RUNNING, "TRAINING", run.why
