@@ -27,7 +27,7 @@ from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
-from stratagem.coordinator.updates.spool import SpoolKey
+from stratagem.coordinator.updates.spool_keys import SpoolKey
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     EVALUATION,

@@ -11,7 +11,8 @@ from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.tensors.safetensors_file import read_header
 from stratagem.coordinator.store.blobs import DirectoryBlobs
 from stratagem.coordinator.updates.fold import fold_weighted_mean
-from stratagem.coordinator.updates.spool import Spool, SpoolKey, SpoolRun
+from stratagem.coordinator.updates.spool import Spool
+from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from tests.coordinator.store.places import Bucket, Place
 from tests.coordinator.store.troubled import FORBIDDEN, troubled
 from tests.coordinator.updates.coded import MODEL, CodedRound, job_with, mean, update_of

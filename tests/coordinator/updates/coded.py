@@ -19,7 +19,8 @@ from stratagem.coordinator.effects.federated.coded_client_update import commit_u
 from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs
 from stratagem.coordinator.updates.fold import fold_weighted_mean
 from stratagem.coordinator.updates.rebasing import Rebasing
-from stratagem.coordinator.updates.spool import Spool, SpoolEntry
+from stratagem.coordinator.updates.spool import Spool
+from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 from tests.coordinator.updates.updates import arrays, data_of, key, manifest_of
 from tests.jobs import job

@@ -13,14 +13,9 @@ from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.updates import spool_upload
-from stratagem.coordinator.updates.spool import (
-    Spool,
-    SpoolKey,
-    SpoolRun,
-    UpdateRejectedError,
-    check_layout,
-)
-from stratagem.coordinator.updates.update_checks import DataCheck
+from stratagem.coordinator.updates.spool import Spool
+from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
+from stratagem.coordinator.updates.update_checks import DataCheck, UpdateRejectedError, check_layout
 from tests.coordinator.updates.updates import (
     MIXED,
     OF_RUN,

@@ -11,7 +11,9 @@ from stratagem.common.base.ids import Party, RunId
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.coordinator.updates.numpy_floats import narrow, storage
-from stratagem.coordinator.updates.spool import Spool, SpoolEntry, SpoolKey, SpoolRun
+from stratagem.coordinator.updates.spool import Spool
+from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
+from stratagem.coordinator.updates.spool_upload import SpoolEntry
 
 RUN, ROOT = RunId("digits-1"), Party("")
 OF_RUN = SpoolRun(RUN)

@@ -1,5 +1,6 @@
 """Commands that ask about runs and workers, or give a run one order."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -169,13 +170,8 @@ def download(  # noqa: PLR0913  (each parameter is an option of the command line
             path = run.download_profile(profile)
         else:
             path = run.download(output or Path(f"{run_id}.safetensors"), which, plain=plain)
-        print_line(make_console(), str(path) if form is Format.TEXT else _path_json(path))
-
-
-def _path_json(path: Path) -> str:
-    import json
-
-    return json.dumps({"path": str(path), "size_bytes": path.stat().st_size})
+        written = {"path": str(path), "size_bytes": path.stat().st_size}
+        print_line(make_console(), str(path) if form is Format.TEXT else json.dumps(written))
 
 
 def _log_text(line: LogLine) -> str:

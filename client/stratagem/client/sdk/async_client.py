@@ -199,9 +199,8 @@ class AsyncRun:
 
     async def cancel(self) -> None:
         """Stop the run; its last commit stays and can be resumed. Idempotent."""
-        connection = self._connection
         request = pb.CancelRunRequest(run_id=self.run_id)
-        await connection.call(connection.stub.CancelRun, request)
+        await self._connection.call(self._connection.stub.CancelRun, request)
 
     async def resume(self, from_segment: int | None = None) -> None:
         """Go on from the last commit of a run that was cancelled or has failed.
@@ -209,15 +208,13 @@ class AsyncRun:
         from_segment: go on from this one of the commits that are kept; what followed it happens
         anew.
         """
-        connection = self._connection
         request = pb.ResumeRunRequest(run_id=self.run_id, from_segment=from_segment)
-        await connection.call(connection.stub.ResumeRun, request)
+        await self._connection.call(self._connection.stub.ResumeRun, request)
 
     async def delete(self) -> None:
         """Forget an ended run and its states."""
-        connection = self._connection
         request = pb.DeleteRunRequest(run_id=self.run_id)
-        await connection.call(connection.stub.DeleteRun, request)
+        await self._connection.call(self._connection.stub.DeleteRun, request)
 
     async def logs(self, *, follow: bool = False, worker: str = "") -> AsyncIterator[LogLine]:
         """Lines of the run's log, of one worker if named; with follow, until the run ends."""

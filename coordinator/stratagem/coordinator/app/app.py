@@ -65,7 +65,7 @@ from stratagem.coordinator.runtime.throttle import Paced
 from stratagem.coordinator.runtime.worker_links import Links
 from stratagem.coordinator.store.journal import Holder, Journal, Lead
 from stratagem.coordinator.store.journal.fact_codec import Committed
-from stratagem.coordinator.updates.spool import SpoolKey, SpoolRun
+from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0
 """Seconds for which a blob that no fact names yet is kept: a fact, or a job, may soon name it."""

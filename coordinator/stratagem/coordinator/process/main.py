@@ -54,10 +54,7 @@ def main() -> None:
     except* FencedError as group:
         log.error("another coordinator leads", reason=exception_text.told(group))
         sys.exit(EXIT_FENCED)
-    except* OSError as group:
-        log.error("coordinator ends", reason=exception_text.told(group))
-        sys.exit(1)
-    except* StratagemError as group:
+    except* (OSError, StratagemError) as group:
         log.error("coordinator ends", reason=exception_text.told(group))
         sys.exit(1)
     finally:

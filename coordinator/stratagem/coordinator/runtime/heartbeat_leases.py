@@ -73,10 +73,8 @@ class Leases:
             await self._until_next()
 
     def _expired(self) -> list[Member]:
-        return [m for m, beat in self._beats.items() if not self._is_deaf and self._is_over(beat)]
-
-    def _is_over(self, beat: float) -> bool:
-        return self._clock() - beat >= self._ttl_s
+        now, beats = self._clock(), {} if self._is_deaf else self._beats
+        return [member for member, beat in beats.items() if now - beat >= self._ttl_s]
 
     async def _until_next(self) -> None:
         self._changed.clear()

@@ -39,9 +39,8 @@ class LeaderGate(grpc.GenericRpcHandler):
         self._leader: Holder | None = None
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        is_open = self._is_open and self._serving is not None
-        chosen = self._serving if is_open and self._serving is not None else self._refusing
-        return chosen.service(handler_call_details)
+        serving = self._serving if self._is_open else None
+        return (serving or self._refusing).service(handler_call_details)
 
     @property
     def is_open(self) -> bool:

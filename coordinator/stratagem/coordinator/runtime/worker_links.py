@@ -81,9 +81,13 @@ class WorkerLink:
         proof, name = self._proof, self.member.worker_id
         return await asyncio.to_thread(explain, self.address, proof, name)
 
-    async def close_run(self, run_id: RunId) -> None:
-        """Have the worker forget a run, its blobs included. Raises when it does not answer."""
-        request = worker_pb2.CloseSessionRequest(fence=self.fence(0), run_id=run_id)
+    async def close_session(
+        self, run_id: RunId, session: types_pb2.SessionRef | None = None
+    ) -> None:
+        """Have the worker forget one session of a run, or without one the run, its blobs included.
+        Raises when it does not answer."""
+        fence = self.fence(0)
+        request = worker_pb2.CloseSessionRequest(fence=fence, run_id=run_id, session=session)
         await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
 
     async def abort(self, at: WorkerSession) -> None:
@@ -92,13 +96,6 @@ class WorkerLink:
             fence=self.fence(at.membership), session=at.ref, reason="no longer needed"
         )
         await _answered(self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S))
-
-    async def close_session(self, at: WorkerSession) -> None:
-        """Have the worker forget one session of a run."""
-        request = worker_pb2.CloseSessionRequest(
-            fence=self.fence(0), run_id=at.run_id, session=at.ref
-        )
-        await _answered(self.stub.CloseSession(request, timeout=CLOSE_TIMEOUT_S))
 
     def snapshot(
         self, at: WorkerSession, number: int

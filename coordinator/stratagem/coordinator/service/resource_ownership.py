@@ -16,7 +16,6 @@ from stratagem.common.rpc.ownership_check import Check
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.v1 import coordinator_pb2 as pb
-from stratagem.v1 import types_pb2
 
 
 def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
@@ -27,10 +26,6 @@ def _own_run(servicer: Any, request: Any, caller: Caller) -> None:
         caller.must_own(request.run_id, run.owner)
 
 
-def _itself(_servicer: Any, request: Any, caller: Caller) -> None:
-    caller.must_be_worker(request.worker_id)
-
-
 def _coordinator(_servicer: Any, request: pb.DiagnoseRequest, caller: Caller) -> None:
     if caller.is_worker and not request.without_workers:
         raise PermissionDeniedError(
@@ -38,25 +33,12 @@ def _coordinator(_servicer: Any, request: pb.DiagnoseRequest, caller: Caller) ->
         )
 
 
-def _own_rank(servicer: Any, request: pb.RendezvousRequest, caller: Caller) -> None:
-    _check_member(servicer.app, request.session, request.fence.membership, caller, request.rank)
-
-
-def _own_party(servicer: Any, request: pb.SuspectRequest, caller: Caller) -> None:
-    _check_member(servicer.app, request.session, request.fence.membership, caller)
-
-
-def _check_member(
-    app: App,
-    session: types_pb2.SessionRef,
-    membership: int,
-    caller: Caller,
-    rank: int | None = None,
-) -> None:
+def _check_member(app: App, request: Any, caller: Caller, rank: int | None = None) -> None:
     """Refuse a worker that speaks for a party, or a rank of it, that is not its own."""
+    session = request.session
     run = app.loop.state.runs.get(RunId(session.run_id))
     view = None if run is None else parties_of(run).get(Party(session.party))
-    if view is None or view.membership != membership:
+    if view is None or view.membership != request.fence.membership:
         return  # the handler deals with a stale membership
     members = view.members if rank is None else view.members[rank : rank + 1]
     if not caller.is_one_of(member.worker_id for member in members):
@@ -69,7 +51,9 @@ CHECKS: Final[Mapping[Names, Check]] = {
     Names.OWN_RUN: _own_run,
     Names.OWN_DATA: lambda servicer, request, caller: servicer.check_submit(request, caller),
     Names.COORDINATOR: _coordinator,
-    Names.ITSELF: _itself,
-    Names.OWN_PARTY: _own_party,
-    Names.OWN_RANK: _own_rank,
+    Names.ITSELF: lambda _servicer, request, caller: caller.must_be_worker(request.worker_id),
+    Names.OWN_PARTY: lambda servicer, request, caller: _check_member(servicer.app, request, caller),
+    Names.OWN_RANK: lambda servicer, request, caller: _check_member(
+        servicer.app, request, caller, request.rank
+    ),
 }

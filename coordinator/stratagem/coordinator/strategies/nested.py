@@ -5,6 +5,7 @@ decisions and effects, and lets each go as far as its horizon, in segments. What
 settle by itself (its failure, what follows when it has reached the horizon) is decided outside.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -52,11 +53,14 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
     except InvalidInputError as error:
         reasons = "; ".join(str(violation) for violation in error.violations)
         return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
-    return [replace(violation, field=_inside(violation.field)) for violation in violations]
+    inner = "strategy.options.inner"
+    return [replace(v, field=v.field.replace("strategy", inner, 1)) for v in violations]
 
 
-def _inside(field: str) -> str:
-    return field.replace("strategy", "strategy.options.inner", 1)
+def seed_of(name: str) -> int:
+    """Return the seed, which torch takes, of the child of this name: seeds of different names are
+    independent."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:

@@ -35,17 +35,7 @@ from stratagem.coordinator.updates.spool_upload import (
     noted_offset,
     remove_files,
 )
-from stratagem.coordinator.updates.update_checks import UpdateRejectedError, check_layout
-
-__all__ = [
-    "Spool",
-    "SpoolEntry",
-    "SpoolKey",
-    "SpoolRun",
-    "SpoolWriter",
-    "UpdateRejectedError",
-    "check_layout",
-]
+from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 
 _DATA: Final = ".safetensors"
 _ENTRY: Final = ".json"

@@ -166,20 +166,13 @@ def _advertising(settings: WorkerSettings) -> Iterator[Finding]:
         found = f"{host}, which others are told to dial, is no known name here: {error.strerror}"
         yield Finding("advertise", settings.name, Level.WARN, found, advice)
         return
-    elsewhere = [
-        address
-        for address in split_addresses(settings.coordinator)
-        if not is_loopback(_host(address))
-    ]
+    coordinators = split_addresses(settings.coordinator)
+    elsewhere = [each for each in coordinators if not is_loopback(split_address(each)[0])]
     if elsewhere and is_loopback(host):
         found = f"others are told to dial {host}, which is themselves; {elsewhere[0]} is elsewhere"
         yield Finding("advertise", settings.name, Level.FAIL, found, advice)
     else:
         yield Finding("advertise", settings.name, Level.OK, f"others are told to dial {host}")
-
-
-def _host(address: str) -> str:
-    return split_address(address)[0]
 
 
 def _exchange(name: str, security: WorkerSecurity) -> Iterator[Finding]:

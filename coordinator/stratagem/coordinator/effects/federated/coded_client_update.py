@@ -12,7 +12,8 @@ import numpy as np
 from stratagem.common.compression.coded_update import update_key
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.coordinator.core.rejection_causes import Cause
-from stratagem.coordinator.updates.spool import Spool, SpoolKey
+from stratagem.coordinator.updates.spool import Spool
+from stratagem.coordinator.updates.spool_keys import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding

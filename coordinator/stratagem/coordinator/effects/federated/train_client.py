@@ -5,11 +5,8 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
-
-import grpc.aio
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
 from stratagem.common.base.ids import child_party
@@ -29,7 +26,7 @@ from stratagem.coordinator.effects.federated.late_counts import count_if_late, r
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
 from stratagem.coordinator.effects.synchronous.run_segment import of_training
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
-from stratagem.coordinator.updates.spool import SpoolKey
+from stratagem.coordinator.updates.spool_keys import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.updates.stream_offload import Offload
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
@@ -107,23 +104,7 @@ async def _collect(
         return
     failpoint("coordinator.round.pulled")
     _close(env, effect)
-    received = _received(effect, result, entry)
-    await report_update(env, effect, received)
-
-
-def _close(env: EffectContext, effect: TrainClient) -> None:
-    """Close the client's session: the worker would keep one update of every client that it
-    plays."""
-    link = env.links.to(effect.member, env.state)
-    env.chores.do(link.close_session(_session(effect)), f"close client {effect.client}")
-
-
-def _received(
-    effect: TrainClient,
-    result: worker_pb2.ClientRoundResult,
-    entry: SpoolEntry,
-) -> UpdateReceived:
-    return UpdateReceived(
+    received = UpdateReceived(
         party=effect.party,
         round_num=effect.round_num,
         client=effect.client,
@@ -134,6 +115,16 @@ def _received(
         traffic=dict(sorted(result.traffic.items())),
         metrics=of_training(result.metrics),
         num_steps=max(1, result.num_steps),
+    )
+    await report_update(env, effect, received)
+
+
+def _close(env: EffectContext, effect: TrainClient) -> None:
+    """Close the client's session: the worker would keep one update of every client that it
+    plays."""
+    link = env.links.to(effect.member, env.state)
+    env.chores.do(
+        link.close_session(effect.run_id, _session(effect).ref), f"close client {effect.client}"
     )
 
 
@@ -157,14 +148,6 @@ def _session(effect: TrainClient) -> WorkerSession:
     return WorkerSession(effect.member, effect.run_id, party, effect.membership)
 
 
-def _opener(
-    env: EffectContext, effect: TrainClient
-) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-    """Return a function that requests the update from an offset on."""
-    link = env.links.to(effect.member, env.state)
-    return link.snapshot(_session(effect), effect.round_num)
-
-
 @contextmanager
 def _announced(offset: int, manifests: list[Manifest]) -> Iterator[None]:
     """Refuses an update whose manifest, the first thing that comes, breaks a rule or a limit: it
@@ -185,6 +168,7 @@ async def _pull_to_spool(
     decoding: UpdateDecoding,
     offset: int,
 ) -> SpoolEntry:
+    link = env.links.to(effect.member, env.state)
     manifests: list[Manifest] = []
     writers: list[SpoolWriter] = []
 
@@ -208,7 +192,7 @@ async def _pull_to_spool(
     try:
         with _announced(offset, manifests):
             await pull(
-                _opener(env, effect),
+                link.snapshot(_session(effect), effect.round_num),
                 accept,
                 limits=limits,
                 purpose=Purpose.UPDATE,

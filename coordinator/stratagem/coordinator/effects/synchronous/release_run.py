@@ -23,7 +23,7 @@ async def release(env: EffectContext, effect: Release) -> None:
 
 async def _close(env: EffectContext, effect: Release, member: Member) -> None:
     try:
-        await env.links.to(member, env.state).close_run(effect.run_id)
+        await env.links.to(member, env.state).close_session(effect.run_id)
     except StratagemError as error:
         # Its sessions end with its process, or when it next asks about the run.
         log.info("not released", run_id=effect.run_id, worker_id=member.worker_id, why=str(error))

@@ -6,7 +6,6 @@ rows under the inner strategy; what it commits is its update. So gradients stay 
 only models leave it.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -109,15 +108,9 @@ def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
         "evaluation": None,
         "epochs": epochs,
         "checkpoint.every": f"{epochs} epochs",
-        "seed": client_seed(job.seed, client, round_num),
+        "seed": nested.seed_of(f"silo/{job.seed}/{client}/{round_num}"),
     }
     return with_fields(job, fields)
-
-
-def client_seed(seed: int, client: int, round_num: int) -> int:
-    """Return the seed of one client's part of one round."""
-    key = hashlib.sha256(f"silo/{seed}/{client}/{round_num}".encode()).digest()
-    return int.from_bytes(key[:4])
 
 
 def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:

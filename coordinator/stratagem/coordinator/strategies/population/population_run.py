@@ -4,7 +4,6 @@ Every member is a party of its own (`member0`, `member1`, ...) that trains gener
 generation under an inner strategy. Pure functions; population.py asks them.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -112,7 +111,7 @@ def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec
         "search_space": None,
         "steps_per_generation": None,
         "strategy": dump_strategy(inner),
-        "seed": member_seed(job.seed, member),
+        "seed": nested.seed_of(f"member/{job.seed}/{member}"),
     }
     if isinstance(inner, Federated):
         fields["strategy"] = dump_strategy(replace(inner, rounds=total))
@@ -121,12 +120,6 @@ def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec
         fields["steps"] = total
         fields["evaluation.every"] = fields["checkpoint.every"] = f"{per_generation} steps"
     return with_fields(job, {**fields, **params})
-
-
-def member_seed(seed: int, member: int) -> int:
-    """Return a member's seed, which torch takes; the streams of members are independent."""
-    key = hashlib.sha256(f"member/{seed}/{member}".encode()).digest()
-    return int.from_bytes(key[:4])
 
 
 # ---- decisions ----
@@ -197,16 +190,16 @@ def _evolution(
 ) -> tuple[Copied, ...]:
     spec = spec_of(job)
     streams = [stream(job.seed, member, value.generation) for member in range(len(scores))]
-    copies = donors(spec.exploit, scores, streams)
-    copied = []
-    for member, donor in sorted(copies.items()):
-        base = nested.progress(value.members[donor].child).committed
-        assert base is not None
-        params = _explored(job, value, value.members[donor], streams[member])
-        copied.append(
-            Copied(member=member, donor=donor, digest=base.digest, step=base.step, params=params)
-        )
-    return tuple(copied)
+    copies = donors(spec.exploit, scores, streams).items()
+    return tuple(_copied(job, value, m, donor, streams[m]) for m, donor in sorted(copies))
+
+
+def _copied(job: JobSpec, value: PopulationRun, member: int, donor: int, rng: Random) -> Copied:
+    """Return the donor's newest commit, which it has its score for, as what the member copies."""
+    base = nested.progress(value.members[donor].child).committed
+    assert base is not None
+    params = _explored(job, value, value.members[donor], rng)
+    return Copied(member=member, donor=donor, digest=base.digest, step=base.step, params=params)
 
 
 def _explored(
@@ -235,17 +228,9 @@ def _evolved(job: JobSpec, value: PopulationRun, number: int) -> MemberEvolved:
     scores[number] = score
     # A member without any score yet is not a donor, and is not judged here.
     streams = [stream(job.seed, m, member.generation) for m in range(len(scores))]
-    copied = None
     is_last = member.generation == spec.generations
     donor = None if is_last else donors(spec.exploit, scores, streams).get(number)
-    base = None
-    if donor is not None:
-        base = nested.progress(value.members[donor].child).committed
-    if donor is not None and base is not None:
-        params = _explored(job, value, value.members[donor], streams[number])
-        copied = Copied(
-            member=number, donor=donor, digest=base.digest, step=base.step, params=params
-        )
+    copied = None if donor is None else _copied(job, value, number, donor, streams[number])
     return MemberEvolved(
         party=value.party,
         generation=member.generation,
@@ -377,17 +362,18 @@ def _next(
     committed = nested.progress(member.child).committed
     num_rows = nested.progress(member.child).num_rows or rows
     params, child = member.params, replace(member.child, horizon=horizon)
+    begin: Copied | Base | None = None
+    own_job = child.job
     if copied is not None:
-        params = copied.params
+        begin, params = copied, copied.params
         before = trained_with(value.members[copied.donor], copied.step)
         now = Setting(from_step=copied.step, values=params)
         scored = replace(scored, schedule=(*before, now))
-        base = Base(generation * segments, copied.step, copied.digest)
+        own_job = member_job(job, number, params)
+    elif member.failure is not None:
+        begin = committed  # there was no member to copy: try again from what it last committed
+    if begin is not None:
+        base = Base(generation * segments, begin.step, begin.digest)
         scored = replace(scored, rejected=together(rejected(member)))
-        child = nested.rebased(child, member_job(job, number, params), base, num_rows, horizon)
-    elif member.failure is not None and committed is not None:
-        # It failed and there was no member to copy: try again from what it last committed.
-        base = Base(generation * segments, committed.step, committed.digest)
-        scored = replace(scored, rejected=together(rejected(member)))
-        child = nested.rebased(child, child.job, base, num_rows, horizon)
+        child = nested.rebased(child, own_job, base, num_rows, horizon)
     return replace(scored, child=child, params=params, generation=generation + 1, failure=None)
