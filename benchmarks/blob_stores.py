@@ -29,10 +29,12 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`
 
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs, SharedBlobs
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.object_store import Found, Objects
 from stratagem.coordinator.store.blobs.s3 import open_s3
+from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from tests.worker.pipeline.s3_server import s3_server
 
 PIECE = os.urandom(1 << 20)

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.common.health.health_probe import health_of
-from stratagem.coordinator.store.journal import Holder, Journal
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S

@@ -14,7 +14,8 @@ from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.protobuf_views import run_info
-from stratagem.coordinator.store.journal import Holder, Journal
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead_holder import Holder
 
 FOLDER = Path(__file__).parent / "journals"
 

@@ -11,7 +11,8 @@ from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.facts import RunSubmitted
 from stratagem.coordinator.core.state_machine.decide import decide
-from stratagem.coordinator.store.journal import Holder, Journal, Record
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
 from tests.coordinator.store.journals import events
 from tests.golden.replay import FOLDER, load, replay, summary_of

@@ -21,7 +21,8 @@ from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime import loop as loop_module
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.store.journal import Holder, Journal, Record
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import Twins, twins
 from tests.coordinator.core.jobs import LOCAL, job_text

@@ -16,7 +16,8 @@ from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
 from stratagem.coordinator.core.strategy_table import MISSING, Strategies
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.store.journal import Holder, Journal
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.coordinator.core.simulation import Simulation, register
 
 

@@ -17,7 +17,7 @@ from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
-from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
 from tests.coordinator.open_gate import entrance

@@ -1,7 +1,8 @@
 """Events, holders and clocks for the tests of the journal."""
 
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.store.journal import Holder, Journal, Record, StoredRecord
+from stratagem.coordinator.store.journal.journal import Journal, Record, StoredRecord
+from stratagem.coordinator.store.journal.lead_holder import Holder
 
 A, B = RunId("a-1"), RunId("b-2")
 US = Holder.of_this_process("us")

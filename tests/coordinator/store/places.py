@@ -12,10 +12,12 @@ from typing import Protocol
 import obstore
 
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs, SharedBlobs
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.object_store import Objects
 from stratagem.coordinator.store.blobs.s3 import open_s3
+from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from stratagem.coordinator.updates.shared_spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 from tests.coordinator.updates.updates import flip_bit

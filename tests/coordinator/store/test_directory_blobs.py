@@ -10,13 +10,13 @@ from stratagem.common.base.errors import (
     NotFoundError,
     StaleError,
 )
-from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from tests.coordinator.store.places import CONTENT, digest_of, put, read
 from tests.programs import run
 
 WRITE = """
 from stratagem.common.base.errors import UnavailableError
-from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 store = DirectoryBlobs(Path(sys.argv[1]))
 def put(content):
     writer = store.writer(len(content))

@@ -10,14 +10,11 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.store.journal import (
-    DuplicateKeyError,
-    FencedError,
-    Holder,
-    Journal,
-    RunSummary,
-    journal,
-)
+from stratagem.coordinator.store.journal import journal
+from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
+from stratagem.coordinator.store.journal.lead import FencedError
+from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal.summaries import RunSummary
 from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
 from tests.programs import run
 
@@ -128,7 +125,8 @@ def test_a_wait_can_be_given_up(log: Journal) -> None:
 
 def test_a_holder_that_died_on_this_host_is_replaced_at_once(log: Journal, place: str) -> None:
     code = """
-from stratagem.coordinator.store.journal import Holder, Journal
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead_holder import Holder
 print(Journal.open(sys.argv[1]).take_lead(Holder.of_this_process(), ttl_s=10).term)
 """
     assert run(code, place) == (0, "1\n")

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.coordinator.store.journal import Holder, Journal
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.coordinator.store.journals import events
 from tests.programs import run, start
 
 APPEND_ONE = """
-from stratagem.coordinator.store.journal import Holder, Journal, Record
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead_holder import Holder
 log = Journal.open(sys.argv[1])
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
 log.append(term, [Record("a", 0, "K", 1, "{}", 0.0, 0.0)])
@@ -21,7 +23,9 @@ log.append(term, [Record("a", 1, "K", 1, "{}", 0.0, 0.0), Record("a", 2, "K", 1,
 """
 
 LEADER = """
-from stratagem.coordinator.store.journal import FencedError, Holder, Journal, Record
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead import FencedError
+from stratagem.coordinator.store.journal.lead_holder import Holder
 log = Journal.open(sys.argv[1])
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
 print("leads", flush=True)
@@ -39,7 +43,8 @@ for seq, action in enumerate(sys.stdin):
 # Forks, so that 20 rounds need not import everything 20 times.
 KILLED_UNDER_LOAD = """
 import json, random, time
-from stratagem.coordinator.store.journal import Holder, Journal, Record
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead_holder import Holder
 
 def write_for_ever(place, pipe):
     log = Journal.open(place)

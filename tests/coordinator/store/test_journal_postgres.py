@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UnavailableError
-from stratagem.coordinator.store.journal import FencedError, Journal, postgres, schema
-from stratagem.coordinator.store.journal.lead import Lease, Silence, leading, look
+from stratagem.coordinator.store.journal import postgres, schema
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead import FencedError, Lease, Silence, leading, look
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, lead, record
 from tests.patience import PATIENCE_S
 from tests.postgres import GUARDED, SOCKET, Postgres

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
-from stratagem.coordinator.store.journal import Journal
+from stratagem.coordinator.store.journal.journal import Journal
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
 from tests.programs import run
 
@@ -105,7 +105,9 @@ def test_a_lock_that_is_held_too_long_is_an_error_that_passes(
 def test_a_full_disk_loses_nothing_that_was_acknowledged(path: Path) -> None:
     code = """
 from stratagem.common.base.errors import UnavailableError
-from stratagem.coordinator.store.journal import Holder, Journal, Record, sqlite
+from stratagem.coordinator.store.journal import sqlite
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead_holder import Holder
 sqlite._PATIENCE_S = 0.0
 log = Journal.open(Path(sys.argv[1]))
 term = log.take_lead(Holder.of_this_process(), ttl_s=10).term

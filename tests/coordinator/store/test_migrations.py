@@ -14,7 +14,8 @@ from hatchling.builders.wheel import WheelBuilder
 from sqlalchemy import Connection
 
 from stratagem.common.base.errors import ConflictError
-from stratagem.coordinator.store.journal import Holder, Journal
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.schema import FOLDER
 from stratagem.coordinator.store.journal.tables import REVISION, metadata
 from tests.coordinator.store.journals import events

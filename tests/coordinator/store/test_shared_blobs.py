@@ -38,7 +38,7 @@ from tests.patience import PATIENCE_S
 from tests.programs import run
 
 WRITE = """
-from stratagem.coordinator.store.blobs import SharedBlobs
+from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
 from stratagem.coordinator.store.blobs.s3 import open_s3
 cache = BlobCache(Path(sys.argv[2]), 1 << 30)

@@ -19,7 +19,8 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of
 from stratagem.coordinator.runtime.broadcast import SharedFrames
 from stratagem.coordinator.service.stream_calls import download
-from stratagem.coordinator.store.blobs import BlobStore, DamagedBlobError, DirectoryBlobs
+from stratagem.coordinator.store.blobs.blob_store import BlobStore, DamagedBlobError
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.verified_file import Sums
 from stratagem.v1.coordinator_pb2 import DownloadStateResponse
 from tests.coordinator.store.places import Bucket, digest_of, put, read

@@ -18,13 +18,13 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Strategy
-from stratagem.coordinator.strategies.synchronous.segments import (
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
     SegmentRules,
     one_part,
     part_per_member,
-    synchronous,
 )
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import ROWS, RUN, digest, member, register
 

@@ -16,7 +16,8 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
-from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.updates.fold import fold_weighted_mean
 from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.spool import Spool

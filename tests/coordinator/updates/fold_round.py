@@ -4,7 +4,8 @@ from pathlib import Path
 
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, read_header
-from stratagem.coordinator.store.blobs import BlobWriter, DirectoryBlobs
+from stratagem.coordinator.store.blobs.blob_store import BlobWriter
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.updates.fold import (
     fold_weighted_mean,
 )

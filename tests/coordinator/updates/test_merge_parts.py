@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
 from stratagem.coordinator.updates.merge_parts import (
     ContradictionError,

@@ -13,7 +13,7 @@ from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
-from stratagem.coordinator.store.blobs import DirectoryBlobs
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.updates import fold
 from stratagem.coordinator.updates.fold import fold_weighted_mean
 from stratagem.coordinator.updates.numpy_floats import Wide, narrow, storage, widen

@@ -63,8 +63,10 @@ from stratagem.coordinator.runtime.rendezvous import Barriers
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.throttle import Paced
 from stratagem.coordinator.runtime.worker_links import Links
-from stratagem.coordinator.store.journal import Holder, Journal, Lead
 from stratagem.coordinator.store.journal.fact_codec import Committed
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.lead import Lead
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0

@@ -13,11 +13,13 @@ import structlog
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.store.blobs import BlobStore, DirectoryBlobs, SharedBlobs
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache, default_limit_bytes
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.durable_file import MakeRoom, no_room
 from stratagem.coordinator.store.blobs.object_store import Objects
 from stratagem.coordinator.store.blobs.s3 import SETTING, open_s3
+from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from stratagem.coordinator.updates.shared_spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 

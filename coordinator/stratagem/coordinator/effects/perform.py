@@ -29,7 +29,7 @@ from stratagem.coordinator.effects.synchronous.commit_segment import commit_segm
 from stratagem.coordinator.effects.synchronous.release_run import release
 from stratagem.coordinator.effects.synchronous.run_segment import run_segment
 from stratagem.coordinator.observe.log_ids import ids_of
-from stratagem.coordinator.store.blobs import DamagedBlobError, MissingBlobError
+from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 
 
 async def perform(env: EffectContext, effect: Effect) -> None:

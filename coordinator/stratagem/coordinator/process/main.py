@@ -28,7 +28,7 @@ from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor
 from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
-from stratagem.coordinator.store.journal import FencedError
+from stratagem.coordinator.store.journal.lead import FencedError
 from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0

@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2
 
 from stratagem.common.base.errors import StandbyError
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.coordinator.store.journal import Holder, Lease
+from stratagem.coordinator.store.journal.lead import Lease
+from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 LIVE: Final = "live"

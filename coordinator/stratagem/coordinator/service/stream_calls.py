@@ -32,7 +32,7 @@ from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.service.failure_detector import look_into
 from stratagem.coordinator.service.request_limits import Keys, Places
-from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.durable_file import NoSpaceError
 from stratagem.v1 import coordinator_pb2 as pb
 

@@ -27,7 +27,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.store.blobs import BlobWriter
+from stratagem.coordinator.store.blobs.blob_store import BlobWriter
 from stratagem.coordinator.updates.numpy_floats import Raw, is_finite, narrow, storage, widen
 from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.server_step import ServerStep

@@ -20,7 +20,8 @@ from stratagem.common.tensors.manifest import (
     check,
 )
 from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.store.blobs import BlobWriter, Scratch
+from stratagem.coordinator.store.blobs.blob_store import BlobWriter
+from stratagem.coordinator.store.blobs.temporary_files import Scratch
 
 
 class ContradictionError(StratagemError):

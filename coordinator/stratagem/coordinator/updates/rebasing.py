@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import TensorSpec
-from stratagem.coordinator.store.blobs import BlobStore
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.updates.numpy_floats import Wide
 from stratagem.coordinator.updates.state_reader import averaged_names, open_state
 

@@ -10,7 +10,8 @@ import numpy as np
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_of
-from stratagem.coordinator.store.blobs import BlobFile, BlobStore
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.verified_file import BlobFile
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage, widen
 
 AVERAGED_KEY: Final = "averaged"

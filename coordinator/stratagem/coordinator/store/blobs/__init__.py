@@ -13,25 +13,3 @@
 Knows bytes and digests. What a blob holds is the business of
 `stratagem.common.tensors.safetensors_file`.
 """
-
-from stratagem.coordinator.store.blobs.blob_store import (
-    BlobStore,
-    BlobWriter,
-    DamagedBlobError,
-    MissingBlobError,
-)
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
-from stratagem.coordinator.store.blobs.temporary_files import Scratch
-from stratagem.coordinator.store.blobs.verified_file import BlobFile
-
-__all__ = [
-    "BlobFile",
-    "BlobStore",
-    "BlobWriter",
-    "DamagedBlobError",
-    "DirectoryBlobs",
-    "MissingBlobError",
-    "Scratch",
-    "SharedBlobs",
-]

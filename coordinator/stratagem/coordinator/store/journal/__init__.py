@@ -9,25 +9,3 @@
 
 Knows events as rows of text. What they mean is `core/facts.py`.
 """
-
-from stratagem.coordinator.store.journal.journal import (
-    DuplicateKeyError,
-    Journal,
-    Record,
-    StoredRecord,
-)
-from stratagem.coordinator.store.journal.lead import FencedError, Lead, Lease
-from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.summaries import RunSummary
-
-__all__ = [
-    "DuplicateKeyError",
-    "FencedError",
-    "Holder",
-    "Journal",
-    "Lead",
-    "Lease",
-    "Record",
-    "RunSummary",
-    "StoredRecord",
-]

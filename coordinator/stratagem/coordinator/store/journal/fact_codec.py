@@ -12,7 +12,8 @@ from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, decode, encode
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.core.state_machine.run_view import RunView
-from stratagem.coordinator.store.journal import Record, RunSummary
+from stratagem.coordinator.store.journal.journal import Record
+from stratagem.coordinator.store.journal.summaries import RunSummary
 
 _brief: Final = TypeAdapter(EndedRun)
 

@@ -16,8 +16,9 @@ from stratagem.coordinator.core.state import CoordinatorState, EndedRun
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.archived_runs import num_to_recall, recall
 from stratagem.coordinator.core.state_machine.run_view import RunView
-from stratagem.coordinator.store.journal import Journal, fact_codec
+from stratagem.coordinator.store.journal import fact_codec
 from stratagem.coordinator.store.journal.fact_codec import Committed
+from stratagem.coordinator.store.journal.journal import Journal
 
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""

@@ -29,12 +29,12 @@ from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 from stratagem.common.strategy.gossip_topology import graph_of
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.synchronous import model_parallel
-from stratagem.coordinator.strategies.synchronous.segments import (
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     SegmentRules,
     one_part,
     part_per_member,
-    synchronous,
 )
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
 
 _EXCHANGES: Mapping[type, ExchangeMethod] = {
     AllReduce: ExchangeMethod.ALL_REDUCE,

@@ -18,11 +18,13 @@ from stratagem.coordinator.core.facts import Evaluated, Fact, RunCompleted, RunF
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.core.strategy_contract import VERSION, Status, Strategy
 from stratagem.coordinator.strategies.synchronous.segments import (
-    PartyRun,
-    SegmentRules,
     party_decisions,
     party_views,
     synchronous_run,
+)
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    PartyRun,
+    SegmentRules,
 )
 
 # The open segment of the party: 0 while there is no state, then one of these.

@@ -19,7 +19,8 @@ from stratagem.coordinator.strategies.synchronous.pipeline_placement import (
     place_replicas,
     why_missing,
 )
-from stratagem.coordinator.strategies.synchronous.segments import SegmentRules, synchronous
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import SegmentRules
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
 
 
 def segment_rules(

@@ -15,7 +15,11 @@ from stratagem.common.strategy import ModelParallel, Partition, Tag
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies.scheduling.placement import eligible
-from stratagem.coordinator.strategies.synchronous.segments import Parts, PartyRun, Placed
+from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    Parts,
+    PartyRun,
+    Placed,
+)
 
 Place = Callable[[JobSpec, PartyRun, World], Placed]
 

@@ -14,23 +14,3 @@ has (a sole copy), any change of members returns the party to its last commit.
     party_views.py            what others ask of a party
     synchronous_strategy.py   all of it as one strategy, made from a check and segment rules
 """
-
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
-    Parts,
-    PartyRun,
-    Placed,
-    SegmentRules,
-    one_part,
-    part_per_member,
-)
-from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
-
-__all__ = [
-    "Parts",
-    "PartyRun",
-    "Placed",
-    "SegmentRules",
-    "one_part",
-    "part_per_member",
-    "synchronous",
-]
