@@ -1,14 +1,22 @@
-"""What goes wrong first is said in one sentence by the real command, and what goes well in none."""
+"""What goes wrong first is said in one sentence by the command, and what goes well in none.
+
+Commands run inside this process where they leave nothing in it, and a few as the processes that
+they are.
+"""
 
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from stratagem.client.cli.main import app
 from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.worker.process import worker_main
 from tests.client.local.stand_in_cluster import make_cluster
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
@@ -40,44 +48,84 @@ def rows():
 """
 
 
-def said(*arguments: object, cwd: Path = ROOT) -> tuple[int, str, list[str]]:
-    """(exit code, stdout, lines of stderr) of a command."""
+def said(*arguments: object) -> tuple[int, str, list[str]]:
+    """(exit code, stdout, lines of stderr) of a command that runs in this process."""
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    return done.exit_code, done.stdout, done.stderr.splitlines()
+
+
+def said_by_process(*arguments: object, cwd: Path = ROOT) -> tuple[int, str, list[str]]:
+    """The same of a process of its own."""
     command = [*PROGRAM, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("device", "begin"),
-    [
-        ("cuda:99", "cuda:99"),  # "is built without CUDA", or "is not there"
-        ("gpu", "'gpu' is not cpu or cuda:N"),
-        ("cpu:1", "'cpu:1' is not cpu or cuda:N"),
-    ],
-)
-def test_a_worker_whose_device_is_not_there(device: str, begin: str) -> None:
-    worker = ("worker", "--coordinator", "127.0.0.1:9", "--name", "w", "--device", device)
-    status, out, (line,) = said(*worker)
+DEVICES = {
+    "cuda:99": "cuda:99",  # "is built without CUDA", or "is not there"
+    "gpu": "'gpu' is not cpu or cuda:N",
+    "cpu:1": "'cpu:1' is not cpu or cuda:N",
+}
+ADDRESSES = ("localhost", "a:7070,b", "http://localhost:7070")
+
+
+def addressed(address: str) -> str:
+    """What is said of an address without a port."""
+    return f"coordinator: {address.rpartition(',')[2]!r} is not HOST:PORT"
+
+
+@pytest.fixture
+def worker_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[str]]]:
+    """What a worker says that ends before it serves, as a function in this process."""
+    monkeypatch.setattr(worker_main, "keep_forks_away", lambda: None)  # of this process for good
+
+    def says(*arguments: str) -> tuple[int, str, list[str]]:
+        status = worker_main.main([*arguments])
+        out, err = capsys.readouterr()
+        return status, out, err.splitlines()
+
+    return says
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_worker_whose_device_is_not_there(
+    worker_says: Callable[..., tuple[int, str, list[str]]], device: str
+) -> None:
+    worker = ("--coordinator", "127.0.0.1:9", "--name", "w", "--device", device)
+    status, out, (line,) = worker_says(*worker)
     assert (status, out) == (1, "")
-    assert line.startswith(f"stratagem worker: --device: {begin}")
+    assert line.startswith(f"stratagem worker: --device: {DEVICES[device]}")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["list"], ["run", "examples/digits.yaml"], ["worker", "--name", "w"]],
-    ids=lambda each: each[0],
-)
-@pytest.mark.parametrize("address", ["localhost", "a:7070,b", "http://localhost:7070"])
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_worker_whose_coordinator_has_no_port(
+    worker_says: Callable[..., tuple[int, str, list[str]]], address: str
+) -> None:
+    status, out, (line,) = worker_says("--name", "w", "--coordinator", address)
+    assert (status, out) == (1, "")
+    assert line.endswith(addressed(address))
+
+
+@pytest.mark.parametrize("command", [["list"], ["run", str(ROOT / "examples/digits.yaml")]])
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_without_a_port(command: list[str], address: str) -> None:
     status, out, (line,) = said(*command, "--coordinator", address)
     assert (status, out) == (1, "")
-    wrong = address.rpartition(",")[2]
-    assert line.endswith(f"coordinator: {wrong!r} is not HOST:PORT")
+    assert line.endswith(addressed(address))
+
+
+@pytest.mark.parametrize("command", [["list"], ["worker", "--name", "w"]], ids=["list", "worker"])
+def test_processes_say_it_as_well(command: list[str]) -> None:
+    status, out, (line,) = said_by_process(*command, "--coordinator", "a:7070,b")
+    assert (status, out) == (1, "")
+    assert line.endswith(addressed("a:7070,b"))
 
 
 def test_another_local_cluster_is_named_with_its_address(tmp_path: Path) -> None:
     with make_cluster(tmp_path, workers=0) as cluster:
-        status, out, (line,) = said("up", "--data-dir", tmp_path)
+        status, out, (line,) = said_by_process("up", "--data-dir", tmp_path)
         assert (status, out) == (1, "")
         assert line == (
             f"error: another local cluster uses {tmp_path}; talk to it with --coordinator "
@@ -104,7 +152,7 @@ def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     (tmp_path / "brought" / "__init__.py").write_text("from brought.inside import rows, tied\n")
     (tmp_path / "brought" / "inside.py").write_text(INSIDE)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
-    status, out, errors = said("run", "job.yaml", "--local", 1, cwd=tmp_path)
+    status, out, errors = said_by_process("run", "job.yaml", "--local", 1, cwd=tmp_path)
     assert (status, errors) == (0, []), out
     warning = "warning: batch_size 64 is larger than the 10 rows of the train split"
     assert f"model built: 24 parameters; {warning}, so every step takes all of them" in out
