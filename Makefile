@@ -1,10 +1,12 @@
 # Everything a developer or CI runs. Nothing beyond Python >= 3.11 and the package index is needed.
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
-NEED_TORCH := tests/common/compression/test_coded_updates.py \
-	tests/common/tensors/test_tensor_codec.py
-TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/common/test_shards.py \
-	$(addprefix tests/common/,base compression files job model pipeline strategy tensors) \
+# What needs torch of what is beside it, such as a local cluster, whose fork server imports it.
+NEED_TORCH := $(addprefix tests/common/,compression/test_coded_updates.py \
+		observe/test_metric_definitions.py rpc/test_tensor_transfer.py tensors/test_tensor_codec.py) \
+	$(addprefix tests/client/,test_real_cluster.py cli/test_one_sentence.py local \
+		sdk/test_cluster_doctor.py sdk/test_fork_safety.py sdk/test_planning.py)
+TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/client tests/common \
 	$(addprefix --ignore=,$(NEED_TORCH))
 VENV := .venv
 BIN := $(VENV)/bin
