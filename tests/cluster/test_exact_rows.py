@@ -34,7 +34,7 @@ def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
         accumulation={"micro_batch_size": 3},
         strategy=data_parallel(3),
     )
-    gates.close("row-13")  # of each member: in step 3 of four
+    gates.close("row-13")  # of each member: four are read when it loads, and five in each step
     run = client.submit(spec)
     gates.wait_reached("row-13")
     (formed,) = wait_for(run, "MembersFormed")

@@ -76,6 +76,18 @@ def noisy_rows(num_rows: int = 50) -> dict[str, Any]:
     return {"train": NoisyRows(num_rows), "test": NoisyRows(23)}
 
 
+class ImpureRows(NoisyRows):
+    """Draws from a generator that nobody seeds."""
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        x, y = super().__getitem__(row)
+        return x + float(np.random.default_rng().random()), y
+
+
+def impure_rows() -> dict[str, Any]:
+    return {"train": ImpureRows(50)}
+
+
 def noisy_batch(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
     """A collate that draws as well, and answers a dict whose first leaf counts no rows."""
     return {

@@ -17,6 +17,7 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.worker.data.client_partition import by_label
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather, Subset, as_dataset
+from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import BatchKeys, RowDataset
 from tests.jobs import job
 from tests.userland.data import NoisyRows
@@ -165,3 +166,62 @@ def test_labels_of_rows_divide_clients() -> None:
     assert isinstance(unlabelled, RowDataset)
     with pytest.raises(InvalidInputError, match="no pairs"):
         unlabelled.labels()
+
+
+class Impure:
+    """What of a row differs when it is fetched again is said by `what`."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.counts = what, torch.zeros(3)
+        self.generator = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        self.counts[row] += 1
+        first = self.counts[row].item() == 1
+        return {
+            "x": (
+                torch.tensor(float("nan")),
+                self.generator.random(2) if self.what == "generator" else np.ones(2),
+            ),
+            "seen": self.counts if self.what == "state" else None,
+            "name": str(self.counts[0]) if self.what == "text" and row == 0 else "same",
+            **({"once": 1} if self.what == "key" and first and row == 2 else {}),
+            "opaque": object(),
+        }
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("generator", r"row 0 .*: the row\['x'\]\[1\] differs; draw from random"),
+        ("state", r"row 0 .*: the row\['seen'\] differs"),
+        ("text", r"row 0 .*: the row\['name'\] differs"),
+        ("key", r"row 2 .*: the row\['once'\] differs"),
+    ],
+)
+def test_a_row_that_differs_when_it_is_fetched_again_is_refused(what: str, words: str) -> None:
+    dataset = as_dataset(Impure(what), "train")
+    assert isinstance(dataset, RowDataset)
+    with pytest.raises(InvalidInputError, match=rf"data\.train: {words}"):
+        check_purity(dataset)
+
+
+def test_pure_rows_pass_and_leave_the_generators_alone() -> None:
+    for value in (NoisyRows(20), Impure(""), [1.5], []):
+        dataset = as_dataset(value, "train")
+        assert isinstance(dataset, RowDataset)
+        torch.manual_seed(1)
+        expected = torch.rand(())
+        torch.manual_seed(1)
+        check_purity(dataset)
+        assert torch.equal(torch.rand(()), expected)
+
+
+def test_rows_are_checked_when_they_are_loaded_unless_bits_may_change() -> None:
+    data = {"entrypoint": "tests.userland.data:impure_rows"}
+    with pytest.raises(InvalidInputError, match=r"data\.train: row 0 is not the same"):
+        load_data(job(data=data), ALLOWED, DataSources())
+    load_data(job(data=data, execution={"deterministic": False}), ALLOWED, DataSources())

@@ -20,6 +20,7 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.job import DataSpec, JobSpec
 from stratagem.worker.data.client_partition import client_rows
 from stratagem.worker.data.datasets import Dataset, Subset, as_dataset, tensor_dataset
+from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -146,7 +147,7 @@ def _from_entrypoint(
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
-    """Refuses settings that do not go with the kind of the data sets."""
+    """Refuses settings that do not go with the kind of the data sets, and rows that change."""
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
     if job.data.collate is not None and not by_row:
         raise InvalidInputError.at(
@@ -158,6 +159,10 @@ def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
             f"Cached reads each row once, but those of data.{by_row[0]} are fetched one by one "
             "and may differ in each epoch; leave it out, or give a tuple (x, y) of tensors",
         )
+    if job.execution.deterministic:
+        for dataset in splits.values():
+            if isinstance(dataset, RowDataset):
+                check_purity(dataset)
 
 
 def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -> dict[str, int]:
