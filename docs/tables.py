@@ -22,6 +22,7 @@ from stratagem.common.job import (
     sections,
 )
 from stratagem.common.job.interval import Every
+from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.schema.document import DocumentValue
@@ -49,6 +50,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         EdgeSpec,
         SubgraphSpec,
         sections.DataSpec,
+        OrderSpec,
         InitialSpec,
         sections.LossSpec,
         sections.OptimizerSpec,

@@ -39,7 +39,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.decoded_update import is_coded, received
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
-from tests.reference.row_batches import read
+from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
 
 _CPU = torch.device("cpu")
@@ -93,8 +93,9 @@ def sharded_loop(
     """
     model, loss_fn, _, take, execution, randomness = _setup(job, entrypoints)
     scale = execution.scale
-    num_rows = len(load_data(job, entrypoints, DataSources())["train"])
-    total_steps = _total_steps(job, num_rows)
+    data = load_data(job, entrypoints, DataSources())["train"]
+    steps_per_epoch = len(epoch_batches(job, entrypoints, data, 0))
+    total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     trained = separate_tied(model, program_of(model, job) if micro_batch_size else None)
     params = [each.param for each in trained]
     optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
@@ -102,10 +103,8 @@ def sharded_loop(
     losses: list[float] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
         step = len(losses)
-        epoch, position = divmod(step, -(-num_rows // job.batch_size))
-        generator = torch.Generator().manual_seed(job.seed + epoch)
-        order = torch.randperm(num_rows, generator=generator)
-        batch = torch.split(order, job.batch_size)[position]
+        epoch, position = divmod(step, steps_per_epoch)
+        batch = epoch_batches(job, entrypoints, data, epoch)[position]
         shards = [batch[rows.start : rows.stop] for rows in split_rows(len(batch), num_shards)]
         shards = [rows for rows in shards if len(rows)]
         execution.begin_batch(len(batch))

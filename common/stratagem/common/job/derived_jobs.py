@@ -36,6 +36,8 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
 def entry_points(job: JobSpec) -> tuple[str, ...]:
     """Exactly what the job names of the user's code; nothing else may be imported."""
     metrics = job.evaluation.metrics if job.evaluation else ()
-    data = (job.data.entrypoint, job.data.collate)
+    order = job.data.order
+    data = [job.data.entrypoint, job.data.collate]
+    data += [order.entrypoint, order.weights, order.lengths] if order else []
     named = [job.model.entrypoint, *data, job.loss.entrypoint, *metrics]
     return tuple(dict.fromkeys(name for name in named if name is not None and ":" in name))

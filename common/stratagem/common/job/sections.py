@@ -14,6 +14,7 @@ from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
 from stratagem.common.job.interval import Every, EveryField
+from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.schema.document import Section, one_of, only_with, refuse
@@ -70,6 +71,7 @@ class DataSpec(Section):
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
     collate: EntrypointName | None = None
+    order: OrderSpec | None = None
     path: Annotated[str, AfterValidator(check_tensor_file)] | None = None
     inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
     worker_local: Name | None = None

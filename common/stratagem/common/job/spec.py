@@ -185,6 +185,9 @@ def _federated_only(job: JobSpec) -> list[Violation]:
         )
     if job.partition and federated and job.partition.client is not None:
         violations.append(Violation("partition.client", "has no meaning under Federated itself"))
+    if federated and job.data.order is not None and job.data.order.by != "shuffle":
+        text = "is not allowed with strategy Federated, whose clients shuffle their own rows"
+        violations.append(Violation("data.order", text))
     if job.data.worker_local and not federated:
         text = f"belongs to Federated only; the strategy is {kind}"
         violations.append(Violation("data.worker_local", text))

@@ -84,7 +84,8 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
     num_rows = min(job.batch_size, len(data["train"]))
-    whole = job.model_copy(update={"batch_size": num_rows})
+    unordered = job.data.model_copy(update={"order": None})
+    whole = job.model_copy(update={"batch_size": num_rows, "data": unordered})
     batches = {**data, "train": _Rows(NUM_STEPS * num_rows)}
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:

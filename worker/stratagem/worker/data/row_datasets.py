@@ -59,6 +59,7 @@ class RowDataset:
     def batch(self, indices: Tensor, keys: BatchKeys) -> tuple[Any, Any]:
         """Returns (x, y) of these rows; all generators stay as they were.
 
+        indices: numbers of rows, plus `num_rows` for each time that one came before in the epoch.
         A batch of two things is input and target; any other one is both at once.
         """
         if len(self.source) != self.num_rows:
@@ -68,7 +69,10 @@ class RowDataset:
                 "their number must stay",
             )
         with generators_kept():
-            rows = [self.row(number, keys) for number in indices.tolist()]
+            rows = [
+                self.row(number % self.num_rows, keys, number // self.num_rows)
+                for number in indices.tolist()
+            ]
             seed_generators(mix("collate", *keys.batch))
             batch = self.collate(rows)
         return _pair(batch)

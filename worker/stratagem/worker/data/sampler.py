@@ -5,7 +5,7 @@ its own and a resumed run continues exactly. Must not know data sets.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -17,20 +17,31 @@ _BLOCK: Final = 256
 """Batches that are cut off the order at once; one by one it would be 8 µs of each step."""
 
 
-class BatchOrder:
-    """Batches of `num_rows` rows, reshuffled in each epoch from seed + epoch."""
+EpochRows = Callable[[int], Tensor | list[Tensor]]
+"""The rows of an epoch in order, or its batches."""
 
-    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+
+class BatchOrder:
+    """Batches of `num_rows` rows, reshuffled in each epoch from seed + epoch.
+
+    epoch_rows: another order; each epoch of it must have as many batches as the first.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, seed: int, epoch_rows: EpochRows | None = None
+    ) -> None:
         if num_rows < 1:
             raise InvalidInputError.at("data.train", "has no rows")
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.steps_per_epoch = math.ceil(num_rows / batch_size)
-        self._seed = seed
+        self._epoch_rows = epoch_rows or (lambda epoch: epoch_order(num_rows, seed + epoch))
         self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._order: Tensor | list[Tensor] = torch.empty(0, dtype=torch.int64)
         self._block: tuple[int, int] | None = None
         self._batches: Sequence[Tensor] = ()
+        if epoch_rows is not None:
+            self.steps_per_epoch = max(1, self._num_batches(epoch_rows(0)))
 
     def batch(self, step: int) -> tuple[int, Tensor]:
         """Returns (epoch, indices) of the batch that comes after `step` applied steps."""
@@ -43,11 +54,24 @@ class BatchOrder:
     def _cut(self, epoch: int, number: int) -> None:
         """Makes the batches of one block."""
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(self.num_rows, self._seed + epoch)
-        rows = _BLOCK * self.batch_size
-        block = self._order[number * rows : (number + 1) * rows]
-        self._batches = torch.split(block, self.batch_size)
+            order = self._epoch_rows(epoch)
+            if self._num_batches(order) != self.steps_per_epoch:
+                raise InvalidInputError.at(
+                    "data.order",
+                    f"gives {self._num_batches(order)} batches for epoch {epoch} and "
+                    f"{self.steps_per_epoch} for epoch 0; all epochs must have as many",
+                )
+            self._epoch, self._order = epoch, order
+        if isinstance(self._order, list):
+            self._batches = self._order[number * _BLOCK : (number + 1) * _BLOCK]
+        else:
+            rows = _BLOCK * self.batch_size
+            block = self._order[number * rows : (number + 1) * rows]
+            self._batches = torch.split(block, self.batch_size)
         self._block = epoch, number
+
+    def _num_batches(self, order: Tensor | list[Tensor]) -> int:
+        return len(order) if isinstance(order, list) else math.ceil(len(order) / self.batch_size)
 
 
 def epoch_order(num_rows: int, seed: int) -> Tensor:

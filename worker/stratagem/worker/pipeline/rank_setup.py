@@ -7,6 +7,7 @@ from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.data.sampler import EpochRows
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.models.model_nodes import Trained
@@ -32,3 +33,5 @@ class RunnerSetup:
     execution: ModelExecution
     numerics: int
     """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+    epoch_rows: EpochRows | None
+    """The order of the training rows; they are shuffled unless set."""

@@ -75,7 +75,7 @@ class StageRunner:
         self._policy = StepPolicy(self._job, setup.execution, params, self.optimizer, self._buffers)
         self.num_extras = num_scalars(len(self._own), self._buffers.num_elements)
         num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
-        self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed)
+        self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed, setup.epoch_rows)
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
         is_pipelined = setup.micro_batch_size is not None
         self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)

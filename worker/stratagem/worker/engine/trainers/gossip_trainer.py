@@ -108,7 +108,9 @@ class GossipTrainer:
         self._nodes = {number: _node(setup, model) for number, model in models.items()}
         if not all(node.params for node in self._nodes.values()):
             raise InvalidInputError.at("model", "has no trainable parameter")
-        self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
+        self._order = BatchOrder(
+            len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows
+        )
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         params = next(iter(self._nodes.values())).params
         is_coded = job.compression is not None and job.compression.codec != "none"

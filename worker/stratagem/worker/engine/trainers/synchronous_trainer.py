@@ -56,7 +56,9 @@ class Trainer:
             job.optimizer, [param for _, param in self.params], fused=job.execution.fusion
         )
         self._buffers = Buffers(self.model, setup.gather.device)
-        self._order = BatchOrder(len(setup.data["train"]), job.batch_size, job.seed)
+        self._order = BatchOrder(
+            len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows
+        )
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         self.phases: PhaseTraining | None = None
         if job.phases is not None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.sampler import EpochRows
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
@@ -27,6 +28,8 @@ class Setup:
     execution: ModelExecution
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
+    epoch_rows: EpochRows | None = None
+    """The order of the training rows; they are shuffled unless set."""
 
     @property
     def num_rows(self) -> dict[str, int]:
