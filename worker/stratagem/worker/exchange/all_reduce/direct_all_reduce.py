@@ -16,7 +16,7 @@ from stratagem.worker.exchange.all_reduce.all_reduce_schedule import (
     num_tags,
     prepare,
 )
-from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer
+from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
@@ -125,14 +125,6 @@ class _DirectRun:
     def _post(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer]
     ) -> list[PendingTransfer]:
-        """Issues transfers. Of two members the lower one sends first, so that a link which goes
-        by order finds a receive for every send."""
-        rank, link, works = self.link.rank, self.link, []
-        for peer in range(link.size):
-            out = [t for t in sends if t.peer == peer]
-            back = [t for t in receives if t.peer == peer]
-            for is_send in (True, False) if rank < peer else (False, True):
-                for t in out if is_send else back:
-                    issue = link.send if is_send else link.recv
-                    works.append(issue(peer, self.turn.first_tag + t.tag, t.tensor))
-        return works
+        """Starts transfers and returns them all."""
+        received, sent = start_transfers(self.link, self.turn.first_tag, sends, receives)
+        return received + sent

@@ -7,17 +7,18 @@ the backend's own. In both a member first adds up its own shards, so that every 
 or another number of them, give others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
-from stratagem.worker.mesh.link import CollectiveLink, Link, PendingTransfer
+from stratagem.worker.mesh.link import CollectiveLink, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,11 @@ class RingMethod:
             self._pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size], tag, turn)
 
     def _pass_on(self, given: Tensor, taken: Tensor, tag: int, turn: Turn) -> None:
-        turn.wait(list(self._issue(given, taken, tag)))
-
-    def _issue(self, given: Tensor, taken: Tensor, tag: int) -> Iterator[PendingTransfer]:
-        """Starts both transfers; of two members the lower one sends first, for links that match by
-        order alone."""
         rank, size = self._link.rank, self._link.size
-        ways = ("send", "receive") if rank < (rank - 1) % size else ("receive", "send")
-        for way in ways:
-            if way == "send" and given.numel():
-                yield self._link.send((rank + 1) % size, tag, given)
-            if way == "receive" and taken.numel():
-                yield self._link.recv((rank - 1) % size, tag, taken)
+        sends = [Transfer((rank + 1) % size, tag, given)] if given.numel() else []
+        receives = [Transfer((rank - 1) % size, tag, taken)] if taken.numel() else []
+        received, sent = start_transfers(self._link, 0, sends, receives)
+        turn.wait(received + sent)
 
 
 class NativeMethod:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import Node, assign_shards, split_node
+from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
@@ -60,18 +61,12 @@ class PayloadMethod:
 
     def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> _Prepared:
         foreign = [shard for shard in range(step.num_live) if shard not in step.live]
-        device = sets[0][0].device
+        device, compressor = sets[0][0].device, self._compressor
         incoming = [
-            {shard: self._room(self._size(portion), device) for shard in foreign}
+            {shard: self._room(compressor.piece_bytes(portion), device) for shard in foreign}
             for portion in self._portions
         ]
         return _Prepared(step, sets, incoming)
-
-    def _is_last(self, portion: Portion) -> bool:
-        return portion.index == len(self._portions) - 1
-
-    def _size(self, portion: Portion) -> int:
-        return self._compressor.piece_bytes(portion, is_last=self._is_last(portion))
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:
         """Allocates the buffer for a piece that goes to this device."""
@@ -85,7 +80,8 @@ class PayloadMethod:
             # Ahead of all sends: gloo announces a receive to the peer behind what it sends itself,
             # so members that send first would take turns.
             for portion in self._portions:
-                under_way.receives.append(self._receive(prepared, portion, turn.first_tag))
+                receives = self._receives(prepared, portion)
+                under_way.receives += start_transfers(self._link, turn.first_tag, (), receives)[:1]
         step, sets = prepared.step, prepared.sets
         for portion in self._portions:
             self._send_ready(under_way, prepared, portion)
@@ -95,7 +91,7 @@ class PayloadMethod:
             partials = dict(zip(step.nodes[self._link.rank], own, strict=False))
             incoming = prepared.incoming[portion.index]
             summing = Summing(self._buckets, self._compressor, portion, partials, incoming)
-            put(own[0], summing.total(step.num_live), turn.divisor, self._is_last(portion))
+            put(own[0], summing.total(step.num_live), turn.divisor, portion.has_extras)
         turn.wait(under_way.sends)
         self._count(len(step.live))
 
@@ -103,66 +99,45 @@ class PayloadMethod:
         """Sends the pieces of this portion as soon as it was launched, and those behind it that
         were launched by then."""
         num_launched = under_way.turn.await_launch(awaited.buckets[-1])
-        first_tag = under_way.turn.first_tag
         for portion in self._portions[under_way.num_sent :]:
             if portion.buckets[-1] >= num_launched:
                 return
+            sends = self._sends(prepared, portion)
+            receives = self._receives(prepared, portion) if self._link.in_order else []
+            received, sent = start_transfers(self._link, under_way.turn.first_tag, sends, receives)
             if self._link.in_order:
-                receives, sends = self._mirrored(prepared, portion, first_tag)
-                under_way.receives.append(receives)
-                under_way.sends += sends
-            else:
-                under_way.sends += self._send(prepared, portion, first_tag)
+                under_way.receives.append(received)
+            under_way.sends += sent
             under_way.num_sent += 1
 
-    def _mirrored(
-        self, prepared: _Prepared, portion: Portion, first_tag: int
-    ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
-        """Returns (receives, sends) for links that match by order alone: of two members the lower
-        one sends first."""
-        receives, sends = list[PendingTransfer](), list[PendingTransfer]()
-        for peer in range(self._link.size):
-            if peer < self._link.rank:
-                receives += self._receive(prepared, portion, first_tag, (peer,))
-                sends += self._send(prepared, portion, first_tag, (peer,))
-            elif peer > self._link.rank:
-                sends += self._send(prepared, portion, first_tag, (peer,))
-                receives += self._receive(prepared, portion, first_tag, (peer,))
-        return receives, sends
-
-    def _send(
-        self, prepared: _Prepared, portion: Portion, first_tag: int, to: Sequence[int] = ()
-    ) -> list[PendingTransfer]:
-        """Starts the sends to these peers; to all, if none are named."""
+    def _sends(self, prepared: _Prepared, portion: Portion) -> list[Transfer]:
+        """Returns the sends of the own shards' pieces to all others."""
         device = next((e.device for e in prepared.incoming[0].values()), torch.device("cpu"))
-        is_last = self._is_last(portion)
         pieces = {
-            shard: self._compressor.piece(shard, portion, is_last=is_last).to(device)
-            for shard in prepared.step.live
+            shard: self._compressor.piece(shard, portion).to(device) for shard in prepared.step.live
         }
         return [
-            self._link.send(peer, self._tag(first_tag, shard, portion), piece)
-            for peer in to or [rank for rank in range(self._link.size) if rank != self._link.rank]
+            Transfer(peer, self._tag(shard, portion), piece)
+            for peer in range(self._link.size)
+            if peer != self._link.rank
             for shard, piece in pieces.items()
         ]
 
-    def _receive(
-        self, prepared: _Prepared, portion: Portion, first_tag: int, of: Sequence[int] = ()
-    ) -> list[PendingTransfer]:
-        """Starts the receives from these peers; from all, if none are named."""
+    def _receives(self, prepared: _Prepared, portion: Portion) -> list[Transfer]:
+        """Returns the receives of the others' pieces."""
         return [
-            self._link.recv(self._owners[shard], self._tag(first_tag, shard, portion), room)
+            Transfer(self._owners[shard], self._tag(shard, portion), room)
             for shard, room in prepared.incoming[portion.index].items()
-            if not of or self._owners[shard] in of
         ]
 
-    def _tag(self, first_tag: int, shard: int, portion: Portion) -> int:
-        return first_tag + shard * len(self._portions) + portion.index
+    def _tag(self, shard: int, portion: Portion) -> int:
+        return shard * len(self._portions) + portion.index
 
     def _count(self, num_live: int) -> None:
         num_peers, size = self._link.size - 1, self._link.size
-        sent_bytes = sum(map(self._size, self._portions)) * num_live * num_peers
-        self._compressor.count(sent_bytes, int(self._compressor.raw_bytes * 2 * num_peers / size))
+        compressor = self._compressor
+        sent_bytes = sum(map(compressor.piece_bytes, self._portions)) * num_live * num_peers
+        compressor.count(sent_bytes, int(compressor.raw_bytes * 2 * num_peers / size))
 
 
 @dataclass(slots=True)

@@ -144,18 +144,18 @@ class Compressor:
             extras[FIRST_REACHED] = torch.nan
         self._coded[shard].extras = extras.clone()
 
-    def piece(self, shard: int, portion: Portion, *, is_last: bool) -> Tensor:
+    def piece(self, shard: int, portion: Portion) -> Tensor:
         """Returns the piece that others get of a coded portion of an own shard: uint8 on the
         CPU."""
         coded = self._coded[shard]
         payload = coded.payloads[portion.index]
-        if not is_last:
+        if not portion.has_extras:
             return self._with_weight(payload, torch.tensor([self._units[shard]]).double())
         assert coded.extras is not None
         return torch.cat([payload, coded.extras.view(torch.uint8)])
 
-    def piece_bytes(self, portion: Portion, *, is_last: bool) -> int:
-        beside = self._num_extras if is_last else int(self._numerics >= 2)
+    def piece_bytes(self, portion: Portion) -> int:
+        beside = self._num_extras if portion.has_extras else int(self._numerics >= 2)
         return portion.num_bytes + 8 * beside
 
     def _with_weight(self, payload: Tensor, weight: Tensor) -> Tensor:

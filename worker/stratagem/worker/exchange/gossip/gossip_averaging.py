@@ -8,12 +8,14 @@ Works bucket by bucket: while one is mixed, the next ones are under way. Used by
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import wraps
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.buckets.flat_tensors import Bucket, flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.coded.coded_all_gather import ON_DEVICE
 from stratagem.worker.exchange.gossip.abandonable_wait import Waiter
@@ -46,6 +48,25 @@ class _Transit:
     flats: dict[int, Tensor]
     receives: list[PendingTransfer]
     sends: list[PendingTransfer]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _raising_anew(exchange: Callable[P, R]) -> Callable[P, R]:
+    """Lets an exchange raise another ExchangeError of the same words: the traceback of the first
+    would keep works alive, and with them the group."""
+
+    @wraps(exchange)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return exchange(*args, **kwargs)
+        except ExchangeError as error:
+            reason = str(error)
+        raise ExchangeError(reason)
+
+    return call
 
 
 class GossipExchange:
@@ -83,6 +104,7 @@ class GossipExchange:
     def num_nodes(self) -> int:
         return len(self._weights)
 
+    @_raising_anew
     def mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
         """Does one round: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors.
 
@@ -90,27 +112,28 @@ class GossipExchange:
         often, with tensors of the same shapes. Returns the distances of each own node. Raises
         ExchangeError when a neighbour is lost or silent, or after cut.
         """
-        try:
-            return self._mix(tensors)
-        except ExchangeError as error:
-            reason = str(error)
-        # Not from there: the traceback would keep works alive, and with them the group.
-        raise ExchangeError(reason)
+        buckets = plan_buckets(tensors[self._own[0]])
+        first_tag = self._tags(len(buckets) * self.num_nodes)
+        distances = {node: Distances() for node in self._own}
+        under_way: list[_Transit] = []
+        for index, bucket in enumerate(buckets):
+            while len(under_way) < min(index + WINDOW, len(buckets)):
+                under_way.append(self._start(len(under_way), buckets, tensors, first_tag))
+            failpoint("worker.gossip.mixing")
+            transit = under_way[index]
+            self._wait(transit.receives)
+            for node in self._own:
+                mixed = self._mixed(node, bucket, transit.flats, distances[node])
+                unflatten(bucket, mixed, tensors[node])
+            self._wait(transit.sends)
+        return distances
 
+    @_raising_anew
     def mix_coded(
         self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
     ) -> dict[int, Distances]:
         """Does one round over public copies, in place, for the own nodes' tensors; otherwise as
         mix."""
-        try:
-            return self._mix_coded(step, tensors, public)
-        except ExchangeError as error:
-            reason = str(error)
-        raise ExchangeError(reason)
-
-    def _mix_coded(
-        self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
-    ) -> dict[int, Distances]:
         first_tag = self._tags(self.num_nodes)
         device = next(iter(tensors.values()))[0].device
         device = device if self.name in ON_DEVICE else torch.device("cpu")
@@ -129,23 +152,7 @@ class GossipExchange:
         self._wait(sends)
         return distances
 
-    def _mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        buckets = plan_buckets(tensors[self._own[0]])
-        first_tag = self._tags(len(buckets) * self.num_nodes)
-        distances = {node: Distances() for node in self._own}
-        under_way: list[_Transit] = []
-        for index, bucket in enumerate(buckets):
-            while len(under_way) < min(index + WINDOW, len(buckets)):
-                under_way.append(self._start(len(under_way), buckets, tensors, first_tag))
-            failpoint("worker.gossip.mixing")
-            transit = under_way[index]
-            self._wait(transit.receives)
-            for node in self._own:
-                mixed = self._mixed(node, bucket, transit.flats, distances[node])
-                unflatten(bucket, mixed, tensors[node])
-            self._wait(transit.sends)
-        return distances
-
+    @_raising_anew
     def sum_in_order(self, sizes: Sequence[int], term: Term) -> list[Tensor]:
         """Returns for each index the sum of term(node, index) over all nodes, in order of node;
         float64.
@@ -154,14 +161,6 @@ class GossipExchange:
         the same way, so no member sends more than twice the size of it. Every member gets the same
         bits, whichever member owns a node. Raises ExchangeError.
         """
-        try:
-            return self._sum_in_order(sizes, term)
-        except ExchangeError as error:
-            reason = str(error)
-        # Not from there: the traceback would keep works alive, and with them the group.
-        raise ExchangeError(reason)
-
-    def _sum_in_order(self, sizes: Sequence[int], term: Term) -> list[Tensor]:
         first_tag = self._tags(2 * len(sizes))
         before, after = self._rank - 1, self._rank + 1
         device = term(self._own[0], 0).device if sizes else torch.device("cpu")
@@ -230,18 +229,14 @@ class GossipExchange:
         self, flats: Mapping[int, Tensor], first_tag: int
     ) -> tuple[list[PendingTransfer], list[PendingTransfer]]:
         """Sends what the neighbours' owners need and asks for theirs; (receives, sends)."""
-        receives: list[PendingTransfer] = []
-        sends: list[PendingTransfer] = []
-        for peer in range(self._size):
-            # Of two members the lower one sends first, for links that match by order.
-            for is_send in (True, False) if self._rank < peer else (False, True):
-                if is_send:
-                    for node in self._routes.out.get(peer, ()):
-                        sends.append(self._send(peer, first_tag + node, flats[node]))
-                else:
-                    for node in self._routes.back.get(peer, ()):
-                        receives.append(self._receive(peer, first_tag + node, flats[node]))
-        return receives, sends
+        if self._link is None:
+            return [], []
+        out, back = (
+            [Transfer(peer, node, flats[node]) for peer, nodes in route.items() for node in nodes]
+            for route in (self._routes.out, self._routes.back)
+        )
+        self.num_sent_bytes += sum(transfer.tensor.nbytes for transfer in out)
+        return start_transfers(self._link, first_tag, out, back)
 
     def _mixed(
         self, node: int, bucket: Bucket, flats: Mapping[int, Tensor], distances: Distances

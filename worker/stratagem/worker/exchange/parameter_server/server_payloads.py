@@ -171,8 +171,7 @@ class CodedFreight:
             partials = dict(zip(step.nodes[self._rank], own, strict=False))
             incoming = {shard: cut[portion.index] for shard, cut in pieces.items()}
             summing = Summing(self._buckets, compressor, portion, partials, incoming)
-            is_last = portion is portions[-1]
-            put(own[0], summing.total(step.num_live), self._divisor, has_extras=is_last)
+            put(own[0], summing.total(step.num_live), self._divisor, portion.has_extras)
 
     def _take_sums(self) -> None:
         views, start = self._buckets.views_of(self._sets[0], self._buckets.all), 0
