@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.common.tensors.traffic import SENT, over
 from stratagem.worker.exchange import ExchangeError, GossipExchange
 from stratagem.worker.exchange.buckets import flat_tensors
 from stratagem.worker.mesh import form_gloo
@@ -76,9 +77,10 @@ def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
         link = form_gloo(rank, size, "127.0.0.1", rendezvous_over(pipe), PATIENCE_S)
         exchange = case.exchange(link, rank, size)
         own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
+        before = over("gloo", SENT).num_bytes
         for _ in range(NUM_ROUNDS):
             exchange.mix(own)
-        num_bytes = exchange.num_sent_bytes
+        num_bytes = over("gloo", SENT).num_bytes - before
         (total,) = exchange.sum_in_order(
             [5], lambda node, _: torch.full((5,), 0.1 * node, dtype=torch.float64)
         )

@@ -50,29 +50,30 @@ def members(
 
 async def serve_step(transports: list[ServerTransport], case: Case) -> None:
     """What the coordinator does: bucket by bucket, chunk by chunk."""
-    headers = [await transport.header(7) for transport in transports]
+    freights = [await transport.freight(7) for transport in transports]
     offset = 0
-    for entry in transports[0].sums():
+    for bucket, total in enumerate(freights[0].inbox):
+        dtype = str(total.dtype).removeprefix("torch.")
         held = []
-        for transport, header in zip(transports, headers, strict=True):
-            nodes = [e.node for e in header if e.bucket == entry.bucket and e.node is not None]
-            views = await transport.partials(7, entry.bucket)
-            assert [view.nbytes for view in views] == [entry.size_bytes] * len(nodes)
+        for transport, freight in zip(transports, freights, strict=True):
+            nodes = [entry.node for entry in freight.entries() if entry.bucket == bucket]
+            views = await transport.partials(7, bucket)
+            assert [view.nbytes for view in views] == [total.nbytes] * len(nodes)
             held.append(dict(zip(nodes, views, strict=True)))
-        for start in range(0, entry.size_bytes, CHUNK_BYTES):
+        for start in range(0, total.nbytes, CHUNK_BYTES):
             chunks = [
                 {
-                    node: np.frombuffer(view[start : start + CHUNK_BYTES], entry.dtype)
+                    node: np.frombuffer(view[start : start + CHUNK_BYTES], dtype)
                     for node, view in h.items()
                 }
                 for h in held
             ]
-            total = fold_chunks(chunks, case.num_live).tobytes()
+            data = fold_chunks(chunks, case.num_live).tobytes()
             for transport in transports:
-                transport.stage(7, offset, total)
-            offset += len(total)
+                transport.stage(7, offset, data)
+            offset += len(data)
+    assert offset == sum(total.nbytes for total in freights[0].inbox)
     for transport in transports:
-        assert offset == await transport.expected_bytes(7)
         transport.commit(7)
 
 
@@ -103,7 +104,7 @@ async def test_partial_sums_are_read_when_they_have_reached_the_host(
     monkeypatch.setattr(server_transport, "to_host", device.to_host)
     with members(case, size) as (transports, steps):
         for transport in transports:
-            await transport.partials(7, len(transport.sums()) - 1)
+            await transport.partials(7, transport.num_buckets - 1)
         num_begun = device.num_begun  # all of them, though nobody has asked for the others
         await serve_step(transports, case)
         for step in steps:
@@ -131,7 +132,7 @@ async def test_a_stream_may_begin_again_but_not_skip_or_end_early() -> None:
         with pytest.raises(ValueError, match="expected offset 0"):
             transport.stage(7, 8, b"x")
         transport.stage(7, 0, b"\xff" * 16)
-        num_bytes = await transport.expected_bytes(7)
+        num_bytes = sum(total.nbytes for total in (await transport.freight(7)).inbox)
         with pytest.raises(ValueError, match="commit after 16 of"):
             transport.commit(7)
         with pytest.raises(ValueError, match="expected offset 16"):

@@ -8,7 +8,7 @@ operator's wish, and whether sharing memory has turned out to be impossible here
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final
 
 import structlog
 import torch
@@ -88,15 +88,12 @@ def form_agreed(
     """Forms the link for tensors and blocks until all members are connected. Raises ExchangeError,
     and what rendezvous raises."""
     with ExitStack() as opened:
-        forming = _Forming(place, rendezvous, timeout_s, opened)
-        for name in engines:
-            forming.open(name)
-        try:
-            if "gloo" in engines:  # says its address only from within
-                return form_gloo(
-                    place.group.rank, place.group.size, place.host, forming.agree_on_gloo, timeout_s
-                )
-            forming.agree()
+        forming = _Forming(place, engines, rendezvous, timeout_s, opened)
+        if "gloo" not in engines:
+            return forming.connect(*forming.agree())
+        rank, size = place.group.rank, place.group.size
+        try:  # gloo says its address only from within
+            return form_gloo(rank, size, place.host, forming.agree_on_gloo, timeout_s)
         except _Elsewhere as chosen:
             return forming.connect(chosen.engine, chosen.addresses)
 
@@ -107,27 +104,29 @@ def form_messages(
     """Forms the link for messages as `form_agreed` forms that for tensors; engines among "shm" and
     "grpc"."""
     with ExitStack() as opened:
-        forming = _Forming(place, rendezvous, timeout_s, opened)
-        for name in engines:
-            forming.open(name)
-        try:
-            forming.agree()
-        except _Elsewhere as chosen:
-            return forming.connect_messages(chosen.engine, chosen.addresses)
+        forming = _Forming(place, engines, rendezvous, timeout_s, opened)
+        return forming.connect_messages(*forming.agree())
 
 
 class _Forming:
     """The engines that were opened for one membership."""
 
     def __init__(
-        self, place: MemberAddress, rendezvous: Rendezvous, timeout_s: float, opened: ExitStack
+        self,
+        place: MemberAddress,
+        engines: Sequence[str],
+        rendezvous: Rendezvous,
+        timeout_s: float,
+        opened: ExitStack,
     ) -> None:
         self._place, self._rendezvous, self._timeout_s = place, rendezvous, timeout_s
         self._opened = opened
         self._offer: dict[str, EngineOffer] = {}
         self._chosen = ""
+        for name in engines:
+            self._open(name)
 
-    def open(self, name: str) -> None:
+    def _open(self, name: str) -> None:
         place, group = self._place, self._place.group
         match name:
             case "shm":
@@ -147,8 +146,8 @@ class _Forming:
                 )
                 self._offer[name] = EngineOffer("", place.hub.address.encode())
 
-    def agree(self) -> NoReturn:
-        """Raises _Elsewhere with what the members have agreed on."""
+    def agree(self) -> tuple[str, list[bytes]]:
+        """Returns the engine that the members have agreed on, and the addresses of all for it."""
         answers = self._rendezvous(encode(self._offer))
         offers = [decode(answer, rank) for rank, answer in enumerate(answers)]
         choice: EngineChoice = choose(offers)
@@ -160,17 +159,15 @@ class _Forming:
             membership=self._place.group.membership,
             size=self._place.group.size,
         )
-        raise _Elsewhere(choice.engine, [offer[choice.engine].address for offer in offers])
+        return choice.engine, [offer[choice.engine].address for offer in offers]
 
     def agree_on_gloo(self, address: bytes) -> list[bytes]:
         """Returns the gloo addresses of all members; raises _Elsewhere when gloo was not chosen."""
         self._offer["gloo"] = EngineOffer("", address)
-        try:
-            self.agree()
-        except _Elsewhere as chosen:
-            if chosen.engine != "gloo":
-                raise
-            return chosen.addresses
+        engine, addresses = self.agree()
+        if engine != "gloo":
+            raise _Elsewhere(engine, addresses)
+        return addresses
 
     def connect(self, name: str, addresses: list[bytes]) -> Link | SharedGroup:
         group, timeout_s = self._place.group, self._timeout_s

@@ -9,21 +9,17 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from stratagem.common.tensors.traffic import RECEIVED, SENT, Flow, over
 from stratagem.worker.mesh import gloo_sockets
 from stratagem.worker.mesh.link import LEAVE_BYTES_PER_S, LEAVE_GRACE_S, ExchangeError, Rendezvous
+from stratagem.worker.mesh.process_group_link import ProcessGroupLink
 
 # One group begins to listen at a time: the listeners that appear meanwhile are its own.
 _forming = threading.Lock()
-_SENT, _RECEIVED = over("gloo", SENT), over("gloo", RECEIVED)
 
 
 def form_gloo(
@@ -53,7 +49,7 @@ def form_gloo(
     return GlooLink(rank, size, group, own)
 
 
-class GlooLink:
+class GlooLink(ProcessGroupLink):
     """A `Link` over one process group.
 
     gloo fails the transfers with a peer that is gone, but not those with the others, which may wait
@@ -71,26 +67,13 @@ class GlooLink:
         group: dist.ProcessGroupGloo,
         connections: tuple[gloo_sockets.SocketId, ...],
     ) -> None:
-        self.rank, self.size = rank, size
-        self._group: dist.ProcessGroupGloo | None = group
+        super().__init__(rank, size, group)
         self._connections = connections
         self._changed = threading.Condition()
         self._num_open_bytes = 0  # guarded by _changed: transfers not yet waited for
         self._wake = os.eventfd(0)
         self._watcher = threading.Thread(target=self._watch, name="gloo-watch", daemon=True)
         self._watcher.start()
-
-    def send(self, peer: int, tag: int, tensor: Tensor) -> "GlooWork":
-        what = f"send to member {peer}"
-        return self._begin(what, tensor, _SENT, lambda group: group.send([tensor], peer, tag))
-
-    def recv(self, peer: int, tag: int, tensor: Tensor) -> "GlooWork":
-        what = f"receive from member {peer}"
-        return self._begin(what, tensor, _RECEIVED, lambda group: group.recv([tensor], peer, tag))
-
-    def all_reduce(self, tensor: Tensor) -> "GlooWork":
-        what = "all-reduce among all members"
-        return self._begin(what, tensor, _SENT, lambda group: group.allreduce([tensor]))
 
     def cut(self) -> None:
         with self._changed:  # not after close: the numbers may be in use again
@@ -107,29 +90,15 @@ class GlooLink:
             os.close(self._wake)
         self._group = None
 
-    def done(self, size_bytes: int) -> None:
-        """Counts a transfer that was waited for."""
+    def count(self, num_bytes: int) -> None:
         with self._changed:
-            self._num_open_bytes -= size_bytes
+            self._num_open_bytes += num_bytes
             if self._num_open_bytes == 0:
                 self._changed.notify_all()
 
-    def _begin(
-        self, what: str, tensor: Tensor, flow: Flow, start: Callable[[Any], dist.Work]
-    ) -> "GlooWork":
-        try:
-            work = start(self._open())
-        except RuntimeError as error:
-            raise ExchangeError(f"{what}: {_first_line(error)}") from None
-        flow.num_bytes += tensor.nbytes
-        with self._changed:
-            self._num_open_bytes += tensor.nbytes
-        return GlooWork(self, work, what, tensor.nbytes)
-
-    def _open(self) -> dist.ProcessGroupGloo:
-        if self._group is None:
-            raise ExchangeError("the link is closed")
-        return self._group
+    def failed(self, what: str, error: RuntimeError) -> ExchangeError:
+        """Says the first line, which is what happened: gloo appends advice and a C++ stack."""
+        return ExchangeError(f"{what}: {str(error).splitlines()[0]}")
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -147,22 +116,6 @@ class GlooLink:
             )
         if not ends:
             self.cut()
-
-
-class GlooWork:
-    """One transfer. `what` says which, for the error."""
-
-    __slots__ = ("_link", "_size_bytes", "_what", "_work")
-
-    def __init__(self, link: GlooLink, work: dist.Work, what: str, size_bytes: int) -> None:
-        self._link, self._work, self._what, self._size_bytes = link, work, what, size_bytes
-
-    def wait(self, timeout_s: float) -> None:
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise ExchangeError(f"{self._what}: {_first_line(error)}") from None
-        self._link.done(self._size_bytes)
 
 
 class _RendezvousStore(Store):
@@ -201,8 +154,3 @@ def _unpack(answer: bytes) -> tuple[tuple[int, ...], bytes]:
     num_ports = answer[0]
     end = 1 + 2 * num_ports
     return struct.unpack(f">{num_ports}H", answer[1:end]), answer[end:]
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the first line, which says what happened: gloo appends advice and a C++ stack."""
-    return str(error).splitlines()[0]

@@ -9,6 +9,8 @@ Knows nothing of engines.
 import contextvars
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from stratagem.worker.mesh.link import ExchangeError
@@ -29,41 +31,30 @@ class Forming(Generic[F]):
 
     def __init__(self, form: Callable[[], F]) -> None:
         self._form = form
-        self._is_over = threading.Event()  # formed, failed or cut
-        self._lock = threading.Lock()
-        self._link: F | None = None  # guarded by _lock, as all below
-        self._error: BaseException | None = None
-        self._is_abandoned = False
+        self._link: Future[F] = Future()
 
     def link(self) -> F:
         """Blocks until the link is there. Raises what forming raises, or ExchangeError when cut."""
         here = contextvars.copy_context()  # what the log lines of this thread are about
         threading.Thread(target=here.run, args=(self._run,), name="forming", daemon=True).start()
-        self._is_over.wait()
-        with self._lock:
-            if self._link is not None:
-                return self._link
-            self._is_abandoned = True
-            raise self._error or ExchangeError("cut while the group was being formed")
+        try:
+            return self._link.result()
+        except CancelledError:
+            raise ExchangeError("cut while the group was being formed") from None
 
     def cut(self) -> None:
         """Ends the wait. From any thread, any number of times."""
-        self._is_over.set()
+        self._link.cancel()
 
     def _run(self) -> None:
         try:
             link = self._form()
         except BaseException as error:  # raised where the link is waited for
-            with self._lock:
-                self._error = error
-        else:
-            self._hand_over(link)
-        self._is_over.set()
-
-    def _hand_over(self, link: F) -> None:
-        with self._lock:
-            if not self._is_abandoned:
-                self._link = link
-                return
-        link.cut()
-        link.close()
+            with suppress(InvalidStateError):  # nobody waits any more
+                self._link.set_exception(error)
+            return
+        try:
+            self._link.set_result(link)
+        except InvalidStateError:
+            link.cut()
+            link.close()

@@ -94,7 +94,6 @@ class GossipExchange:
         self._scratch: dict[int, Tensor] = {}
         self._next_tag = 0
         self._is_cut = False
-        self.num_sent_bytes = 0
 
     @property
     def name(self) -> str:
@@ -235,7 +234,6 @@ class GossipExchange:
             [Transfer(peer, node, flats[node]) for peer, nodes in route.items() for node in nodes]
             for route in (self._routes.out, self._routes.back)
         )
-        self.num_sent_bytes += sum(transfer.tensor.nbytes for transfer in out)
         return start_transfers(self._link, first_tag, out, back)
 
     def _mixed(
@@ -289,7 +287,6 @@ class GossipExchange:
 
     def _send(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:
         assert self._link is not None
-        self.num_sent_bytes += tensor.nbytes
         return self._link.send(peer, tag, tensor)
 
     def _receive(self, peer: int, tag: int, tensor: Tensor) -> PendingTransfer:

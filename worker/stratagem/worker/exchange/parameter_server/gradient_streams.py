@@ -70,13 +70,16 @@ class GradientPort:
         transport = await self._at(membership, wait_s)
         try:
             step = await transport.step_after(self._applied)
-            entries, layout = await transport.header(step), await transport.layout(step)
-            manifest = _manifest(entries, transport.codec if layout else "")
+            freight = await transport.freight(step)
+            manifest = _manifest(freight.entries(), transport.codec if freight.layout else "")
             yield pb.GetGradientsResponse(
                 header=pb.GradientHeader(
                     step=step,
                     manifest=to_proto(manifest),
-                    coded=[TensorSpec(name=tensor.name, shape=tensor.shape) for tensor in layout],
+                    coded=[
+                        TensorSpec(name=tensor.name, shape=tensor.shape)
+                        for tensor in freight.layout
+                    ],
                 )
             )
             offset = 0
@@ -107,7 +110,8 @@ class GradientPort:
         codecs = ("", transport.codec)
         manifest = from_proto(header.manifest, purpose=Purpose.GRADIENTS, codecs=codecs)
         try:
-            expected_bytes = await transport.expected_bytes(header.step)
+            inbox = (await transport.freight(header.step)).inbox
+            expected_bytes = sum(tensor.nbytes for tensor in inbox)
             if manifest.total_bytes != expected_bytes:
                 raise InvalidInputError.at(
                     "manifest.total_bytes",
@@ -170,5 +174,4 @@ def _manifest(entries: tuple[StreamVector, ...], codec: str) -> Manifest:
 
 
 def _name(entry: StreamVector) -> str:
-    node = entry.node
-    return f"{entry.bucket}" if node is None else f"{entry.bucket}/{node.first}:{node.stop}"
+    return f"{entry.bucket}/{entry.node.first}:{entry.node.stop}"

@@ -27,10 +27,10 @@ from stratagem.worker.mesh.device_staging import host_room
 
 @dataclass(frozen=True, slots=True)
 class StreamVector:
-    """One vector of a stream. `node` is None in the inbox, where vectors are whole sums."""
+    """One vector that a member sends."""
 
     bucket: int
-    node: Node | None
+    node: Node
     dtype: str
     numel: int
     size_bytes: int
@@ -85,9 +85,6 @@ class SumFreight:
             for index in range(len(self.inbox))
             for node, one_set in zip(self._nodes, self._sets, strict=False)
         )
-
-    def staged(self) -> tuple[StreamVector, ...]:
-        return tuple(_entry(index, None, tensor) for index, tensor in enumerate(self.inbox))
 
     def part(self, bucket: int) -> list[Tensor]:
         return [one_set[bucket] for one_set in self._sets[: len(self._nodes)]]
@@ -182,6 +179,6 @@ class CodedFreight:
         put(self._sets[0], self._sets[0], self._divisor, has_extras=True)
 
 
-def _entry(bucket: int, node: Node | None, tensor: Tensor) -> StreamVector:
+def _entry(bucket: int, node: Node, tensor: Tensor) -> StreamVector:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return StreamVector(bucket, node, dtype, tensor.numel(), tensor.nbytes)

@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from stratagem.common.compression import TensorLayout
 from stratagem.common.tensors.torch_codec import bytes_of
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.shard_owners import StepPlan
 from stratagem.worker.exchange.parameter_server.server_payloads import (
     CodedFreight,
     Freight,
-    StreamVector,
     SumFreight,
 )
 from stratagem.worker.mesh.device_staging import HostCopy, SideStream, to_host
@@ -63,7 +61,7 @@ class ServerTransport:
     ) -> None:
         """coded: goes instead of sums in the steps in which it is fewer bytes."""
         self.deadline_s = deadline_s
-        self._num_buckets = len(layout.buckets)
+        self.num_buckets = len(layout.buckets)
         self._sums, self._coded = SumFreight(layout, rank, side.device), coded
         self._side = side
         self._changed = threading.Condition()
@@ -132,14 +130,9 @@ class ServerTransport:
                 waiter = self._waiter()
             await self._wait(waiter)
 
-    async def header(self, step: int) -> tuple[StreamVector, ...]:
-        """Returns the vectors that this member sends in the step, in order. Waits for the step to
-        begin."""
-        return (await self._until(step, lambda _: True)).freight.entries()
-
-    async def layout(self, step: int) -> tuple[TensorLayout, ...]:
-        """Returns the tensors that the step's entries are codes of; empty where they are sums."""
-        return (await self._until(step, lambda _: True)).freight.layout
+    async def freight(self, step: int) -> Freight:
+        """Returns what is sent, and what must be staged, in the step. Waits for it to begin."""
+        return (await self._until(step, lambda _: True)).freight
 
     async def partials(self, step: int, bucket: int) -> list[memoryview]:
         """Returns what is sent of one bucket, in the header's order; in a coded step only the last
@@ -151,18 +144,6 @@ class ServerTransport:
     def codec(self) -> str:
         """The codec of the messages in coded steps; "" where no step is ever coded."""
         return "" if self._coded is None else self._coded.codec
-
-    @property
-    def num_buckets(self) -> int:
-        return self._num_buckets
-
-    def sums(self) -> tuple[StreamVector, ...]:
-        """Returns the vectors that must be staged, in order, in a step that is not coded."""
-        return self._sums.staged()
-
-    async def expected_bytes(self, step: int) -> int:
-        """Returns the number of bytes that must be staged in the step."""
-        return (await self._until(step, lambda _: True)).num_expected_bytes
 
     def stage(self, step: int, offset: int, data: bytes | memoryview) -> None:
         """Takes the next bytes of the sums. Offset 0 starts again and drops all that came
