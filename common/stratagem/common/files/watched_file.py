@@ -1,9 +1,8 @@
 """Files that are read again when they have been written or replaced, without a restart."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
-from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 import structlog
@@ -23,31 +22,48 @@ def stamp_of(*paths: str | PathLike[str]) -> Stamp:
     return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
 
 
-class WatchedFile(Generic[T]):
-    """Content of a file that is read again when it changes; an unusable file leaves the earlier
-    content."""
+class WatchedFiles(Generic[T]):
+    """The content of files, read again when one of them changes; files that cannot be used leave
+    the earlier content."""
 
-    def __init__(self, path: Path, read: Callable[[Path], T], *, what: str) -> None:
-        """read raises InvalidInputError, which ends this at the start and is logged later on."""
-        self._path, self._read, self._what = path, read, what
+    def __init__(
+        self,
+        paths: Iterable[str | PathLike[str]],
+        read: Callable[[], T],
+        *,
+        unusable: str,
+        renewed: str = "",
+    ) -> None:
+        """read raises InvalidInputError, which ends this at the start. unusable, renewed: what is
+        logged when the files have changed, and cannot or can be used."""
+        self._paths, self._read = tuple(paths), read
+        self._unusable, self._renewed = unusable, renewed
         self._seen = self._stamp()
-        self._content = read(path)
+        self.content = read()
+        """As it was when `renewed` looked last."""
 
-    def content(self) -> T:
-        """Return the content of the file as it is now."""
+    def renewed(self) -> bool:
+        """Look at the files; return whether there is new content."""
         stamp = self._stamp()
-        if stamp != self._seen:
-            self._seen = stamp
-            try:
-                self._content = self._read(self._path)
-            except InvalidInputError as error:
-                log.warning(f"the {self._what} stay as they were", reason=str(error))
-            else:
-                log.info(f"{self._what} read again", path=str(self._path))
-        return self._content
+        if stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self.content = self._read()
+        except InvalidInputError as error:
+            log.warning(self._unusable, reason=str(error))
+            return False
+        if self._renewed:
+            log.info(self._renewed, path=", ".join(map(str, self._paths)))
+        return True
+
+    def newest(self) -> T:
+        """Return the content of the files as they are now."""
+        self.renewed()
+        return self.content
 
     def _stamp(self) -> Stamp:
         try:
-            return stamp_of(self._path)
-        except OSError:
+            return stamp_of(*self._paths)
+        except OSError:  # it is not there, or just being replaced
             return ()

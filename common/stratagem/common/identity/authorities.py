@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -27,6 +26,8 @@ from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError, 
 from stratagem.common.base.wording import plainly
 from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.files.private_file import check_private
+from stratagem.common.identity.certificate_chain import has_signed
+from stratagem.common.identity.tls_files import certificates_in
 
 CA_FILE: Final = "ca.crt"
 CA_KEY_FILE: Final = "ca.key"
@@ -47,11 +48,7 @@ def create(folder: Path, trust_domain: str, valid: timedelta) -> None:
 
 def trusted(folder: Path) -> list[x509.Certificate]:
     """The authorities in a folder that `certs init` has made."""
-    try:
-        return x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else plainly(error)
-        raise InvalidInputError.at("folder", f"{folder / CA_FILE}: {reason}") from None
+    return certificates_in("folder", folder / CA_FILE)
 
 
 def signer(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -162,13 +159,9 @@ def _new(name: x509.Name, valid: timedelta) -> tuple[ec.EllipticCurvePrivateKey,
 
 def _has_signed(authority: x509.Certificate, path: Path) -> bool:
     try:
-        leaf = x509.load_pem_x509_certificate(path.read_bytes())
-        leaf.verify_directly_issued_by(authority)
-    except InvalidSignature:
+        return has_signed(authority, x509.load_pem_x509_certificate(path.read_bytes()))
+    except (OSError, ValueError):  # no certificate at all
         return False
-    except (OSError, ValueError, TypeError):  # another name, or no certificate at all
-        return False
-    return True
 
 
 _CA_USAGE: Final = x509.KeyUsage(

@@ -21,7 +21,7 @@ from typing import Any, Final
 from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError, UnauthenticatedError
 from stratagem.common.base.ids import check_token_name
 from stratagem.common.files.atomic_file import whole_file
-from stratagem.common.files.watched_file import Stamp, WatchedFile, stamp_of
+from stratagem.common.files.watched_file import Stamp, WatchedFiles, stamp_of
 
 HEADER: Final = "authorization"
 _SCHEME: Final = "Bearer "
@@ -115,14 +115,17 @@ class TokenBook:
     def __init__(self, path: Path) -> None:
         """InvalidInputError when the file cannot be used now. A file that is not there yet has no
         tokens."""
-        self._file = WatchedFile(
-            path, lambda at: read_tokens(at) if at.exists() else (), what="tokens"
+        self._file = WatchedFiles(
+            [path],
+            lambda: read_tokens(path) if path.exists() else (),
+            unusable="the tokens stay as they were",
+            renewed="tokens read again",
         )
 
     def find(self, token: str, now_s: float) -> KnownToken:
         """The entry of a token; UnauthenticatedError when it is unknown or has expired."""
         digest, known = _digest(token), None
-        for entry in self._file.content():  # all of them: how long it takes says nothing
+        for entry in self._file.newest():  # all of them: how long it takes says nothing
             if hmac.compare_digest(entry.sha256, digest):
                 known = entry
         if known is None:

@@ -57,7 +57,7 @@ def chain_of(
     known = [(whose, certificate) for certificate in certificates[1:]]
     known += [(ca_file, authority) for authority in authorities]
     while len(links) < _MAX_LINKS and current.issuer != current.subject:
-        signers = [(file, signer) for file, signer in known if _has_signed(signer, current)]
+        signers = [(file, signer) for file, signer in known if has_signed(signer, current)]
         if not signers:
             break
         # Of two for the same key the later end counts, as it does for a verifier.
@@ -100,7 +100,8 @@ def _link(file: str, certificate: x509.Certificate, *, is_authority: bool) -> Ch
     )
 
 
-def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    """Return whether the authority has signed the certificate."""
     from cryptography.exceptions import InvalidSignature
 
     try:

@@ -20,7 +20,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from stratagem.common.base.errors import AlreadyExistsError, InvalidInputError
 from stratagem.common.base.ids import check_worker_id
-from stratagem.common.base.wording import plainly
 from stratagem.common.identity import authorities
 from stratagem.common.identity.authorities import CA_FILE, CA_KEY_FILE
 from stratagem.common.identity.certificate_chain import AUTHORITY
@@ -30,6 +29,7 @@ from stratagem.common.identity.tls_files import (
     CertId,
     Role,
     TlsFiles,
+    certificates_in,
     names_of,
     of_pool,
     uris_of,
@@ -265,15 +265,7 @@ class Shown:
 
 def show(path: Path) -> list[Shown]:
     """Return the contents of the certificates in a file; InvalidInputError when it holds none."""
-    try:
-        certificates = x509.load_pem_x509_certificates(path.read_bytes())
-    except OSError as error:
-        raise InvalidInputError.at("file", f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InvalidInputError.at(
-            "file", f"{path} holds no PEM certificate: {plainly(error)}"
-        ) from None
-    return [_shown(path, certificate) for certificate in certificates]
+    return [_shown(path, certificate) for certificate in certificates_in("file", path)]
 
 
 def _shown(path: Path, certificate: x509.Certificate) -> Shown:

@@ -6,18 +6,16 @@ takes certificates, and people with tokens use another.
 """
 
 import threading
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.files.watched_file import Stamp
+from stratagem.common.files.watched_file import WatchedFiles
 from stratagem.common.identity.tls_files import Material, TlsFiles
 
 log = structlog.get_logger()
-
-_NEVER: Final[Stamp] = ()
 
 
 class FreshFiles:
@@ -25,12 +23,17 @@ class FreshFiles:
 
     def __init__(self, files: TlsFiles) -> None:
         """InvalidInputError when the files cannot be used now."""
-        self.files = files
+        self._files = files
         self._lock = threading.Lock()
-        self._seen = _stamp_of(files)
-        self.material: Material = files.read()
+        self._watched = WatchedFiles(
+            files.paths, files.read, unusable="new certificates cannot be used yet"
+        )
         self._has_warned = False
         self._warn_if_expired()
+
+    @property
+    def material(self) -> Material:
+        return self._watched.content
 
     def changed(self) -> bool:
         """Look at the files; whether there is other material than at the last call.
@@ -40,19 +43,15 @@ class FreshFiles:
         """
         with self._lock:
             self._warn_if_expired()
-            stamp = _stamp_of(self.files)
-            if stamp == self._seen:
+            before = self.material
+            if not self._watched.renewed() or self.material == before:
                 return False
-            self._seen = stamp
-            try:
-                material = self.files.read()
-            except InvalidInputError as error:
-                log.warning("new certificates cannot be used yet", reason=str(error))
-                return False
-            if material == self.material:
-                return False
-            self.material, self._has_warned = material, False
-            log.info("certificates read again", expires=_when(material), is_=str(material.cert_id))
+            self._has_warned = False
+            log.info(
+                "certificates read again",
+                expires=_when(self.material),
+                is_=str(self.material.cert_id),
+            )
             return True
 
     def _warn_if_expired(self) -> None:
@@ -62,7 +61,7 @@ class FreshFiles:
             log.warning(
                 "this process's certificate has expired: no new connection can be made",
                 reason=problem,
-                file=str(self.files.cert),
+                file=str(self._files.cert),
                 expired=_when(self.material),
             )
 
@@ -93,13 +92,6 @@ def channel_credentials(material: Material) -> grpc.ChannelCredentials:
     """Return the credentials of a connection; gRPC reads them once, so a new channel is made when
     files change."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
-
-
-def _stamp_of(files: TlsFiles) -> Stamp:
-    try:
-        return files.stamp()
-    except OSError:  # while a file is being replaced
-        return _NEVER
 
 
 def _when(material: Material) -> str:

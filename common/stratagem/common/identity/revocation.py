@@ -17,7 +17,7 @@ from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, UnauthenticatedError
 from stratagem.common.files.atomic_file import whole_file
-from stratagem.common.files.watched_file import WatchedFile
+from stratagem.common.files.watched_file import WatchedFiles
 from stratagem.common.identity.tls_files import CertId, Role
 
 _FINGERPRINT: Final = re.compile(r"sha256:[0-9a-f]{64}")
@@ -70,10 +70,15 @@ class RevokedFile:
 
     def __init__(self, path: Path) -> None:
         """InvalidInputError when the file cannot be used now."""
-        self._file = WatchedFile(path, read_revoked, what="revoked certificates")
+        self._file = WatchedFiles(
+            [path],
+            lambda: read_revoked(path),
+            unusable="the revoked certificates stay as they were",
+            renewed="revoked certificates read again",
+        )
 
     def check(self, cert_id: CertId, pem: bytes) -> None:
         """UnauthenticatedError for a caller whose certificate counts no more."""
-        entries = self._file.content()
+        entries = self._file.newest()
         if entries and (str(cert_id) in entries or fingerprint(pem) in entries):
             raise UnauthenticatedError(f"the certificate of {cert_id} has been revoked")

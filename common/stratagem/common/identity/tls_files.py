@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Final, Self
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.wording import plainly
 from stratagem.common.files.private_file import check_private
-from stratagem.common.files.watched_file import Stamp, stamp_of
 from stratagem.common.identity.certificate_chain import Chain, chain_of, ended, first_to_end, said
 
 if TYPE_CHECKING:  # its import takes 0.1 s, which a process without certificates need not wait for
@@ -144,19 +143,19 @@ class TlsFiles:
             given, missing = ("cert", "key") if self.key is None else ("key", "cert")
             raise InvalidInputError.at(f"tls_{missing}", f"is needed where tls_{given} is given")
 
-    def stamp(self) -> Stamp:
-        """Another one when a file has been written or replaced. Raises OSError."""
-        files = [path for path in (self.ca, self.cert, self.key) if path is not None]
-        return stamp_of(*files)
+    @property
+    def paths(self) -> list[File]:
+        """Return the files that are given."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
 
     def read(self) -> Material:
         """InvalidInputError names the file that cannot be used, and why."""
         ca = _read("tls_ca", self.ca)
-        authorities = _certificates("tls_ca", self.ca, ca)
+        authorities = certificates_in("tls_ca", self.ca, ca)
         if self.cert is None or self.key is None:
             return Material(ca, None, None, None)
         cert, key = _read("tls_cert", self.cert), _read("tls_key", self.key)
-        own = _certificates("tls_cert", self.cert, cert)
+        own = certificates_in("tls_cert", self.cert, cert)
         leaf = own[0]
         self._check_pair(leaf, key)
         check_private("tls_key", self.key)
@@ -215,7 +214,7 @@ def tls_files(
 
 def links_of(field: str, file: Path) -> Chain:
     """The chain in one file, as far as it goes. InvalidInputError names the setting."""
-    own = _certificates(field, file, _read(field, file))
+    own = certificates_in(field, file)
     return chain_of(str(file), own, "", ())
 
 
@@ -244,11 +243,13 @@ def _read(field: str, path: File) -> bytes:
         raise InvalidInputError.at(field, f"{path}: {error.strerror}") from None
 
 
-def _certificates(field: str, path: File, pem: bytes) -> list[x509.Certificate]:
+def certificates_in(field: str, path: File, pem: bytes | None = None) -> list[x509.Certificate]:
+    """The certificates of a file, whose content may be given. InvalidInputError names the field and
+    the file that cannot be read or holds none."""
     from cryptography import x509
 
     try:
-        return x509.load_pem_x509_certificates(pem)
+        return x509.load_pem_x509_certificates(_read(field, path) if pem is None else pem)
     except ValueError as error:
         raise InvalidInputError.at(
             field, f"{path} holds no PEM certificate: {plainly(error)}"

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self
 
-import structlog
-
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.files.private_file import check_private
-from stratagem.common.files.watched_file import Stamp, stamp_of
+from stratagem.common.files.watched_file import WatchedFiles
 from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, TlsFiles
-
-log = structlog.get_logger()
 
 MIN_TOKEN_CHARS: Final = 16
 _SCHEME: Final = b"bearer "
@@ -97,23 +93,17 @@ class Guard:
         unusable file."""
         if self.cert is None:
             return None
-        first = self._read_context()
-        newest, seen = first, self._stamp()
+        files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+        watched = WatchedFiles(
+            files, self._read_context, unusable="new files of the metrics cannot be used yet"
+        )
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             """Called in each handshake, before a certificate is shown."""
-            nonlocal newest, seen
-            stamp = self._stamp()
-            if stamp != seen:
-                seen = stamp
-                try:
-                    newest = self._read_context()
-                except InvalidInputError as error:
-                    log.warning("new files of the metrics cannot be used yet", reason=str(error))
-            connection.context = newest
+            connection.context = watched.newest()
 
-        first.sni_callback = renew
-        return first
+        watched.content.sni_callback = renew
+        return watched.content
 
     def admits(self, head: bytes) -> bool:
         """Return whether the head of a request has the token, where one is required."""
@@ -157,14 +147,6 @@ class Guard:
             except (OSError, ValueError) as error:
                 raise _unusable("metrics_client_ca", self.client_ca, error) from None
         return context
-
-    def _stamp(self) -> Stamp:
-        """Return a stamp that changes when a file has been written or replaced."""
-        files = [path for path in (self.cert, self.key, self.client_ca) if path is not None]
-        try:
-            return stamp_of(*files)
-        except OSError:  # while one is being replaced
-            return ()
 
 
 PLAIN: Final = Guard()

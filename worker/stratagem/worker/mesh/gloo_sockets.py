@@ -11,6 +11,8 @@ import socket
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from stratagem.worker.mesh import same_host
+
 
 @dataclass(frozen=True, slots=True)
 class SocketId:
@@ -50,12 +52,8 @@ def shut_down(target: SocketId) -> None:
     if sock is None:
         return
     with sock:
-        if _inode(sock) != target.inode:
-            return
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the peer was faster
-            return
+        if _inode(sock) == target.inode:
+            same_host.shut_down(sock)
 
 
 def _sockets() -> Iterator[tuple[SocketId, socket.socket]]:

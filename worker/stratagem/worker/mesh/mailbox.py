@@ -119,15 +119,8 @@ class Mailbox:
     def wait(self, receive: Receive, timeout_s: float) -> None:
         """Blocks until the receive is done. Raises ExchangeError when it cannot be done any more,
         or is not in time."""
-        source = receive.route.source
         with self.changed:
-            self.changed.wait_for(
-                lambda: receive.is_done or self._reason(source, receive.route), timeout_s
-            )
-            if receive.is_done:
-                return
-            reason = self._reason(source, receive.route) or f"nothing within {timeout_s:g} s"
-            raise ExchangeError(f"receive of {receive.route}: {reason}")
+            self._await(receive.route, lambda: receive.is_done, timeout_s)
 
     def open_step(self, step: int, awaited: Iterable[Route]) -> None:
         """Opens a step: from now on takes these messages of it, each once, and none of an older
@@ -145,16 +138,8 @@ class Mailbox:
 
     def take(self, route: Route, timeout_s: float) -> memoryview:
         """Blocks until a message of unknown size is here whole; its bytes are the caller's."""
-
-        def is_here() -> bool:
-            message = self._messages.get(route)
-            return message is not None and message.is_complete
-
         with self.changed:
-            self.changed.wait_for(lambda: is_here() or self._reason(route.source, route), timeout_s)
-            if not is_here():
-                reason = self._reason(route.source, route) or f"nothing within {timeout_s:g} s"
-                raise ExchangeError(f"receive of {route}: {reason}")
+            self._await(route, lambda: self._is_here(route), timeout_s)
             self._unreserve(route)
             return self._messages.pop(route).buffer
 
@@ -162,9 +147,7 @@ class Mailbox:
         """Returns whether `take` would not have to wait: the message is here whole, or cannot
         come."""
         with self.changed:
-            message = self._messages.get(route)
-            is_here = message is not None and message.is_complete
-            return is_here or bool(self._reason(route.source, route))
+            return self._is_here(route) or bool(self._reason(route))
 
     def end(self, reason: str) -> None:
         """Makes all waits fail, now and later; nothing is written into a tensor afterwards."""
@@ -220,9 +203,7 @@ class Mailbox:
 
         def complete() -> None:
             with self.changed:
-                message.is_complete = True
-                self._deliver(route, message)
-                self.changed.notify_all()
+                self._complete(route, message)
 
         return ChunkWriter(spec.size_bytes, write, purpose=Purpose.MESH), complete
 
@@ -232,9 +213,7 @@ class Mailbox:
         with self.changed:
             message = self._admit(route, spec)
             message.buffer[:] = data
-            message.is_complete = True
-            self._deliver(route, message)
-            self.changed.notify_all()
+            self._complete(route, message)
 
     def abandon(self, route: Route) -> None:
         """Removes all trace of a message whose stream has broken."""
@@ -249,7 +228,24 @@ class Mailbox:
             if self._awaited is not None and route.step == self._first_step:
                 self._awaited.add(route)
 
-    # ---- inside ----
+    # ---- inside; `changed` is held ----
+
+    def _await(self, route: Route, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Blocks until is_done(). Raises ExchangeError when nothing of the route can come any more,
+        or nothing has in time."""
+        self.changed.wait_for(lambda: is_done() or self._reason(route), timeout_s)
+        if not is_done():
+            reason = self._reason(route) or f"nothing within {timeout_s:g} s"
+            raise ExchangeError(f"receive of {route}: {reason}")
+
+    def _is_here(self, route: Route) -> bool:
+        message = self._messages.get(route)
+        return message is not None and message.is_complete
+
+    def _complete(self, route: Route, message: _Message) -> None:
+        message.is_complete = True
+        self._deliver(route, message)
+        self.changed.notify_all()
 
     def _admit(self, route: Route, spec: TensorSpec) -> _Message:
         """Makes room for a message that may come; refuses any other."""
@@ -306,11 +302,10 @@ class Mailbox:
         del self._messages[route]
         receive.is_done = True
 
-    def _reason(self, source: int, route: Route) -> str:
+    def _reason(self, route: Route) -> str:
         if self._end:
             return self._end
-        message = self._messages.get(route)
-        return "" if message and message.is_complete else self._gone.get(source, "")
+        return "" if self._is_here(route) else self._gone.get(route.source, "")
 
     def _refuse_when_over(self, source: int, is_here: bool) -> None:
         reason = self._end or ("" if is_here else self._gone.get(source, ""))

@@ -98,10 +98,8 @@ def connect(
 
 def shut_down(sock: socket.socket) -> None:
     """Ends the connection in both directions; its owner still has to close it."""
-    try:
+    with suppress(OSError):  # the peer was faster
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the peer was faster
-        return
 
 
 def _secret_of(address: bytes) -> bytes:

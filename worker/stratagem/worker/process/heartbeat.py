@@ -131,7 +131,6 @@ class Agent:
             except grpc.aio.AioRpcError as error:
                 # Its lease ends, and the coordinator knows that it drains.
                 await self._report(1, "cannot say that this worker leaves", error, asked)
-                self._give_up_silent(asked, error)
 
     async def _register(self, stub: "CoordinatorServiceAsyncStub") -> pb.RegisterWorkerResponse:
         request = pb.RegisterWorkerRequest(
@@ -151,7 +150,6 @@ class Agent:
                 return answer
             except grpc.aio.AioRpcError as error:
                 await self._report(attempt, "cannot register", error, asked)
-                self._give_up_silent(asked, error)
             await backoff.pause()
             attempt += 1
 
@@ -177,17 +175,11 @@ class Agent:
                     log.info("the coordinator does not know this worker; registering again")
                     return
                 await self._report(num_failed, "heartbeat failed", error, asked)
-                self._give_up_silent(asked, error)
                 num_failed += 1
             finally:
                 if request.draining:
                     self._has_said_drain.set()
             await self._pause(interval_s)
-
-    def _give_up_silent(self, asked: str, error: grpc.aio.AioRpcError) -> None:
-        """Try the next coordinator, if any, after a timeout: a frozen one answers no calls."""
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self.coordinators.move_on(asked)
 
     async def _pause(self, interval_s: float) -> None:
         try:
@@ -199,7 +191,8 @@ class Agent:
     async def _report(
         self, num_before: int, what: str, error: grpc.aio.AioRpcError, asked: str
     ) -> None:
-        """Log the first failure of a row as a warning, the others at level debug.
+        """Log the first failure of a row as a warning, the others at level debug; after a timeout,
+        try the next coordinator, if any: a frozen one answers no calls.
 
         When identity is the reason it is logged as a warning as long as it lasts.
         """
@@ -209,3 +202,5 @@ class Agent:
         is_news = num_before == 0 or details != error.details()
         level = log.warning if is_news else log.debug
         level(what, code=error.code().name, details=details)
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.coordinators.move_on(asked)
