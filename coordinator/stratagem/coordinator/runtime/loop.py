@@ -85,12 +85,7 @@ class _Batch:
 
 
 class Loop:
-    def __init__(
-        self,
-        journal: Journal,
-        lead: Lead,
-        strategies: Strategies,
-    ) -> None:
+    def __init__(self, journal: Journal, lead: Lead, strategies: Strategies) -> None:
         self.state = CoordinatorState(strategies)
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world

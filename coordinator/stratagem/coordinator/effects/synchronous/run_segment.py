@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
-from stratagem.coordinator.core.facts import (
-    ROOT,
-    SKIPPED_STEPS,
-    PartyFailed,
-    SegmentFinished,
-)
+from stratagem.coordinator.core.facts import ROOT, SKIPPED_STEPS, PartyFailed, SegmentFinished
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts

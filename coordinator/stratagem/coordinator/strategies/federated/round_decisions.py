@@ -162,11 +162,7 @@ def worker_for(
         for worker in alive.values()
         if required <= set(worker.capability.tags) and worker.member not in tried
     ]
-    return min(
-        fitting,
-        key=lambda w: (load[w.member.worker_id], w.member.worker_id),
-        default=None,
-    )
+    return min(fitting, key=lambda w: (load[w.member.worker_id], w.member.worker_id), default=None)
 
 
 def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
