@@ -18,8 +18,11 @@ from tests.cluster.jobs import (
     Outcome,
     assert_same_bits,
     data_parallel,
+    federated,
+    gossip,
     model_parallel,
     outcome_of,
+    replicated,
     train,
     wait_for,
 )
@@ -29,6 +32,13 @@ from tests.reference.evaluation_loop import evaluation_loop
 pytestmark = pytest.mark.cluster
 
 EVALUATION = {"split": "test", "metrics": ["accuracy", "perplexity"], "batch_size": 2}
+
+
+USERLAND = "tests.userland.metrics:"
+OWN = {
+    **EVALUATION,
+    "metrics": ["accuracy", *(USERLAND + name for name in ("macro_f1", "extremes", "decaying"))],
+}
 
 
 def evaluating(model: str = "everything", **changes: Any) -> JobSpec:
@@ -103,6 +113,97 @@ def test_stages_evaluate_as_one_process_does(
     assert done.run.status().commit("final").metrics == done.status.metrics  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [1, 7, 23])
+def test_own_metrics_are_those_of_all_rows_whoever_evaluated_them(
+    client: Client, num_rows: int, num_workers: int
+) -> None:
+    strategy = {"type": "Local"} if num_workers == 1 else data_parallel(num_workers)
+    data = user_data("classes", num_test_rows=num_rows)
+    spec = evaluating(data=data, strategy=strategy, evaluation=OWN)
+    found = train(client, spec).status.metrics
+    assert found == evaluation_loop(spec, ALLOWED)
+    assert f"test.{USERLAND}extremes.least" in found
+
+
+def test_a_split_without_rows_is_refused(client: Client) -> None:
+    spec = evaluating(data=user_data("classes", num_test_rows=0), evaluation=OWN)
+    with pytest.raises(UserCodeError, match='"test" has no rows'):
+        client.submit(spec).result()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"type": "Local"},
+        data_parallel(2),
+        data_parallel(3, "ParameterServer"),
+        gossip(3),
+        model_parallel({"0": "worker-0", "1 2": "worker-1"}),
+        replicated(2, model_parallel({"0": "tag:slow", "1 2": "tag:fast"})),
+    ],
+    ids=["Local", "AllReduce", "ParameterServer", "Gossip", "Pipeline", "Pipelines"],
+)
+def test_own_metrics_of_a_run_are_those_of_its_commits(
+    client: Client, strategy: dict[str, Any]
+) -> None:
+    best = {"every": "5 steps", "best": USERLAND + "extremes.most"}
+    spec = job(strategy=strategy, checkpoint=None, evaluation={**OWN, **best})
+    done = train(client, spec)
+    for commit in done.status.commits[1:]:
+        state = done.run.state_dict(str(commit.segment))
+        measured = {k: v for k, v in commit.metrics.items() if k.startswith("test.")}
+        assert measured == evaluation_loop(evaluating("mlp", evaluation=OWN), ALLOWED, state)
+    kept = done.status.commit("best")
+    assert kept is not None
+    most = f"test.{USERLAND}extremes.most"
+    assert kept.metrics[most] == max(each.metrics.get(most, -1e9) for each in done.status.commits)
+
+
+def test_and_those_of_a_federated_one(client: Client) -> None:
+    done = train(client, federated(rounds=2, evaluation={**OWN, "every": "1 round"}))
+    measured = {k: v for k, v in done.status.metrics.items() if k.startswith("test.")}
+    assert measured == evaluation_loop(evaluating("mlp", evaluation=OWN), ALLOWED, done.state)
+
+
+def test_and_members_of_a_population_are_compared_by_one(client: Client) -> None:
+    spec = job(
+        steps=None,
+        checkpoint=None,
+        strategy={
+            "type": "PopulationBased",
+            "population_size": 3,
+            "generations": 2,
+            "exploit": {"method": "Truncation", "fraction": 0.3},
+            "explore": {"method": "Perturbation", "factor": 0.2},
+            "options": {"inner": data_parallel(2)},
+        },
+        search_space={"optimizer.lr": {"low": 0.01, "high": 0.5}},
+        steps_per_generation=3,
+        evaluation={**OWN, "every": "1 generation", "best": USERLAND + "macro_f1"},
+    )
+    done = train(client, spec)
+    measured = {k: v for k, v in done.status.metrics.items() if k.startswith("test.")}
+    assert measured == evaluation_loop(evaluating("mlp", evaluation=OWN), ALLOWED, done.state)
+
+
+def test_what_does_not_go_is_said_with_the_way_out(client: Client) -> None:
+    three = data_parallel(3)
+    small = evaluating(evaluation={**OWN, "max_bytes": 23 * 28 - 1}, strategy=three)
+    with pytest.raises(UserCodeError, match=r"max_bytes: .* evaluation\.keep names a function"):
+        client.submit(small).result()
+    wrong = evaluating(evaluation={**OWN, "metrics": [USERLAND + "with_weight"]}, strategy=three)
+    with pytest.raises(UserCodeError, match="called once with the outputs and targets of all rows"):
+        client.submit(wrong).result()
+    kept = {"metrics": [USERLAND + "agreement"], "keep": USERLAND + "best_class"}
+    done = train(
+        client, evaluating(evaluation={**OWN, **kept, "max_bytes": 23 * 16}, strategy=three)
+    )
+    plain = train(client, evaluating(evaluation=EVALUATION))
+    agreement = done.status.metrics[f"test.{USERLAND}agreement"]
+    assert agreement == pytest.approx(plain.status.metrics["test.accuracy"])
+
+
 def test_training_goes_on_from_a_state_that_was_given(client: Client, trained: Outcome) -> None:
     spec = job("everything", steps=1, checkpoint=None, initial={"run": trained.run.run_id})
     run = client.submit(spec)
@@ -137,7 +238,7 @@ def test_the_shards_of_a_killed_worker_are_evaluated_by_the_others(
     spec = evaluating(
         data=data,
         strategy=data_parallel(3),
-        evaluation={**EVALUATION, "split": "train", "batch_size": 8, "predictions": True},
+        evaluation={**OWN, "split": "train", "batch_size": 8, "predictions": True},
     )
     gates.close("worker-1-batch-2")
     run = client.submit(spec)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
@@ -31,11 +32,15 @@ from tests.jobs import ALLOW, job
 from tests.reference.compressed_loop import compressed_loop
 from tests.reference.loops import federated_loop, sharded_loop
 from tests.repository import ROOT
+from tests.userland.data import classes
+from tests.userland.metrics import macro_f1
+from tests.userland.models import mlp
 
 pytestmark = pytest.mark.cluster
 
 WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 6000}}
 CLIPPED = {"name": "sgd", "lr": 0.1, "clip_norm": 0.01}
+MACRO_F1 = "tests.userland.metrics:macro_f1"
 ONE_CLIENT: dict[str, Any] = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}
 
 
@@ -60,7 +65,13 @@ def test_one_float64_client_is_returned_unchanged(client: Client) -> None:
 def old_runs() -> dict[str, JobSpec]:
     fp16 = {"compression": "fp16", "strategy": data_parallel(3)}
     return {
-        "clipped": job(WIDE, optimizer=CLIPPED, strategy=data_parallel(2), steps=4),
+        "clipped": job(
+            WIDE,
+            optimizer=CLIPPED,
+            strategy=data_parallel(2),
+            steps=4,
+            evaluation={"metrics": [MACRO_F1], "batch_size": 5, "every": "4 steps"},
+        ),
         "coded": job("dropout_mlp", optimizer=ADAMW, **fp16),
         "federated": federated(**ONE_CLIENT),
     }
@@ -78,6 +89,16 @@ def journal_of_old(path: Path, jobs: dict[str, JobSpec]) -> None:
         journal.append(lead.term, [record])
     journal.release(lead.term)
     journal.close()
+
+
+def mean_over_batches(state: dict[str, Tensor]) -> float:
+    """What a metric of the user's was by the rules before 3."""
+    model = mlp(hidden=6000).eval()
+    model.load_state_dict(state)
+    x, y = classes()["test"]
+    pairs = list(zip(x.split(5), y.split(5), strict=True))
+    with torch.no_grad():
+        return sum(macro_f1(model(x), y) * len(y) for x, y in pairs) / len(y)
 
 
 def test_runs_of_an_old_journal_end_with_the_old_bits(tmp_path: Path) -> None:
@@ -98,7 +119,10 @@ def test_runs_of_an_old_journal_end_with_the_old_bits(tmp_path: Path) -> None:
         ) as cluster,
         cluster.client() as client,
     ):
-        found = {name: outcome_of(client.get(name)).state for name in jobs}
+        outcomes = {name: outcome_of(client.get(name)) for name in jobs}
+    found = {name: outcome.state for name, outcome in outcomes.items()}
+    averaged = outcomes["clipped"].status.metrics[f"test.{MACRO_F1}"]
+    assert averaged == pytest.approx(mean_over_batches(found["clipped"]), rel=1e-12)
     expected: dict[int, dict[str, Any]] = {
         numerics: {
             "clipped": sharded_loop(jobs["clipped"], ALLOWED, 2, numerics=numerics).state,

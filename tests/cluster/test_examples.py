@@ -1,5 +1,6 @@
 """Every job file in examples/ runs on real processes, at a size that a test can afford."""
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def test_an_example_runs(examples_client: Client, path: Path) -> None:
     assert status.phase is Phase.COMPLETED
     assert status.metrics
     assert len(path.read_text().splitlines()) < 80
+
+
+def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(examples_client: Client) -> None:
+    pytest.importorskip("torchmetrics", reason="needs the extra interop")
+    example = importlib.import_module("examples.torchmetrics_digits")
+    run = examples_client.submit(JobSpec.parse(example.JOB))
+    assert run.result().status.metrics.items() >= example.plain_loop(run.state_dict()).items()
 
 
 SPACES = [

@@ -8,6 +8,7 @@ Job = dict[str, Any]
 PACED = "acting_models:paced"
 """Takes pace_s seconds per batch."""
 ROWS = user_data("classes", num_rows=60, num_test_rows=20)
+RANK_SUM = "tests.userland.metrics:rank_sum"
 
 
 def crash_job(strategy: Job, *, model: str = "dropout_mlp", every: int = 2, **kwargs: Any) -> Job:
@@ -121,7 +122,7 @@ PHASES: Job = {
 
 def evaluation() -> Job:
     """Ten batches of two rows, over four shards; nothing is trained."""
-    measured = {"metrics": ["accuracy"], "batch_size": 2, "predictions": True}
+    measured = {"metrics": ["accuracy", RANK_SUM], "batch_size": 2, "predictions": True}
     return document(
         "dropout_mlp", **NOT_TRAINED, data=ROWS, strategy=ALL_REDUCE, evaluation=measured
     )
@@ -129,7 +130,9 @@ def evaluation() -> Job:
 
 JOBS: dict[str, Job] = {
     "Local": crash_job(LOCAL),
-    "AllReduce": crash_job(ALL_REDUCE),
+    # Its metrics are shared: three of the four members have batches.
+    "AllReduce": crash_job(ALL_REDUCE)
+    | {"evaluation": {"every": "2 steps", "metrics": ["accuracy", RANK_SUM], "batch_size": 8}},
     "ParameterServer": crash_job(PARAMETER_SERVER),
     # Each member has residuals that nobody else has.
     "Coded": crash_job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},

@@ -64,6 +64,7 @@ SAMPLE = (
     Case("ParameterServer", "worker-0", "worker.step.before_apply"),
     Case("Gossip", "worker-2", "worker.gossip.mixing", 9),
     Case("Gossip", "coordinator", "coordinator.commit.pulled", 2),
+    Case("Evaluation", "worker-0", "worker.metrics.measured"),
     Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
     Case("Pipelines", "worker-2", "worker.stages.before_backward", 6),
     Case("Local", "worker-0", "worker.snapshot.taken", 5),

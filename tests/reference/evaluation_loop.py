@@ -6,8 +6,10 @@ sums, sharing and state; any number of workers must equal it to the bit.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,8 @@ def evaluation_loop(
     outputs: list[Tensor] | None = None,
 ) -> dict[str, float]:
     """Means over the split, by "<split>.<metric>". state: a state_dict; else the seed's weights.
-    outputs: gets the model's output of each batch."""
+    outputs: gets the model's output of each batch. A metric of the user's own is computed once, of
+    all rows: a function of them, or an object that is updated batch by batch."""
     spec, device = job.evaluation, torch.device("cpu")
     assert spec is not None
     dataset = load_data(job, entrypoints, DataSources())[spec.split]
@@ -43,6 +46,7 @@ def evaluation_loop(
     metrics = make_metrics(spec.metrics, entrypoints)
     execution = prepare(model, job, device, KeyedRandomness(model, device))
     sums: dict[str, list[float]] = {}
+    kept: list[tuple[Tensor, Tensor]] = []
     for batch, start in enumerate(range(0, len(dataset), spec.batch_size)):
         rows = torch.arange(start, min(start + spec.batch_size, len(dataset)))
         key = ("evaluate", spec.split, batch)
@@ -52,6 +56,7 @@ def evaluation_loop(
             output = model(x)
             if outputs is not None:
                 outputs.append(output)
+            kept.append((output, y))
             loss = loss_fn(output, y, len(rows))
             means = {"loss": (float(loss.mean), loss.weight)}
             means |= {name: metric(output, y, len(rows)) for name, metric in metrics.items()}
@@ -62,4 +67,19 @@ def evaluation_loop(
     found = {f"{spec.split}.{name}": total / weight for name, (total, weight) in sums.items()}
     if "perplexity" in spec.metrics:
         found[f"{spec.split}.perplexity"] = math.exp(found[f"{spec.split}.loss"])
+    for name in (each for each in spec.metrics if ":" in each):
+        value = _whole(entrypoints.resolve(name), kept)
+        values = value if isinstance(value, Mapping) else {"": value}
+        for part, number in values.items():
+            found[f"{spec.split}.{name}.{part}".rstrip(".")] = float(number)
     return found
+
+
+def _whole(metric: Any, kept: list[tuple[Tensor, Tensor]]) -> Any:
+    if len(inspect.signature(metric).parameters) == 2:
+        outputs, targets = zip(*kept, strict=True)
+        return metric(torch.cat(outputs), torch.cat(targets))
+    running = metric()
+    for output, target in kept:
+        running.update(output, target)
+    return running.compute()

@@ -81,6 +81,7 @@ class ExecuteRequest(_message.Message):
     TRAIN_FIELD_NUMBER: _builtins.int
     CLIENT_ROUND_FIELD_NUMBER: _builtins.int
     EVALUATE_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     """With session, the idempotency key: the number of the segment, round or generation."""
     job_json: _builtins.str
@@ -101,6 +102,8 @@ class ExecuteRequest(_message.Message):
     def client_round(self) -> Global___ClientRoundPlan: ...
     @_builtins.property
     def evaluate(self) -> Global___EvaluatePlan: ...
+    @_builtins.property
+    def measure(self) -> Global___MeasurePlan: ...
     def __init__(
         self,
         *,
@@ -113,12 +116,13 @@ class ExecuteRequest(_message.Message):
         train: Global___TrainPlan | None = ...,
         client_round: Global___ClientRoundPlan | None = ...,
         evaluate: Global___EvaluatePlan | None = ...,
+        measure: Global___MeasurePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "plan", b"plan", "session", b"session", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "plan", b"plan", "session", b"session", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate"]  # noqa: Y015
+    _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure"]  # noqa: Y015
     _WhichOneofArgType_plan: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_plan) -> _WhichOneofReturnType_plan | None: ...
 
@@ -390,6 +394,32 @@ class EvaluatePlan(_message.Message):
 Global___EvaluatePlan: _TypeAlias = EvaluatePlan  # noqa: Y015
 
 @_typing.final
+class MeasurePlan(_message.Message):
+    """Computes the user's own metrics of whole splits, from what all members have kept of their batches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    SPLITS_FIELD_NUMBER: _builtins.int
+    outputs: _builtins.str
+    """Digest of the blob with the outputs of all batches: what GetState.outputs of the members gave."""
+    @_builtins.property
+    def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        outputs: _builtins.str = ...,
+        splits: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "splits", b"splits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasurePlan: _TypeAlias = MeasurePlan  # noqa: Y015
+
+@_typing.final
 class ExecuteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -638,6 +668,7 @@ class ExecuteResult(_message.Message):
     EVALUATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     INTERRUPTED_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def build(self) -> Global___BuildResult: ...
     @_builtins.property
@@ -650,6 +681,8 @@ class ExecuteResult(_message.Message):
     def error(self) -> _types_pb2.UserError: ...
     @_builtins.property
     def interrupted(self) -> Global___Interrupted: ...
+    @_builtins.property
+    def measure(self) -> Global___OwnMetrics: ...
     def __init__(
         self,
         *,
@@ -659,12 +692,13 @@ class ExecuteResult(_message.Message):
         evaluate: Global___EvaluateResult | None = ...,
         error: _types_pb2.UserError | None = ...,
         interrupted: Global___Interrupted | None = ...,
+        measure: Global___OwnMetrics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "outcome", b"outcome", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "outcome", b"outcome", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "error", "interrupted"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "error", "interrupted", "measure"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -779,6 +813,7 @@ class TrainResult(_message.Message):
     NUM_REDONE_STEPS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    OWN_METRICS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -806,6 +841,10 @@ class TrainResult(_message.Message):
         would have sent without one, "uncompressed_bytes".
         """
 
+    @_builtins.property
+    def own_metrics(self) -> Global___OwnMetrics:
+        """Where the job has metrics of the user's own and this member has evaluated something."""
+
     def __init__(
         self,
         *,
@@ -819,10 +858,11 @@ class TrainResult(_message.Message):
         num_redone_steps: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         traffic: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        own_metrics: Global___OwnMetrics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,20 +954,76 @@ class EvaluateResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARTS_FIELD_NUMBER: _builtins.int
+    OWN_METRICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
+    @_builtins.property
+    def own_metrics(self) -> Global___OwnMetrics:
+        """As in TrainResult."""
+
     def __init__(
         self,
         *,
         parts: _abc.Iterable[Global___EvaluationPart] | None = ...,
+        own_metrics: Global___OwnMetrics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluateResult: _TypeAlias = EvaluateResult  # noqa: Y015
+
+@_typing.final
+class OwnMetrics(_message.Message):
+    """The user's own metrics, each computed once of all rows of a split."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ARE_MEASURED_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    are_measured: _builtins.bool
+    """False: others have batches, too. What this member has kept of its own is there for
+    GetState.outputs, and metrics is empty.
+    """
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """By "<split>.<metric>"; a metric that has several values has a name for each of them."""
+
+    def __init__(
+        self,
+        *,
+        are_measured: _builtins.bool = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_measured", b"are_measured", "metrics", b"metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnMetrics: _TypeAlias = OwnMetrics  # noqa: Y015
 
 @_typing.final
 class EvaluationPart(_message.Message):
@@ -1015,11 +1111,16 @@ class GetStateRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """The snapshot taken at the end of this segment (or round)."""
     live: _builtins.bool
     """What a member that waits at a rendezvous holds now; for fellow workers that heal."""
+    outputs: _builtins.int
+    """What this member has kept, for the user's own metrics, of the batches that it has evaluated at
+    the end of this segment (or round).
+    """
     offset: _builtins.int
     """First byte wanted."""
     @_builtins.property
@@ -1033,13 +1134,14 @@ class GetStateRequest(_message.Message):
         session: _types_pb2.SessionRef | None = ...,
         snapshot: _builtins.int = ...,
         live: _builtins.bool = ...,
+        outputs: _builtins.int = ...,
         offset: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "live", b"live", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "live", b"live", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "live", b"live", "offset", b"offset", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "live", b"live", "offset", b"offset", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live"]  # noqa: Y015
+    _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs"]  # noqa: Y015
     _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_which) -> _WhichOneofReturnType_which | None: ...
 

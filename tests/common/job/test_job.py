@@ -349,6 +349,18 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"evaluation": {"every": "often"}}, "evaluation.every: 'often' is not like 1 epoch"),
         ({"evaluation": {"every": "0 steps"}}, "evaluation.every: '0 steps' is not like"),
         ({"evaluation": {"best": "f1"}}, "evaluation.best: 'f1' is not measured; one of loss"),
+        (
+            {"evaluation": {"metrics": ["task:f1"], "best": "task:f1.0"}},
+            "evaluation.best: 'task:f1.0' is an entry of a vector; a mapping gives its values",
+        ),
+        (
+            {"evaluation": {"metrics": ["accuracy"], "best": "accuracy.x"}},
+            "evaluation.best: 'accuracy.x' is not measured; one of accuracy, loss",
+        ),
+        (
+            {"evaluation": {"metrics": ["accuracy"], "keep": "task:keep", "max_bytes": 5}},
+            "evaluation.keep: is for metrics of your own; evaluation.metrics names none",
+        ),
         ({"evaluation": {"metrics": ["a", "a"]}}, "evaluation.metrics[1]: 'a' is in the list al"),
         ({"evaluation": {"metrics": "accuracy"}}, "evaluation.metrics: 'accuracy' is not a list"),
         ({"strategy": "Local"}, "strategy: 'Local' is not a mapping such as {type: Local}"),

@@ -5,7 +5,9 @@ from math import exp
 
 import pytest
 
+from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Party, WorkerId
+from stratagem.common.job import JobSpec
 from stratagem.common.strategy import All, ByCapability, Random
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -35,6 +37,8 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
+from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.federated.client_selection import select
 from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
 from tests.coordinator.core.ask_every_run import next_deadline
@@ -497,3 +501,15 @@ def test_clients_with_local_rows_evaluate_the_rounds_that_are_due_and_no_others(
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
     assert [fact.segment for fact in simulation.facts(Evaluated)] == [2, 3]
+
+
+def test_metrics_of_whole_splits_are_refused_where_rows_stay_with_clients() -> None:
+    evaluation = {"metrics": ["accuracy", "task:f1"]}
+    ward = {"worker_local": "ward"}
+
+    def found(**changes: object) -> list[Violation]:
+        return objections_to(JobSpec.from_json(job_text(FEDERATED, **changes)), BUILT_IN)
+
+    (violation,) = found(data=ward, evaluation=evaluation)
+    assert str(violation).startswith('evaluation.metrics[1]: "task:f1" is computed of the outputs')
+    assert found(evaluation=evaluation) == found(data=ward) == []

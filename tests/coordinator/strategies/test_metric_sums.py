@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.strategies.evaluation.commit_metrics import (
+    commit_metrics,
+    is_evaluated,
+)
 from stratagem.coordinator.strategies.evaluation.metric_sums import added, means
+from tests.coordinator.core.jobs import job_text
 
 pytestmark = pytest.mark.core
 
@@ -36,3 +42,18 @@ def test_perplexity_is_that_of_the_mean_loss_and_may_be_beyond_all_numbers() -> 
     assert means(huge, ["perplexity"])["test.perplexity"] == math.inf
     unknown = {"test/accuracy": 1.0, "test/weight:": 2.0}
     assert math.isnan(means(unknown, ["perplexity"])["test.perplexity"])
+
+
+def test_what_an_evaluation_measures_is_known_by_name() -> None:
+    evaluation = {"split": "train", "metrics": ["accuracy", "task:f1"]}
+    spec = JobSpec.from_json(job_text({"type": "Local"}, evaluation=evaluation))
+    names = ["train.loss", "train.accuracy", "train.task:f1", "train.task:f1.recall"]
+    trained = ["train.grad_norm", "train.accuracy.x", "train.task:f12"]
+    values = dict.fromkeys([*names, *trained], 1.0)
+    assert commit_metrics(spec, values, {"train.task:f1.a": 2.0}) == (
+        ("train.accuracy.x", 1.0),
+        ("train.grad_norm", 1.0),
+        ("train.task:f1.a", 2.0),
+        ("train.task:f12", 1.0),
+    )
+    assert not is_evaluated(JobSpec.from_json(job_text({"type": "Local"})), "test.loss")

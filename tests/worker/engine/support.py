@@ -96,7 +96,12 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return max(accumulate(sizes, initial=0))
 
 
-METRICS = ["accuracy", "perplexity", f"{LOSSES}:confidence"]
+METRICS = [
+    "accuracy",
+    "perplexity",
+    f"{LOSSES}:confidence",
+    "tests.userland.metrics:macro_f1",
+]
 
 
 def evaluating(model: str = "mlp", batch_size: int = 5, **changes: Any) -> Any:

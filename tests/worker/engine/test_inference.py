@@ -7,8 +7,7 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
-from stratagem.v1 import worker_pb2
-from stratagem.worker.engine import Inference, build_inference
+from stratagem.worker.engine import EvaluationPart, Inference, build_inference
 from stratagem.worker.engine.step.state_format import (
     given_model_state,
     load_model_state,
@@ -36,11 +35,15 @@ def inference_of(spec: Any) -> Inference:
 
 def metrics_of(spec: Any, *members: Inference, num_shards: int) -> dict[str, float]:
     """Each member takes every so many-th batch, the last one first."""
-    parts: list[worker_pb2.EvaluationPart] = []
+    parts: list[EvaluationPart] = []
     for rank, member in reversed(list(enumerate(members))):
         mine = member.evaluator.share(["test"], rank, num_shards)
-        parts += parts_to_proto([member.part(*batch) for batch in reversed(mine)])
-    return fold_parts(parts, spec.evaluation.metrics)
+        parts += [member.part(*batch) for batch in reversed(mine)]
+    own = members[0].evaluator.own
+    assert own is not None
+    in_order = sorted(parts, key=lambda part: part.batch)
+    measured = own.measured("test", [part.kept for part in in_order if part.kept is not None])
+    return {**fold_parts(parts_to_proto(parts), spec.evaluation.metrics), **measured}
 
 
 @pytest.mark.parametrize("num_test_rows", [1, 7, 23])

@@ -75,7 +75,7 @@ def test_metrics() -> None:
     assert metrics["top5_accuracy"](torch.rand(4, 3), torch.arange(4) % 3, 4) == (1.0, 4)
     assert metrics["mse"](x, x + 2, 8) == (4.0, 8)
     assert metrics["mae"](x, x - 2, 8) == (2.0, 8)
-    user = make_metrics(["tests.userland.losses:confidence"], ALLOWED)
+    user = make_metrics(["tests.userland.losses:confidence"], ALLOWED, 2)
     assert next(iter(user.values()))(torch.zeros(4, 2), y, 4) == (0.5, 4.0)
     with pytest.raises(InvalidInputError, match="did you mean accuracy"):
         make_metrics(["acuracy"], ALLOWED)

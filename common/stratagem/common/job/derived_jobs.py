@@ -35,7 +35,8 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:
     """Exactly what the job names of the user's code; nothing else may be imported."""
-    metrics = job.evaluation.metrics if job.evaluation else ()
+    own = job.evaluation
+    metrics = (*own.metrics, own.keep) if own else ()
     order = job.data.order
     data = [job.data.entrypoint, job.data.collate]
     data += [order.entrypoint, order.weights, order.lengths] if order else []

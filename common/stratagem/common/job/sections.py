@@ -151,7 +151,9 @@ class EvaluationSpec(Section):
     """Settings of what is measured, on which split, how often, and what "best" means.
 
     `every` is 1 epoch unless set; in a federated job, 1 round. predictions: keep the model's
-    outputs, in a job that only evaluates.
+    outputs, in a job that only evaluates. keep: makes of a batch's (output, target) the pair that
+    is kept for metrics of your own, which get those of the whole split; max_bytes: of what is kept,
+    1 GiB unless set. best may name one value of such a metric, "module:metric.key".
     """
 
     split: Name = "test"
@@ -161,6 +163,8 @@ class EvaluationSpec(Section):
     mode: Literal["max", "min"] = "max"
     batch_size: Count = 256
     predictions: bool = False
+    keep: EntrypointName | None = None
+    max_bytes: Count | None = None
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:
@@ -170,10 +174,26 @@ class EvaluationSpec(Section):
             if name in self.metrics[:i]
         ]
         if self.best is not None and self.best not in (*self.metrics, "loss"):
-            known = ", ".join(dict.fromkeys((*self.metrics, "loss")))
-            violations.append(Violation("best", f"{self.best!r} is not measured; one of {known}"))
+            violations += self._best_of_several(self.best)
+        if not any(":" in name for name in self.metrics):
+            violations += [
+                Violation(name, "is for metrics of your own; evaluation.metrics names none")
+                for name in ("keep", "max_bytes")
+                if getattr(self, name) is not None
+            ]
         refuse(violations)
         return self
+
+    def _best_of_several(self, best: str) -> list[Violation]:
+        """Return what is wrong with a best value that is one of several of a metric."""
+        own = next((n for n in self.metrics if ":" in n and best.startswith(f"{n}.")), None)
+        if own is None:
+            known = ", ".join(dict.fromkeys((*self.metrics, "loss")))
+            return [Violation("best", f"{best!r} is not measured; one of {known}")]
+        if any(key.isdecimal() for key in best.removeprefix(own).split(".")):
+            text = f"{best!r} is an entry of a vector; a mapping gives its values names"
+            return [Violation("best", text)]
+        return []
 
 
 class CheckpointSpec(Section):

@@ -3,6 +3,8 @@
     1   as before there were numbers: only finishes runs that began under it
     2   gradient norms are added up in blocks; one contributor is returned as it is; codecs get the
         mean gradient; phase training and `vsa` as their pages say
+    3   a metric of the user's own is computed once, of all rows of a split; before, it was the mean
+        over batches
 
 A rule that has changed is one function, which takes the number; its caller passes on the
 run's. A number goes once no run of it can be left.
@@ -15,7 +17,7 @@ from stratagem.common.base.errors import InvalidInputError
 FIRST: Final = 1
 """Of runs and plans that name no number."""
 
-CURRENT: Final = 2
+CURRENT: Final = 3
 """Of every run that is submitted now."""
 
 

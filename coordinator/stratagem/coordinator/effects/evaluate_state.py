@@ -18,6 +18,7 @@ from stratagem.coordinator.effects.execution.execute_plan import OnProgress, fin
 from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
+from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
@@ -49,6 +50,11 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
         await env.report(effect.run_id, said)
         return
     metrics, predictions = fold_parts(parts, env.metrics_of(effect.run_id, party)), Digest("")
+    own = await own_metrics(
+        env, effect, child_party(party, "evaluate"), segment, effect.splits, finished
+    )
+    if own is None:
+        return
     if job.evaluation is not None and job.evaluation.predictions:
         pairs = zip(effect.members, finished, strict=True)
         try:
@@ -59,7 +65,9 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
             reason = f"the outputs of the batches cannot be joined: {error}"
             await env.report(effect.run_id, PartyFailed(party=party, reason=reason))
             return
-    fact = Evaluated(party=party, segment=segment, metrics=metrics, predictions=predictions)
+    fact = Evaluated(
+        party=party, segment=segment, metrics={**metrics, **own}, predictions=predictions
+    )
     await env.report(effect.run_id, fact)
 
 

@@ -100,7 +100,9 @@ def build_stage_runner(
     tie_again(trained)
     execution = prepare_nodes(model, job, device, randomness, program, foreign)
     gather = make_gather(job, device)
-    evaluator = make_evaluator(job, entrypoints, model, data, execution, randomness, gather)
+    evaluator = make_evaluator(
+        job, entrypoints, model, data, execution, randomness, gather, placement.numerics
+    )
     interval = job.execution.checkpoint_interval
     parts = {
         stage: StagePart(plan, stage, node_modules(model, program), device, interval)

@@ -18,7 +18,7 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.sampler import BatchOrder
-from stratagem.worker.engine.objectives.evaluator import EvaluationPart
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import learning_rate
 from stratagem.worker.engine.optim.optimizers import make_optimizer
@@ -157,6 +157,11 @@ class StageRunner:
             num_skipped=int(not is_applied),
             micro_batch_losses=tuple(self._losses),
         )
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Returns the evaluator, with the metrics and the batches of the job."""
+        return self._setup.evaluator
 
     def evaluate(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
         """Returns the sums per batch on the rank of the last stage; nothing on the others."""

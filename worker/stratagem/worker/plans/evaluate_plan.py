@@ -12,6 +12,7 @@ from torch import Tensor
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Batch, Inference
+from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.train_plan import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import DRAINED, PlanStopped
@@ -50,7 +51,10 @@ def evaluate_state(
     if is_kept:
         work.post(work.states.keep, work.segment, freeze(_named(segment.outputs, share), {}))
     parts = [segment.evaluated[batch] for batch in share if batch in segment.evaluated]
-    result = pb.EvaluateResult(parts=list(parts_to_proto(parts)))
+    own = None
+    if len(parts) == len(share):  # or another share is asked for by now
+        own = own_metrics(work, evaluator, plan.splits, parts)
+    result = pb.EvaluateResult(parts=list(parts_to_proto(parts)), own_metrics=own)
     return pb.ExecuteResult(evaluate=result), membership
 
 

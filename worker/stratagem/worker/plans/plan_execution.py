@@ -29,6 +29,7 @@ from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.numerics.memory_modes import give_back
 from stratagem.worker.plans.evaluate_plan import evaluate_state
+from stratagem.worker.plans.measure_plan import measure
 from stratagem.worker.plans.single_worker_plans import build, client_round
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.plans.train_pipeline_plan import train_stages
@@ -177,6 +178,12 @@ class PlanExecution:
             self._work.control.interrupt(ABORTED)
             self._unpark()
 
+    def forget_outputs(self) -> None:
+        """Free what a finished plan keeps of its evaluation in case that it is asked for again."""
+        if self._phase is ExecutionPhase.FINISHED:
+            self._segment.evaluated.clear()
+            self._segment.outputs.clear()
+
     def drain(self) -> None:
         if self._phase is ExecutionPhase.ACTIVE:
             self._work.control.drain()
@@ -200,7 +207,7 @@ class PlanExecution:
         kind = result.WhichOneof("outcome") if result is not None else None
         if kind == "interrupted":
             return True
-        is_shared = kind in ("train", "evaluate")
+        is_shared = kind in ("train", "evaluate", "measure")
         return is_shared and self._membership < self._work.control.view.membership
 
     def _again(self) -> None:
@@ -326,6 +333,8 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
             return pb.ExecuteResult(client_round=done), membership
         case "evaluate":
             return evaluate_state(work, request.evaluate, segment)
+        case "measure":
+            return pb.ExecuteResult(measure=measure(work, request.measure)), membership
         case _:
             raise InvalidInputError.at("plan", "is missing")
 

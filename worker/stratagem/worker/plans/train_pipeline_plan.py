@@ -15,6 +15,7 @@ from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party.connect_members import noting_failures
 from stratagem.worker.party.join_pipeline import join_stages
 from stratagem.worker.pipeline.held_stages import HeldStages
+from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.train_plan import Segment, account, parts_to_proto, report_failure
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
@@ -82,12 +83,14 @@ def _conclude(
     work.post(work.states.keep, work.segment, freeze(*runner.copy_state()))
     failpoint("worker.stages.kept")
     parts: list[EvaluationPart] = []
+    own: pb.OwnMetrics | None = None
     if held.replica == 0 and plan.evaluate_splits:
         work.set_activity("evaluating")
         with StepRecorder(work, EVALUATING) as recorder:
             for split in plan.evaluate_splits:
                 work.control.check()
                 parts += runner.evaluate(split, recorder.begin)
+        own = own_metrics(work, runner.evaluator, plan.evaluate_splits, parts)
     return pb.TrainResult(
         step=runner.step,
         loss=tally.loss_sum / tally.weight if tally.weight else 0.0,
@@ -97,4 +100,5 @@ def _conclude(
         parts=list(parts_to_proto(parts)),
         engine=segment.engine,
         metrics={} if work.job.only_evaluates else tally.metrics(may_skip=work.job.window.may_skip),
+        own_metrics=own,
     )

@@ -26,6 +26,7 @@ from stratagem.worker.engine import (
 from stratagem.worker.exchange import ExchangeError, GossipExchange
 from stratagem.worker.party.join import give_up, join
 from stratagem.worker.phases import TrainingPhase
+from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
 from stratagem.worker.session.profiling import StepRecorder
@@ -196,7 +197,7 @@ def _conclude(
         segment.snapshot_taken = True
         failpoint("worker.snapshot.taken")
     work.set_activity("evaluating")
-    parts = _evaluate(work, plan, view, segment, trainer) if plan.evaluate_splits else []
+    parts, own = _evaluate(work, plan, view, segment, trainer)
     tally, summary = work.holding.tally, segment.summary
     may_skip = work.job.window.may_skip
     own_loss = tally.loss_sum / tally.weight if tally.weight else 0.0
@@ -217,6 +218,7 @@ def _conclude(
         num_redone_steps=segment.num_redone_steps,
         metrics=metrics,
         traffic=_traffic(trainer),
+        own_metrics=own,
     )
 
 
@@ -238,15 +240,19 @@ def _evaluate(
     view: MemberView,
     segment: Segment,
     trainer: Trainer | GossipTrainer,
-) -> list[EvaluationPart]:
-    """Return the sums of this member's share of the batches; the plan can be ended between them."""
+) -> tuple[list[EvaluationPart], pb.OwnMetrics | None]:
+    """Return the sums of this member's share of the batches, and the user's own metrics if it has
+    all of them; the plan can be ended between the batches."""
+    if not plan.evaluate_splits:
+        return [], None
     evaluator = trainer.evaluator()
     share = evaluator.share(plan.evaluate_splits, view.rank, view.size)
     for batch in share:
         work.control.check()
         if batch not in segment.evaluated:
             segment.evaluated[batch] = evaluator.part(*batch)
-    return [segment.evaluated[batch] for batch in share]
+    parts = [segment.evaluated[batch] for batch in share]
+    return parts, own_metrics(work, evaluator, plan.evaluate_splits, parts)
 
 
 def parts_to_proto(parts: list[EvaluationPart]) -> Iterator[pb.EvaluationPart]:

@@ -33,6 +33,8 @@ def check_plan(request: pb.ExecuteRequest) -> None:
             _within("evaluate.size", size, 1, MAX_MEMBERS)
             _within("evaluate.rank", request.evaluate.rank, 0, size - 1)
             _within("evaluate.splits", len(request.evaluate.splits), 0, MAX_SPLITS)
+        case "measure":
+            _within("measure.splits", len(request.measure.splits), 0, MAX_SPLITS)
         case None:
             raise InvalidInputError.at("plan", "is missing")
 

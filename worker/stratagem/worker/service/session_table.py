@@ -71,6 +71,7 @@ class Session:
         for other in self.executions.values():
             if other.key.kind == execution.key.kind:
                 other.abort()
+                other.forget_outputs()
         self.executions.pop(execution.key, None)
         self.executions[execution.key] = execution
         finished = [

@@ -229,10 +229,12 @@ class WorkerServicer(WorkerServiceServicer):
         match request.WhichOneof("which"):
             case "snapshot":
                 return session.states.snapshot(request.snapshot)
+            case "outputs":
+                return session.states.outputs(request.outputs)
             case "live":
                 state = await session.states.live(request.fence.membership, self._limits.wait_s)
                 # The party may have been formed again meanwhile, without the caller.
                 self.sessions.check_member(request.session, current_caller())
                 return state
             case _:
-                raise InvalidInputError.at("which", "name a snapshot or the live state")
+                raise InvalidInputError.at("which", "name a snapshot, outputs or the live state")

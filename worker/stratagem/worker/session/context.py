@@ -282,6 +282,7 @@ class ExecutionContext:
             device=self.host.device,
             fresh=fresh,
             sources=self.sources(),
+            numerics=self.numerics,
         )
         self.warn(inference.setup.notes)
         return inference

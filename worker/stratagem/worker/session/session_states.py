@@ -43,6 +43,7 @@ class StateStore:
 
     def __init__(self) -> None:
         self._snapshots: OrderedDict[int, Frozen] = OrderedDict()
+        self._outputs: tuple[int, Frozen] | None = None
         self._live: tuple[int, Frozen] | None = None
         self._changed = asyncio.Event()
 
@@ -62,6 +63,16 @@ class StateStore:
             held = ", ".join(map(str, self._snapshots)) or "none"
             raise NotFoundError(f"no snapshot of segment {segment} here; held: {held}")
         return frozen
+
+    def keep_outputs(self, segment: int, outputs: Frozen) -> None:
+        """Keep what the user's own metrics need of the batches evaluated at the end of a segment,
+        instead of that of an earlier one."""
+        self._outputs = (segment, outputs)
+
+    def outputs(self, segment: int) -> Frozen:
+        if self._outputs is None or self._outputs[0] != segment:
+            raise NotFoundError(f"no outputs of segment {segment} here")
+        return self._outputs[1]
 
     def set_live(self, membership: int, state: Frozen) -> None:
         """Set the state that members that heal at this membership may copy."""

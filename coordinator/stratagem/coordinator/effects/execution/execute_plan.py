@@ -209,6 +209,7 @@ def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> f
     names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
+        request.measure.outputs,
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
         job.get("data", {}).get("inline"),
         (job.get("initial") or {}).get("digest"),

@@ -14,6 +14,7 @@ from stratagem.coordinator.core.facts import ROOT, SKIPPED_STEPS, PartyFailed, S
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
+from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
@@ -118,6 +119,9 @@ async def _report(
         reason = f"the replicas differ after segment {effect.segment}: {differing}"
         await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
+    own = await own_metrics(env, effect, effect.party, effect.segment, effect.evaluate, results)
+    if own is None:
+        return
     failpoint("coordinator.segment.trained")
     first = results[0]
     fact = SegmentFinished(
@@ -135,6 +139,7 @@ async def _report(
                 (part for result in results for part in result.parts),
                 env.metrics_of(effect.run_id, effect.party),
             ),
+            **own,
         },
         num_redone_steps=max(result.num_redone_steps for result in results),
         traffic={

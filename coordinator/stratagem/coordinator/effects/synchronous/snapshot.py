@@ -1,8 +1,9 @@
 """Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import grpc
 import structlog
 
 from stratagem.common.base.errors import StratagemError
@@ -20,6 +21,8 @@ from stratagem.coordinator.updates.stream_offload import Offload
 
 log = structlog.get_logger()
 T = TypeVar("T")
+Ask = Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]
+"""Requests a stream of tensors from an offset on."""
 
 
 async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Awaitable[T]]) -> T:
@@ -48,7 +51,8 @@ async def pull_snapshot(
         return writer.write
 
     try:
-        manifest = await _pull(env, at, segment, accept)
+        ask = env.links.to(at.member, env.state).snapshot(at, segment)
+        manifest = await _pull(env, ask, accept)
         digest = await env.in_thread(writers[0].commit)
     finally:
         for writer in writers:
@@ -56,12 +60,19 @@ async def pull_snapshot(
     return digest, manifest
 
 
-async def pull_part(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
+async def pull_part(
+    env: EffectContext, at: WorkerSession, segment: int, *, of_outputs: bool = False
+) -> StatePart:
     """Pull a member's part of the state at the end of a segment, into a scratch file of the
-    caller's."""
+    caller's.
+
+    of_outputs: pull what it has kept for the user's own metrics instead.
+    """
+    link = env.links.to(at.member, env.state)
+    ask = (link.outputs if of_outputs else link.snapshot)(at, segment)
     scratch = env.blobs.scratch()
     try:
-        manifest = await _pull(env, at, segment, lambda _: scratch.write)
+        manifest = await _pull(env, ask, lambda _: scratch.write)
     except BaseException:
         scratch.close()
         raise
@@ -70,8 +81,7 @@ async def pull_part(env: EffectContext, at: WorkerSession, segment: int) -> Stat
 
 async def _pull(
     env: EffectContext,
-    at: WorkerSession,
-    segment: int,
+    ask: Ask,
     begin: Callable[[Manifest], Callable[[bytes], None]],
 ) -> Manifest:
     """Download into the sink that `begin` answers, which gets all bytes in order."""
@@ -84,7 +94,7 @@ async def _pull(
 
     try:
         manifest = await pull(
-            env.links.to(at.member, env.state).snapshot(at, segment),
+            ask,
             accept,
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.STATE,

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from stratagem.common.job import JobSpec
 
 
-def evaluated_names(job: JobSpec) -> frozenset[str]:
-    """Return the names that the metrics of the job's evaluations have in a commit."""
+def is_evaluated(job: JobSpec, name: str) -> bool:
+    """Return True for a name that a metric of the job's evaluations has in a commit: its own, or,
+    of a metric of the user's with several values, followed by theirs."""
     spec = job.evaluation
     if spec is None:
-        return frozenset()
-    return frozenset(f"{spec.split}.{name}" for name in ("loss", *spec.metrics))
+        return False
+    names = [f"{spec.split}.{each}" for each in ("loss", *spec.metrics)]
+    return name in names or any(":" in own and name.startswith(f"{own}.") for own in names)
 
 
 def commit_metrics(
@@ -21,6 +23,5 @@ def commit_metrics(
     A metric of training that has the name of an evaluated one (`train.loss`, where the split that
     is evaluated is train) is left out: the commit would seem to have been evaluated.
     """
-    own = evaluated_names(job)
-    kept = {name: value for name, value in trained.items() if name not in own}
+    kept = {name: value for name, value in trained.items() if not is_evaluated(job, name)}
     return tuple(sorted({**kept, **(evaluated or {})}.items()))

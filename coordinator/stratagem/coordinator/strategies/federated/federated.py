@@ -16,6 +16,7 @@ clients out; `late_updates.py` decides what becomes of those.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import (
@@ -46,9 +47,10 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
+from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies.evaluation.commit_metrics import (
     commit_metrics,
-    evaluated_names,
+    is_evaluated,
 )
 from stratagem.coordinator.strategies.federated import late_updates
 from stratagem.coordinator.strategies.federated.client_crashes import (
@@ -71,6 +73,7 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     Late,
     again_after_resumption,
     due_clients,
+    evaluates_at_clients,
     in_round,
     next_round,
     spec_of,
@@ -275,11 +278,10 @@ def returned(
 ) -> FederatedRun:
     """Rebase to an earlier commit with its metrics, such as the steps skipped up to it, keeping the
     evaluations that are still owed."""
-    own = evaluated_names(job)
     fresh = replace(
         rebase(job, value, base, value.num_rows),
-        trained={name: n for name, n in metrics.items() if name not in own},
-        metrics={name: n for name, n in metrics.items() if name in own},
+        trained={name: n for name, n in metrics.items() if not is_evaluated(job, name)},
+        metrics={name: n for name, n in metrics.items() if is_evaluated(job, name)},
     )
     return with_owed(fresh, value, base.segment)
 
@@ -306,6 +308,22 @@ def _training(
         yield late_updates.training(run_id, job, value, client, own)
 
 
+def check(job: JobSpec, _strategies: Strategies) -> list[Violation]:
+    """Return what is wrong with a job: metrics of whole splits cannot be computed of rows that stay
+    with several clients."""
+    if job.evaluation is None or not evaluates_at_clients(job):
+        return []
+    text = (
+        "is computed of the outputs of all rows in one place, and with data.worker_local these "
+        "stay with their clients; metrics that are sums over rows, such as accuracy, are possible"
+    )
+    return [
+        Violation(f"evaluation.metrics[{index}]", f'"{name}" {text}')
+        for index, name in enumerate(job.evaluation.metrics)
+        if ":" in name
+    ]
+
+
 STRATEGY = Strategy(
     version=VERSION,
     init=lambda _job, party, _strategies: FederatedRun(party),
@@ -314,6 +332,7 @@ STRATEGY = Strategy(
     reject_reason=reject_reason,
     pending=pending,
     status=status,
+    check=check,
     own_deadline=lambda value: value.deadline_s,
     own_deaths=deaths,
     own_blobs=blobs,

@@ -1,6 +1,8 @@
 """Evaluation metrics: each answers (mean, weight) over one batch, so batches can be added.
 
-A metric of the user's is a function (output, target) that returns a number, or (mean, weight).
+Metrics of the user's own are here in runs of `numerics` 2 and before only, which finish under the
+rule that they began with: a function (output, target) of a batch that returns a number, or (mean,
+weight). The rule of later runs is in own_metrics.py.
 `perplexity` is a function of the mean loss and has no sum of its own: it is computed
 as exp(loss) where the parts are added up. Must not know data sets or ranks.
 """
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.schema.json_text import not_one_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -22,12 +25,14 @@ FROM_LOSS: Final = frozenset({"loss", "perplexity"})
 _IGNORED: Final = -100
 
 
-def make_metrics(names: Iterable[str], entrypoints: EntryPoints) -> dict[str, Metric]:
-    """The metrics by name, without those that follow from the loss."""
+def make_metrics(
+    names: Iterable[str], entrypoints: EntryPoints, numerics: int = CURRENT
+) -> dict[str, Metric]:
+    """The metrics by name, without those that follow from the loss or are of whole splits."""
     return {
         name: _make_metric(name, entrypoints)
         for name in dict.fromkeys(names)
-        if name not in FROM_LOSS
+        if name not in FROM_LOSS and (":" not in name or numerics < 3)
     }
 
 

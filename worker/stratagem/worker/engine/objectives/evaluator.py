@@ -5,7 +5,7 @@ member evaluated which batch. Must not know the exchange.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluation_metrics import Metric, make_metrics
+from stratagem.worker.engine.objectives.kept_batches import KeptBatch
 from stratagem.worker.engine.objectives.losses import LossFunction, make_loss
+from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 Batch = tuple[str, int]
@@ -32,13 +35,15 @@ class EvaluationPart:
     """Sums over one batch: "loss" and each metric, as mean × weight.
 
     A metric whose own weight differs from `weight` (it counts tokens where the loss counts rows)
-    brings that weight along as "weight:<name>".
+    brings that weight along as "weight:<name>". kept: for the user's own metrics, where there are
+    any.
     """
 
     split: str
     batch: int
     weight: float
     sums: Mapping[str, float]
+    kept: KeptBatch | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class Evaluator:
     loss: LossFunction
     metrics: Mapping[str, Metric]
     batch_size: int
+    own: OwnMetrics | None = None
+    """The user's own metrics."""
 
     def dataset(self, split: str) -> Dataset:
         """A split's rows; raises InvalidInputError naming evaluation.split."""
@@ -109,7 +116,9 @@ class Evaluator:
         return *self.gather(self.dataset(split), rows, activity, keys), len(rows)
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
-        """Computes loss and metrics of a batch from the model's output."""
+        """Computes loss and metrics of a batch from the model's output, and keeps what the user's
+        own metrics need of it."""
+        kept = None
         with user_code(f"evaluating {split}"):
             loss = self.loss(output, y, num_rows)
             sums = {"loss": float(loss.mean) * loss.weight}
@@ -118,12 +127,14 @@ class Evaluator:
                 sums[name] = mean * weight
                 if weight != loss.weight:
                     sums[f"weight:{name}"] = weight
+            if self.own is not None:
+                kept = self.own.keep(output, y, num_rows, len(self.dataset(split)))
         if loss.weight == 0:  # nothing was counted, so its mean may be anything
             sums["loss"] = 0.0
-        return EvaluationPart(split, batch, loss.weight, sums)
+        return EvaluationPart(split, batch, loss.weight, sums, kept)
 
 
-def make_evaluator(
+def make_evaluator(  # noqa: PLR0913  (the one place that puts all of them together)
     job: JobSpec,
     entrypoints: EntryPoints,
     model: nn.Module,
@@ -131,9 +142,11 @@ def make_evaluator(
     execution: ModelExecution,
     randomness: KeyedRandomness,
     gather: Gather,
+    numerics: int = CURRENT,
 ) -> Evaluator:
     """Makes the evaluator of a job's model, with the loss, metrics and batches of the job."""
     spec, loss = job.evaluation, make_loss(job.loss, entrypoints)
-    metrics = make_metrics(spec.metrics if spec else [], entrypoints)
+    metrics = make_metrics(spec.metrics if spec else [], entrypoints, numerics)
     batch_size = spec.batch_size if spec else _BATCH_SIZE
-    return Evaluator(model, data, execution, randomness, gather, loss, metrics, batch_size)
+    own = make_own_metrics(spec, entrypoints, numerics)
+    return Evaluator(model, data, execution, randomness, gather, loss, metrics, batch_size, own)

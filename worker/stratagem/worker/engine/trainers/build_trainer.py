@@ -48,12 +48,13 @@ def build_inference(
     device: torch.device,
     fresh: bool,
     sources: DataSources | None = None,
+    numerics: int = CURRENT,
 ) -> Inference:
     """Builds a model of the job that is only run.
 
     fresh: the model is initialised from the seed; otherwise load_state must come first.
     """
-    return Inference(_setup(job, entrypoints, device, fresh, sources, CURRENT))
+    return Inference(_setup(job, entrypoints, device, fresh, sources, numerics))
 
 
 def build_gossip_trainer(
@@ -99,7 +100,9 @@ def make_setup(
     """Makes the parts of a trainer of this model, which is changed as the job's execution says."""
     randomness = KeyedRandomness(model, gather.device)
     execution = prepare(model, job, gather.device, randomness)
-    evaluator = make_evaluator(job, entrypoints, model, data, execution, randomness, gather)
+    evaluator = make_evaluator(
+        job, entrypoints, model, data, execution, randomness, gather, numerics
+    )
     order = epoch_rows_of(job, data, entrypoints)
     return Setup(
         job, model, data, evaluator.loss, gather, evaluator, randomness, execution, numerics, order
