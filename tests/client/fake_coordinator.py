@@ -67,6 +67,8 @@ class FakeRun:
     error: types_pb2.UserError | None = None
     cuts: set[int] = field(default_factory=set)
     """A watch is cut, once, after each of these event indices."""
+    folder: str = ""
+    """Where its states are."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def say(
@@ -97,8 +99,12 @@ class FakeRun:
             submitted_at_s=100.0,
             ended_at_s=103.5 if self.phase in FINAL else 0.0,
             commits=[
-                pb.CommitInfo(segment=1, step=10, digest="b" * 64, is_best=True, path="/b"),
-                pb.CommitInfo(segment=2, step=20, digest="f" * 64, is_final=True, path="/f"),
+                pb.CommitInfo(
+                    segment=1, step=10, digest="b" * 64, is_best=True, path=f"{self.folder}/b"
+                ),
+                pb.CommitInfo(
+                    segment=2, step=20, digest="f" * 64, is_final=True, path=f"{self.folder}/f"
+                ),
             ],
             metrics={"test.accuracy": 0.97, "train.loss": 0.1},
             worker_ids=["worker-0"],
@@ -116,6 +122,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
     def __init__(self) -> None:
         self.runs: dict[str, FakeRun] = {}
         self.ending = "completed"
+        self.folder = ""
         self.cuts: set[int] = set()
         self.says_why = True
         """When it cuts; a process that ends by a defect does not."""
@@ -147,7 +154,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
         return pb.SubmitRunResponse(run_id=request.run_id, created=known is None)
 
     def _play(self, run: FakeRun) -> FakeRun:
-        run.cuts = set(self.cuts)
+        run.cuts, run.folder = set(self.cuts), self.folder
         run.say("RunSubmitted", "submitted", pb.RUN_PHASE_PENDING)
         run.say("ModelBuilt", "model built", pb.RUN_PHASE_RUNNING, num_rows={"train": 1437})
         metrics = {"test.accuracy": 0.97}

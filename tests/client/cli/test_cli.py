@@ -19,6 +19,8 @@ from stratagem.client.cli.options import tag_arguments
 from stratagem.client.cli.progress import ProgressLine
 from stratagem.client.cli.reporting import complain_of_warnings, describe
 from stratagem.client.cli.run_commands import LocalRun
+from stratagem.client.cli.tables import amount_text
+from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.planning import import_folders
 from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
@@ -266,6 +268,26 @@ def test_the_environment_names_the_coordinator(address: str) -> None:
     assert (done.exit_code, done.stdout) == (0, "no runs\n")
 
 
+def test_a_path_is_not_folded_where_the_output_is_no_terminal(
+    address: str, job_file: Path, fake: FakeCoordinator
+) -> None:
+    fake.folder = "/data" + "/a-folder-with-a-long-name" * 20
+    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
+    assert f"{fake.folder}/f" in invoke("status", "mine", "--coordinator", address).stdout.split()
+
+
+def test_a_worker_without_a_line_is_told_of_those_that_have_some(
+    address: str, job_file: Path
+) -> None:
+    options = ("--coordinator", address)
+    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
+    done = invoke("logs", "mine", *options, "--worker", "nope")
+    assert (done.exit_code, done.stdout, done.stderr) == (
+        *(0, ""),
+        "no line of worker 'nope'; there are lines of worker-0, worker-1\n",
+    )
+
+
 # ---- Ctrl-C ----
 
 
@@ -415,6 +437,28 @@ def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
     assert str(line) == (
         "mine  round 3/40  2 of 4 clients  aggregating  12,345 rows/s  test.accuracy 0.9712"
     )
+
+
+def test_the_line_of_a_population_counts_generations() -> None:
+    line = ProgressLine("mine", "PopulationBased/Truncation")
+    line.update(Event(0, 0.0, "SegmentCommitted", "committed", {}, Phase.RUNNING))
+    line.update(progress(step=250, num_steps=5, segment=2, num_segments=5))
+    assert str(line) == "mine  generation 2/5  loss 0.2500  12,345 rows/s"
+
+
+def test_the_status_of_a_population_counts_generations(
+    client: Client, fake: FakeCoordinator
+) -> None:
+    status = client.submit(JOB).status()
+    counted = replace(
+        status,
+        strategy="PopulationBased/Truncation",
+        step=5,
+        num_steps=5,
+        segment=5,
+        num_segments=5,
+    )
+    assert amount_text(counted) == "generation 5/5"
 
 
 def test_the_line_shows_no_single_client_and_no_single_member() -> None:

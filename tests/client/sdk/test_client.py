@@ -215,6 +215,19 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
         assert num_closed > 1 + with_tls
 
 
+async def test_the_environment_names_the_coordinator_of_who_names_none(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATAGEM_COORDINATOR", address)
+    async with AsyncClient() as client:
+        assert await client.runs() == ()
+    with Client() as blocking:
+        assert blocking.address == address
+    assert AsyncClient("another:7070").address == "another:7070"
+    monkeypatch.setenv("STRATAGEM_COORDINATOR", "")
+    assert AsyncClient().address == "127.0.0.1:7070"
+
+
 def test_logs_are_not_repeated_after_a_cut(client: Client, fake: FakeCoordinator) -> None:
     run = client.submit(JOB)
     texts = ["submitted", "hello", "hello", "late"]

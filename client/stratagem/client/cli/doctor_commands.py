@@ -16,8 +16,7 @@ from typer.core import TyperCommand
 
 from stratagem.client.cli import tables
 from stratagem.client.cli.options import CoordinatorOption, Format, FormatOption
-from stratagem.client.cli.query_commands import make_console
-from stratagem.client.cli.reporting import FAILED, reporting
+from stratagem.client.cli.reporting import FAILED, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.cluster_doctor import examine
 from stratagem.common.diagnostics.findings import Finding, Level

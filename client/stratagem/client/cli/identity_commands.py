@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from stratagem.client.cli.reporting import PlainConsole, complain, reporting
+from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.bearer_tokens import (
     Scope,
@@ -239,7 +239,7 @@ def list_tokens(tokens_file: TokensFileOption) -> None:
             table.add_row(
                 read_token.name, ", ".join(read_token.scopes), _when(read_token.expires_s)
             )
-        PlainConsole(highlight=False).print(table if table.row_count else "no tokens")
+        make_console().print(table if table.row_count else "no tokens")
 
 
 @token.command("revoke")

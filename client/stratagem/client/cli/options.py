@@ -10,7 +10,7 @@ import typer
 
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.local.local_cluster import local_names
-from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.client.sdk.async_client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.tls_files import tls_files
 from stratagem.common.rpc.channel import Proof
@@ -31,7 +31,7 @@ CoordinatorOption = Annotated[
     typer.Option(
         "--coordinator",
         metavar="HOST:PORT[,HOST:PORT]",
-        envvar="STRATAGEM_COORDINATOR",
+        envvar=ADDRESS_VARIABLE,
         show_default=DEFAULT_ADDRESS,
         help="The coordinator to talk to, or several of which one leads.",
     ),

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from stratagem.client.cli.options import Format
-from stratagem.client.cli.tables import metrics_text, to_json
+from stratagem.client.cli.tables import generation_text, is_population, metrics_text, to_json
 from stratagem.client.sdk.views import Event, Phase, Progress
 
 PLAIN_INTERVAL_S: Final = 5.0
@@ -26,6 +26,8 @@ class ProgressLine:
     """Collects the latest events and progress of one run and shows them as one line."""
 
     name: str
+    strategy: str = ""
+    """By the name that people see; a population counts generations, not steps."""
     phase: Phase = Phase.PENDING
     sentence: str = ""
     latest: Progress | None = None
@@ -46,7 +48,7 @@ class ProgressLine:
         parts = [self.name]
         if self.phase is Phase.RUNNING and self.latest is not None:
             metrics = {**self.metrics, **self.latest.metrics}
-            parts += [*_amounts(self.latest), metrics_text(metrics)]
+            parts += [*_amounts(self.latest, self.strategy), metrics_text(metrics)]
         else:
             parts += [self.phase, self.sentence]
         return "  ".join(part for part in parts if part)
@@ -55,22 +57,28 @@ class ProgressLine:
         return Text(str(self), no_wrap=True, overflow="ellipsis")
 
 
-def show(console: Console, form: Format, name: str, items: Iterable[Event | Progress]) -> None:
+def show(
+    console: Console,
+    form: Format,
+    name: str,
+    items: Iterable[Event | Progress],
+    strategy: str = "",
+) -> None:
     """Show the items as they come, in the way that suits the output."""
     if form is Format.JSON:
         _show_json(console, items)
     elif console.is_terminal:
-        with live_line(console, name) as line:
+        with live_line(console, name, strategy) as line:
             for item in items:
                 line.update(item)
     else:
-        _show_plain(console, name, items)
+        _show_plain(console, ProgressLine(name, strategy), items)
 
 
 @contextmanager
-def live_line(console: Console, name: str) -> Iterator[ProgressLine]:
+def live_line(console: Console, name: str, strategy: str = "") -> Iterator[ProgressLine]:
     """A line that redraws itself at each update."""
-    line = ProgressLine(name)
+    line = ProgressLine(name, strategy)
     with Live(line, console=console, refresh_per_second=8, transient=True):
         yield line
 
@@ -86,13 +94,13 @@ def _show_json(console: Console, items: Iterable[Event | Progress]) -> None:
         print_line(console, to_json(item, type=kind))
 
 
-def _show_plain(console: Console, name: str, items: Iterable[Event | Progress]) -> None:
-    line, next_s = ProgressLine(name), 0.0
+def _show_plain(console: Console, line: ProgressLine, items: Iterable[Event | Progress]) -> None:
+    next_s = 0.0
     for item in items:
         line.update(item)
         match item:
             case Event():
-                print_line(console, f"{name}  {item.phase}  {item.sentence}")
+                print_line(console, f"{line.name}  {item.phase}  {item.sentence}")
             case Progress() if item.reason:
                 print_line(console, str(line))
             case Progress():
@@ -101,10 +109,12 @@ def _show_plain(console: Console, name: str, items: Iterable[Event | Progress]) 
                     next_s = time.monotonic() + PLAIN_INTERVAL_S
 
 
-def _amounts(latest: Progress) -> Iterator[str]:
+def _amounts(latest: Progress, strategy: str) -> Iterator[str]:
     if latest.num_clients:
         yield f"round {latest.segment}/{latest.num_segments}"
         yield f"{latest.num_clients_done} of {latest.num_clients} clients"
+    elif is_population(strategy):
+        yield generation_text(latest)
     else:
         yield f"step {latest.step}/{latest.num_steps}"
     if latest.strategy_phase not in ("", "TRAINING"):

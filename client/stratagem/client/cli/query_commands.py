@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from stratagem.client.cli import tables
 from stratagem.client.cli.options import (
@@ -19,19 +18,11 @@ from stratagem.client.cli.options import (
     WhichOption,
 )
 from stratagem.client.cli.progress import print_line
-from stratagem.client.cli.reporting import PlainConsole, complain, reporting
+from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import LogLine
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
-
-FAR_WIDTH = 160
-"""Tables that go to a file or a pipe are as wide as this, instead of 80."""
-
-
-def make_console() -> Console:
-    console = PlainConsole(highlight=False)
-    return console if console.is_terminal else PlainConsole(highlight=False, width=FAR_WIDTH)
 
 
 @contextmanager
@@ -106,9 +97,13 @@ def logs(
     What your code has printed comes from all workers, with their names.
     """
     with connected(coordinator, proof) as client:
-        console = make_console()
-        for line in client.get(run_id).logs(follow=follow, worker=worker):
+        console, run, is_empty = make_console(), client.get(run_id), True
+        for line in run.logs(follow=follow, worker=worker):
             print_line(console, _log_text(line) if form is Format.TEXT else tables.to_json(line))
+            is_empty = False
+        if worker and is_empty:
+            known = ", ".join(sorted({line.worker_id for line in run.logs()} - {""}))
+            complain(f"no line of worker {worker!r}; there are lines of {known or 'no worker'}")
 
 
 def stop(

@@ -26,6 +26,9 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.printable_text import printable
 from stratagem.common.observe import tracing
 
+UNLIMITED_WIDTH: Final = sys.maxsize
+"""The width of a file or a pipe: nothing is folded there, so that paths can be copied."""
+
 FAILED: Final = 1
 INTERRUPTED: Final = 130
 NO_COORDINATOR_HINT: Final = (
@@ -47,6 +50,12 @@ class PlainConsole(Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text), segment.style)
+
+
+def make_console() -> Console:
+    """Return the console for results; only a terminal has a width that tables are fitted to."""
+    console = PlainConsole(highlight=False)
+    return console if console.is_terminal else PlainConsole(highlight=False, width=UNLIMITED_WIDTH)
 
 
 def complain(text: str) -> None:

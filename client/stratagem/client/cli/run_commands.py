@@ -26,8 +26,8 @@ from stratagem.client.cli.options import (
     tag_arguments,
 )
 from stratagem.client.cli.progress import print_line, show
-from stratagem.client.cli.query_commands import client_of, connected, make_console
-from stratagem.client.cli.reporting import complain, reporting
+from stratagem.client.cli.query_commands import client_of, connected
+from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle
@@ -164,6 +164,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     """Go on with a run that was stopped or has failed.
 
     It goes on from its last commit, or from the one that --from names, and is followed to its end.
+    A run that has not ended goes on anyway: it is only followed, as by `stratagem attach`.
 
     With --local N for a run that was started with --local, in the same folder.
     """
@@ -212,7 +213,8 @@ class _Following:
         """Show the run, then its result; raises what result() raises."""
         handle, console = self.handle, make_console()
         self.say_why()
-        show(console, self.form, handle.run_id, handle.watch(self.from_index))
+        strategy = handle.status().strategy
+        show(console, self.form, handle.run_id, handle.watch(self.from_index), strategy)
         if self.form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
         result = handle.result()

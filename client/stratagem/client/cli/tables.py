@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, RunStatus, Worker
+from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
 from stratagem.common.base.wording import values_text
 
 if TYPE_CHECKING:
@@ -60,10 +60,22 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def amount_text(status: RunStatus) -> str:
-    """Return the run's progress as text: "round 3/40" or "step 120/600"."""
+    """Return the run's progress as text: "round 3/40", "generation 2/5" or "step 120/600"."""
     if status.strategy.startswith("Federated"):
         return f"round {status.segment}/{status.num_segments}"
+    if is_population(status.strategy):
+        return generation_text(status)
     return f"step {status.step}/{status.num_steps}" if status.num_steps else f"step {status.step}"
+
+
+def is_population(strategy: str) -> bool:
+    """Return whether a strategy, by the name that people see, counts generations."""
+    return strategy.startswith("PopulationBased")
+
+
+def generation_text(amounts: RunStatus | Progress) -> str:
+    """Return how many generations of a population are committed: "generation 2/5"."""
+    return f"generation {amounts.segment}/{amounts.num_segments}"
 
 
 def print_status(console: Console, status: RunStatus) -> None:

@@ -10,6 +10,7 @@ downloads.py and uploads.py; nothing here imports torch.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
+ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
+"""Names the coordinator of whoever names none, here and on the command line."""
 PATIENCE_S: Final = 60.0
 
 
@@ -43,18 +46,23 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | None = None,
         *,
         patience_s: float = PATIENCE_S,
         tls: TlsFiles | None = None,
         token_file: str | PathLike[str] | None = None,
     ) -> None:
-        """patience_s: how long a call waits for a coordinator that was there and went away.
+        """address: HOST:PORT, or several of which one leads, separated by commas; unless given,
+        STRATAGEM_COORDINATOR, and without that DEFAULT_ADDRESS.
+
+        patience_s: how long a call waits for a coordinator that was there and went away.
 
         tls: how the coordinator is known, and this client; plaintext unless given. token_file: a
         token of `stratagem token create`, for a coordinator's --token-listen. Both are read again
         when the files change. Raises InvalidInputError when one cannot be used.
         """
+        if address is None:
+            address = os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
         self.address = address
         self._proof = Proof(tls, token_file)
         self._patience_s = patience_s

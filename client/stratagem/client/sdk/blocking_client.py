@@ -21,7 +21,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from stratagem.client.sdk.async_client import DEFAULT_ADDRESS, PATIENCE_S, AsyncClient, AsyncRun
+from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
 from stratagem.client.sdk.job_input import Job
 from stratagem.client.sdk.uploads import InlineData
@@ -111,7 +111,7 @@ class Client:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | None = None,
         *,
         patience_s: float = PATIENCE_S,
         tls: TlsFiles | None = None,

@@ -78,7 +78,9 @@ def _site(request: Mapping[str, Any]) -> Site:
     if name.partition(":")[0] not in DEVICES:
         raise InvalidInputError.at("device", not_one_of(name, DEVICES))
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise InvalidInputError.at("device", f"{name} is not here; leave it out for this machine's")
+        raise InvalidInputError.at(
+            "device", f"{name} is not here; leave the device out for this machine's own"
+        )
     entrypoints = EntryPoints(request["allow"], request["import_path"])
     return Site(entrypoints, torch.device(name), DataSources())
 
