@@ -22,6 +22,7 @@ from stratagem.common.job import (
     sections,
 )
 from stratagem.common.job.interval import Every
+from stratagem.common.job.optimizer_section import GroupSpec, OptimizerSpec
 from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
@@ -53,7 +54,8 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         OrderSpec,
         InitialSpec,
         sections.LossSpec,
-        sections.OptimizerSpec,
+        OptimizerSpec,
+        GroupSpec,
         ScheduleSpec,
         sections.EvaluationSpec,
         sections.CheckpointSpec,

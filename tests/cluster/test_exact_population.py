@@ -23,7 +23,7 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from tests.cluster.jobs import (
@@ -56,7 +56,7 @@ class Member:
     @classmethod
     def begin(cls, spec: JobSpec, params: dict[str, Any]) -> "Member":
         model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
-        return cls(spec, model, make_optimizer(spec.optimizer, list(model.parameters())), params)
+        return cls(spec, model, make_optimizer(spec.optimizer, model.named_parameters()), params)
 
     def train(self, num_steps: int) -> None:
         data = load_data(self.spec, ALLOWED, DataSources())["train"]
@@ -78,8 +78,8 @@ class Member:
             for param in self.model.parameters():
                 assert param.grad is not None
                 param.grad /= value.weight
-            rate = learning_rate(self.spec.optimizer, self.step, self.spec.steps or 0)
-            set_learning_rate(self.optimizer, rate)
+            factor = learning_rate_factor(self.spec.optimizer, self.step, self.spec.steps or 0)
+            set_learning_rates(self.optimizer, factor)
             self.optimizer.step()
             self.step += 1
 
@@ -95,7 +95,7 @@ class Member:
     def copy_of(self, spec: JobSpec, params: dict[str, Any]) -> "Member":
         model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
         model.load_state_dict(self.model.state_dict())
-        optimizer = make_optimizer(spec.optimizer, list(model.parameters()))
+        optimizer = make_optimizer(spec.optimizer, model.named_parameters())
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         for old, new in pairs:
             optimizer.state[new] = copy.deepcopy(self.optimizer.state[old])

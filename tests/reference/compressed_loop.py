@@ -29,7 +29,7 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -59,7 +59,7 @@ def compressed_loop(
     codec = make_codec(job.compression, layout, job.seed, numerics=numerics)
     seed = job.seed if job.compression.seed is None else job.compression.seed
     states: dict[int, State] = {shard: codec.initial_state() for shard in range(num_shards)}
-    optimizer = make_optimizer(job.optimizer, list(named.values()), fused=job.execution.fusion)
+    optimizer = make_optimizer(job.optimizer, named.items(), fused=job.execution.fusion)
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
     scale = execution.scale
@@ -109,7 +109,7 @@ def compressed_loop(
             states = {shard: _times(scale.value / before, state) for shard, state in states.items()}
         if is_left_out:
             continue
-        set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
+        set_learning_rates(optimizer, learning_rate_factor(job.optimizer, step, total_steps))
         params = list(named.values())
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()

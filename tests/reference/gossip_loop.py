@@ -23,13 +23,13 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.coded_gossip import CodedMixing
 from tests.reference.decoded_update import is_coded
-from tests.reference.loops import backward, cut_rows, divide, is_skipped
+from tests.reference.loops import backward, cut_rows, divide, is_skipped, trained_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
@@ -75,7 +75,8 @@ def gossip_loop(
     models = [build_model(job, entrypoints, device=_CPU, fresh=True) for _ in range(num_nodes)]
     params = [[p for p in model.parameters() if p.requires_grad] for model in models]
     optimizers = [
-        make_optimizer(job.optimizer, each, fused=job.execution.fusion) for each in params
+        make_optimizer(job.optimizer, trained_of(model), fused=job.execution.fusion)
+        for model in models
     ]
     randomness = [KeyedRandomness(model, _CPU) for model in models]
     executions = [
@@ -114,7 +115,9 @@ def gossip_loop(
                 for tensor, old in zip(models[node].buffers(), before, strict=True):
                     tensor.copy_(old)
                 continue
-            set_learning_rate(optimizers[node], learning_rate(job.optimizer, step, total_steps))
+            set_learning_rates(
+                optimizers[node], learning_rate_factor(job.optimizer, step, total_steps)
+            )
             norm = gradient_norm(params[node], numerics)
             clip(params[node], job.optimizer.clip_norm, norm)
             optimizers[node].step()

@@ -30,7 +30,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
 from stratagem.worker.engine.objectives.losses import LossFunction, LossValue, make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.engine.trainers.federated_client import client_order
 from stratagem.worker.models.model_builder import build_model, float_dtype
@@ -53,12 +53,17 @@ class Result:
     losses: list[float]
 
 
+def trained_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, with their names."""
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
 def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = None) -> Result:
     """Steps over whole batches."""
     model, loss_fn, params, take, *_ = _setup(job, entrypoints)
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
     total_steps = _total_steps(job, num_rows)
-    optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
+    optimizer = make_optimizer(job.optimizer, trained_of(model), fused=job.execution.fusion)
     losses: list[float] = []
     epoch = 0
     while True:
@@ -66,7 +71,9 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
         for rows in torch.split(torch.randperm(num_rows, generator=generator), job.batch_size):
             if len(losses) == (total_steps if num_steps is None else num_steps):
                 return Result(model.state_dict(), losses)
-            set_learning_rate(optimizer, learning_rate(job.optimizer, len(losses), total_steps))
+            set_learning_rates(
+                optimizer, learning_rate_factor(job.optimizer, len(losses), total_steps)
+            )
             x, y = take(rows, (job.seed, "row", epoch), (job.seed, len(losses), 0, 0))
             loss = loss_fn(model(x), y, len(rows)).mean
             optimizer.zero_grad()
@@ -98,7 +105,8 @@ def sharded_loop(
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
     trained = separate_tied(model, program_of(model, job) if micro_batch_size else None)
     params = [each.param for each in trained]
-    optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
+    named = [(each.name, each.param) for each in trained]
+    optimizer = make_optimizer(job.optimizer, named, fused=job.execution.fusion)
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
     losses: list[float] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
@@ -149,7 +157,7 @@ def sharded_loop(
             is_whole = len(shards) == 1 and old.is_floating_point()
             mean = change / len(shards) if old.is_floating_point() else change
             tensor.copy_(change if is_whole else (old.double() + mean))
-        set_learning_rate(optimizer, learning_rate(job.optimizer, step, total_steps))
+        set_learning_rates(optimizer, learning_rate_factor(job.optimizer, step, total_steps))
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
     return Result(model.state_dict(), losses)
@@ -256,12 +264,12 @@ def _train_client(
         "train"
     ]
     gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = [param for _, param in trained_of(model)]
     start = [param.detach().clone() for param in params]
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
-    optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
-    rate = learning_rate(job.optimizer, round_num - 1, strategy.rounds)
-    set_learning_rate(optimizer, rate)
+    optimizer = make_optimizer(job.optimizer, trained_of(model), fused=job.execution.fusion)
+    factor = learning_rate_factor(job.optimizer, round_num - 1, strategy.rounds)
+    set_learning_rates(optimizer, factor)
     epochs = strategy.options.local_epochs
     loss_sum, num_rows, num_steps, num_applied = 0.0, 0.0, 0, 0
     for epoch in range((round_num - 1) * epochs, round_num * epochs):

@@ -23,11 +23,11 @@ from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate, set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
-from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped
+from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped, trained_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
@@ -264,7 +264,8 @@ class _Loop:
         self._loss = make_loss(job.loss, entrypoints)
         self._gather = Gather(float_dtype(job), _CPU)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
-        self._optimizer = make_optimizer(job.optimizer, self._params, fused=job.execution.fusion)
+        named = trained_of(self._model)
+        self._optimizer = make_optimizer(job.optimizer, named, fused=job.execution.fusion)
         self._randomness = KeyedRandomness(self._model, _CPU)
         self._execution = prepare(self._model, plainly(job), _CPU, self._randomness)
         self._scale = self._execution.scale
@@ -317,7 +318,7 @@ class _Loop:
         """One optimizer step."""
         self._spread(gradient)
         steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
-        set_learning_rate(self._optimizer, learning_rate(self._job.optimizer, step, steps))
+        set_learning_rates(self._optimizer, learning_rate_factor(self._job.optimizer, step, steps))
         norm = gradient_norm(self._params, self._numerics)
         clip(self._params, self._job.optimizer.clip_norm, norm)
         self._optimizer.step()

@@ -132,6 +132,7 @@ FREE_FORM = {
     "ModelSpec.kwargs",
     "DataSpec.kwargs",
     "LossSpec.kwargs",
+    "GroupSpec.kwargs",
     "OptimizerSpec.kwargs",
     "NodeSpec.kwargs",
     "Custom.config",

@@ -134,6 +134,15 @@ def test_the_canonical_text_is_pinned() -> None:
     )
 
 
+def test_the_text_of_a_schedule_has_no_key_that_earlier_versions_do_not_know() -> None:
+    spec = OptimizerSpec.model_validate({"name": "sgd", "lr": 0.1, "schedule": "cosine"})
+    text = JobSpec.parse({**MINIMAL, "optimizer": spec.model_dump()}).canonical_json()
+    assert (
+        '"optimizer":{"name":"sgd","lr":0.1,"kwargs":{},"schedule":{"name":"cosine",'
+        '"warmup_steps":0,"final_lr_fraction":0.0,"gamma":0.1}},' in text
+    )
+
+
 SPACE = SearchSpace((Float("optimizer.lr", 0.01, 1.0, Scale.LOG),), {})
 POPULATION: dict[str, Any] = {
     "search_space": SPACE,
@@ -278,6 +287,10 @@ def test_all_wrong_fields_are_named_at_once() -> None:
     )
 
 
+def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": {"name": "sgd", "lr": 1, "groups": list(groups)}}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -328,6 +341,21 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "optimizer.schedule.milestones: [4, 3] do not ascend",
         ),
         ({"optimizer": {"name": "sgd", "lr": 1, "schedule": []}}, "optimizer.schedule.parts: mis"),
+        ({"model": {"entrypoint": "a:b", "freeze": "enc"}}, "model.freeze: 'enc' is not a list"),
+        (grouped({"max_dims": 0, "lr": 0.1}), "optimizer.groups[0].name: missing"),
+        (grouped({"name": "a", "lr": 0.1}), "optimizer.groups[0].match: missing; a group needs"),
+        (
+            grouped({"name": "default", "max_dims": 1}),
+            "optimizer.groups[0].name: 'default' is the group of all parameters that are in no",
+        ),
+        (
+            grouped({"name": "a", "max_dims": 1}, {"name": "a", "max_dims": 0}),
+            "optimizer.groups[1].name: 'a' is the name of an earlier group",
+        ),
+        (
+            grouped({"name": "a", "max_dims": 1, "clip_norm": 1.0}),
+            "optimizer.groups[0].clip_norm: belongs to the optimizer",
+        ),
         (
             {"optimizer": {"name": "sgd", "lr": 1, "schedule": ["cosine", "linear"]}},
             "optimizer.schedule.parts[0].steps: missing; every part of a chain but the last",

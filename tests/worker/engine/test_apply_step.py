@@ -52,7 +52,7 @@ class Step:
             ),
             ModelExecution(16, CompileGate(), self.scale),
             self.params,
-            torch.optim.Adam(self.params, lr=99.0),
+            torch.optim.Adam([{"params": self.params, "initial_lr": 1.0}], lr=99.0),
             buffers,
         )
         buffers.snapshot()
@@ -76,7 +76,7 @@ class Step:
     ) -> bool:
         summary = summarize(loss, weight, self.grads, CURRENT)
         return apply_step(
-            summary, self.policy, rate=0.5, activity="step 3", number=3, correct=correct
+            summary, self.policy, lr_factor=0.5, activity="step 3", number=3, correct=correct
         )
 
 
@@ -201,16 +201,16 @@ def test_a_scaled_loss_absorbs_gradients_that_are_not_finite_until_its_scale_is_
 def test_an_infinite_norm_of_finite_gradients_is_an_error_only_where_they_are_clipped() -> None:
     summary = replace(FINE, norm=torch.tensor(math.inf))
     step = Step()
-    assert apply_step(summary, step.policy, rate=0.5, activity="step 3")
+    assert apply_step(summary, step.policy, lr_factor=0.5, activity="step 3")
     assert step.values == updated()
     clipped = Step(clip_norm=1.0)
     with pytest.raises(UserCodeError, match=r"non-finite gradient norm \(while step 3\)"):
-        apply_step(summary, clipped.policy, rate=0.5, activity="step 3")
+        apply_step(summary, clipped.policy, lr_factor=0.5, activity="step 3")
 
 
 def test_a_process_without_parameters_takes_part() -> None:
     policy = replace(Step().policy, params=[], optimizer=None, buffers=None)
-    assert apply_step(FINE, policy, rate=0.5, activity="step 1")
+    assert apply_step(FINE, policy, lr_factor=0.5, activity="step 1")
     assert policy.execution.scale.num_good_steps == 1
 
 
@@ -218,5 +218,5 @@ def test_an_error_of_the_optimizer_is_the_users() -> None:
     step = Step()
     step.params[1].grad = torch.ones(1).to_sparse()
     with pytest.raises(UserCodeError, match="sparse gradients") as caught:
-        apply_step(FINE, step.policy, rate=0.5, activity="step 3")
+        apply_step(FINE, step.policy, lr_factor=0.5, activity="step 3")
     assert caught.value.activity == "step 3"

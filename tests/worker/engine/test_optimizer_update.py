@@ -36,12 +36,16 @@ def params_of(seed: int, shapes: tuple[tuple[int, ...], ...]) -> list[nn.Paramet
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
+def named(params: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(str(i), param) for i, param in enumerate(params)]
+
+
 @pytest.mark.parametrize("name", sorted(_OPTIMIZERS))
 def test_has_the_bits_of_a_step(name: str) -> None:
     shapes = SHAPES.get(name, ((7, 3), (1,), (0,), ()))
     left, right = params_of(0, shapes), params_of(0, shapes)
     spec = OptimizerSpec(name=name, lr=0.01)
-    one, other = make_optimizer(spec, left), make_optimizer(spec, right)
+    one, other = make_optimizer(spec, named(left)), make_optimizer(spec, named(right))
     for step in range(3):
         grads = params_of(step + 1, shapes)
         for params in (left, right):
@@ -68,7 +72,10 @@ def counting(calls: list[str]) -> Iterator[None]:
 
 def test_a_hook_for_all_optimizers_is_called() -> None:
     (param,) = params_of(0, ((3,),))
-    optimizer, calls = make_optimizer(OptimizerSpec(name="sgd", lr=0.1), [param]), list[str]()
+    optimizer, calls = (
+        make_optimizer(OptimizerSpec(name="sgd", lr=0.1), named([param])),
+        list[str](),
+    )
     param.grad = torch.ones(3)
     with counting(calls):
         update(optimizer)
@@ -78,7 +85,7 @@ def test_a_hook_for_all_optimizers_is_called() -> None:
 
 def test_a_recording_names_the_step() -> None:
     (param,) = params_of(0, ((3,),))
-    optimizer = make_optimizer(OptimizerSpec(name="sgd", lr=0.1), [param])
+    optimizer = make_optimizer(OptimizerSpec(name="sgd", lr=0.1), named([param]))
     param.grad = torch.ones(3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         update(optimizer)

@@ -82,7 +82,7 @@ def test_metrics() -> None:
 
 
 def optimizer(**spec: Any) -> torch.optim.Optimizer:
-    params = [nn.Parameter(torch.zeros(2))]
+    params = [("weight", nn.Parameter(torch.zeros(2)))]
     return make_optimizer(OptimizerSpec.model_validate({"lr": 0.1, **spec}), params)
 
 
@@ -132,7 +132,10 @@ def updated(
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_an_update_in_one_pass_depends_on_nothing_but_its_tensor(name: str) -> None:
     spec = OptimizerSpec.model_validate({"name": name, "lr": 0.1, "weight_decay": 0.01})
-    make = partial(make_optimizer, spec)
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return make_optimizer(spec, [(str(i), param) for i, param in enumerate(params)])
+
     found = updated(make)
     for others in (
         updated(make, num_threads=3),

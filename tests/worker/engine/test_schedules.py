@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.common.job import OptimizerSpec, ScheduleSpec
-from stratagem.worker.engine.optim.learning_rate import learning_rate, schedule_factor
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, schedule_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 
 NUM_STEPS = 23
@@ -53,10 +53,10 @@ def test_a_curve_is_that_of_torch(name: str) -> None:
     spec = OptimizerSpec.model_validate(
         {"name": "sgd", "lr": 0.2, "schedule": {"name": name, **options}}
     )
-    optimizer = make_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))])
+    optimizer = make_optimizer(spec, [("weight", torch.nn.Parameter(torch.zeros(1)))])
     scheduler = make(optimizer)
     for step in range(NUM_STEPS):
-        rate = learning_rate(spec, step, NUM_STEPS)
+        rate = 0.2 * learning_rate_factor(spec, step, NUM_STEPS)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15)
         optimizer.step()
         scheduler.step()

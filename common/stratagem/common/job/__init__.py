@@ -7,6 +7,7 @@ from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every
 from stratagem.common.job.job_files import load_job, parse_yaml
+from stratagem.common.job.optimizer_section import GroupSpec, OptimizerSpec
 from stratagem.common.job.optimizers import check_optimizer
 from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.schedule_section import ScheduleSpec
@@ -16,7 +17,6 @@ from stratagem.common.job.sections import (
     EvaluationSpec,
     LossSpec,
     ModelSpec,
-    OptimizerSpec,
     PartitionSpec,
 )
 from stratagem.common.job.spec import JobSpec
@@ -39,6 +39,7 @@ __all__ = [
     "Every",
     "ExecutionSpec",
     "GraphSpec",
+    "GroupSpec",
     "InitialSpec",
     "JobSpec",
     "LossSpec",

@@ -8,20 +8,23 @@ from stratagem.common.schema.json_text import JSON
 
 
 def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
-    """The job with fields such as "optimizer.lr" set; None takes a field away.
+    """The job with fields such as "optimizer.lr" set; None takes a field away. An item of a list is
+    found by its name, as in "optimizer.groups.head.lr".
 
     Raises InvalidInputError when a path leads through a value or the job becomes invalid.
     """
     document = job.document()
     for path, value in values.items():
         *parents, last = path.split(".")
-        place = document
+        place: dict[str, JSON] | list[JSON] = document
         for depth, key in enumerate(parents):
-            inner = place.setdefault(key, {})
-            if not isinstance(inner, dict):
+            inner = _named(place, key) if isinstance(place, list) else place.setdefault(key, {})
+            if not isinstance(inner, dict | list):
                 taken = ".".join(parents[: depth + 1])
                 raise InvalidInputError.at(path, f"{taken!r} is a value and holds no fields")
             place = inner
+        if not isinstance(place, dict):
+            raise InvalidInputError.at(path, "is a list; name the item whose field is meant")
         kwargs = place.get("kwargs")
         if isinstance(kwargs, dict):
             # An optimizer's further keys stand in kwargs once the job has been read.
@@ -31,6 +34,12 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
         else:
             place[last] = value
     return JobSpec.parse(document)
+
+
+def _named(items: list[JSON], name: str) -> JSON:
+    """The item of a list that has this name; None if there is none."""
+    mappings = (item for item in items if isinstance(item, dict))
+    return next((item for item in mappings if item.get("name") == name), None)
 
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.job.sections import OptimizerSpec
+from stratagem.common.job.optimizer_section import OptimizerSpec
 from stratagem.common.schema.json_text import not_one_of, suggest
 
 _ALL: Final = ("maximize", "weight_decay")
@@ -42,8 +42,10 @@ def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
     if known is None:
         yield Violation("optimizer.name", not_one_of(spec.name, sorted(KEYWORDS)))
         return
-    for key, value in spec.kwargs.items():
-        if key not in known:
-            allowed = ", ".join(sorted(known))
-            text = f"{value!r}, but {spec.name} takes no {key!r}{suggest(key, known)}"
-            yield Violation(f"optimizer.{key}", f"{text}; it takes {allowed}")
+    groups = [(f"optimizer.groups[{i}]", group.kwargs) for i, group in enumerate(spec.groups or ())]
+    for path, kwargs in [("optimizer", spec.kwargs), *groups]:
+        for key, value in kwargs.items():
+            if key not in known:
+                allowed = ", ".join(sorted(known))
+                text = f"{value!r}, but {spec.name} takes no {key!r}{suggest(key, known)}"
+                yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")

@@ -37,10 +37,10 @@ class ScheduleSpec(Section):
     name, a list is a chain of schedules.
 
     steps: the curve's length, warm-up included; None: to the end of the training, or of the part of
-    the chain. milestones: steps after the warm-up at which the rate is multiplied by gamma.
-    period_steps: length of the first period of `restarts`; each following one is period_factor
-    times as long. up_fraction: the share of `onecycle` in which the rate rises from
-    initial_lr_fraction.
+    the chain. milestones: steps after the warm-up at which the rate is multiplied by gamma. power:
+    of `polynomial`; None: 1. period_steps: length of the first period of `restarts`; each following
+    one is period_factor times as long, None: 1. up_fraction: the share of `onecycle` in which the
+    rate rises from initial_lr_fraction; None: 0.3 and 0.04.
     """
 
     name: Literal[
@@ -60,13 +60,14 @@ class ScheduleSpec(Section):
     step_size_steps: Count | None = None
     gamma: Share = 0.1
     steps: Count | None = None
-    milestones: Items[Count] = ()
-    power: Positive = 1.0
+    # Absent from the text of jobs that do not use them: earlier versions do not know them.
+    milestones: Items[Count] | None = None
+    power: Positive | None = None
     period_steps: Count | None = None
-    period_factor: Count = 1
-    up_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    initial_lr_fraction: ZeroToOne = 0.04
-    parts: Annotated["Items[ScheduleSpec]", Field(max_length=MAX_PARTS)] = ()
+    period_factor: Count | None = None
+    up_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    initial_lr_fraction: ZeroToOne | None = None
+    parts: Annotated["Items[ScheduleSpec]", Field(max_length=MAX_PARTS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -86,20 +87,21 @@ class ScheduleSpec(Section):
         if needed and (needed not in self.model_fields_set or not getattr(self, needed)):
             yield Violation(needed, f"missing; the {self.name} schedule needs it")
         for field, name in _ONLY_IN.items():
-            is_default = getattr(self, field) == ScheduleSpec.model_fields[field].default
-            if name != self.name and not is_default:
+            if name != self.name and getattr(self, field) is not None:
                 yield Violation(field, f"belongs to the {name} schedule only")
-        if list(self.milestones) != sorted(set(self.milestones)):
-            text = f"{list(self.milestones)} do not ascend; each must be after the one before"
+        milestones = list(self.milestones or ())
+        if milestones != sorted(set(milestones)):
+            text = f"{milestones} do not ascend; each must be after the one before"
             yield Violation("milestones", text)
 
     def _in_parts(self) -> Iterator[Violation]:
         if self.parts and (self.warmup_steps or self.steps):
             field = "warmup_steps" if self.warmup_steps else "steps"
             yield Violation(field, "has no meaning in a chain; the parts have their own")
-        for number, part in enumerate(self.parts):
+        parts = self.parts or ()
+        for number, part in enumerate(parts):
             if part.name == "chain":
                 yield Violation(f"parts[{number}]", "is a chain; a chain holds none")
-            elif part.steps is None and number < len(self.parts) - 1:
+            elif part.steps is None and number < len(parts) - 1:
                 text = "missing; every part of a chain but the last needs it"
                 yield Violation(f"parts[{number}].steps", text)

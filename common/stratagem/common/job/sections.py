@@ -5,7 +5,6 @@ User code is only named here (an entry point is text), never imported.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -15,7 +14,6 @@ from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
 from stratagem.common.job.interval import Every, EveryField
 from stratagem.common.job.order_section import OrderSpec
-from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.schema.document import Section, one_of, only_with, refuse
 from stratagem.common.schema.field_types import (
@@ -25,6 +23,7 @@ from stratagem.common.schema.field_types import (
     Kwargs,
     MetricName,
     Name,
+    NonEmptyText,
     Whole,
 )
 from stratagem.common.schema.frozen import FrozenDict
@@ -35,11 +34,15 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class ModelSpec(Section):
-    """The model: an entry point that builds it, or a graph."""
+    """The model: an entry point that builds it, or a graph.
+
+    freeze: patterns of the names of parameters that are not trained, such as "encoder.*".
+    """
 
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
     graph: GraphSpec | None = None
+    freeze: Items[NonEmptyText] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -102,40 +105,6 @@ class LossSpec(Section):
     def _one_source(self) -> Self:
         one_of(self, ("name", "entrypoint"))
         return self
-
-
-class OptimizerSpec(Section):
-    """A torch optimizer by name. Further keys are its keyword arguments, kept in `kwargs`.
-
-    They are checked against the optimizer's signature where torch is.
-    """
-
-    name: Name
-    lr: Annotated[float, Field(gt=0)]
-    kwargs: Kwargs = FrozenDict()
-    schedule: ScheduleSpec | None = None
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_kwargs(cls, value: object) -> object:
-        if not isinstance(value, Mapping):
-            return value
-        own = {key: item for key, item in value.items() if key in cls.model_fields}
-        further = {key: item for key, item in value.items() if key not in cls.model_fields}
-        given = own.get("kwargs", {})
-        if not isinstance(given, Mapping):
-            return value
-        violations = [Violation(key, "is also in kwargs") for key in further if key in given]
-        violations += [
-            Violation(f"kwargs.{key}", "is not a keyword of torch's here")
-            for key in ("params", *cls.model_fields)
-            if key in given
-        ]
-        if "params" in further:
-            violations.append(Violation("params", "come from the model"))
-        refuse(violations)
-        return {**own, "kwargs": {**given, **further}}
 
 
 def _not_too_many(metrics: object) -> object:

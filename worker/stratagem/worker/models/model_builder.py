@@ -6,6 +6,7 @@ run for real instead. Must not know training.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,10 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.job.optimizer_section import is_matched
+from stratagem.worker.engine.optim.optimizers import check_groups
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _ACTIVITY: Final = "building the model"
+_NUM_NAMES: Final = 5
+"""How many names of parameters a refusal lists."""
 
 
 def float_dtype(job: JobSpec) -> torch.dtype:
@@ -38,7 +43,7 @@ def build_model(
     torch.manual_seed(job.seed)
     with user_code(_ACTIVITY):
         model = factory()
-    return _checked(model).to(dtype).to(device)
+    return model.to(dtype).to(device)
 
 
 def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device) -> nn.Module:
@@ -51,19 +56,37 @@ def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device
         model = _build_meta(factory, dtype)
         if model is None or any(tensor.is_meta for tensor in _hidden_tensors(model)):
             with user_code(_ACTIVITY):
-                model = _checked(factory()).to(dtype)
+                model = factory().to(dtype)
     _materialise(model, device)
     return model
 
 
-def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], Any]:
+def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], nn.Module]:
     spec = job.model
     if spec.entrypoint is not None:
-        return entrypoints.bind(spec.entrypoint, spec.kwargs, "model")
-    if spec.graph is None:
+        build = entrypoints.bind(spec.entrypoint, spec.kwargs, "model")
+    elif spec.graph is not None:
+        build = partial(graph_module, spec.graph)
+    else:
         raise InvalidInputError.at("model", "names neither an entrypoint nor a graph")
-    graph = spec.graph
-    return lambda: graph_module(graph)
+    return lambda: _as_trained(_checked(build()), job)
+
+
+def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
+    """Freezes what the job does not train, and checks that each group of the optimizer holds
+    something."""
+    params = list(model.named_parameters())
+    for i, pattern in enumerate(job.model.freeze or ()):
+        frozen = [param for name, param in params if is_matched(name, (pattern,))]
+        if not frozen:
+            names = ", ".join(name for name, _ in params[:_NUM_NAMES])
+            text = f"{pattern!r} fits no parameter; the first are {names or 'none'}"
+            raise InvalidInputError.at(f"model.freeze[{i}]", text)
+        for param in frozen:
+            param.requires_grad_(False)
+    if not job.only_evaluates:
+        check_groups(job.optimizer, [(name, p) for name, p in params if p.requires_grad])
+    return model
 
 
 def _checked(model: object) -> nn.Module:
@@ -79,17 +102,17 @@ def _checked(model: object) -> nn.Module:
     return model
 
 
-def _build_meta(factory: Callable[[], Any], dtype: torch.dtype) -> nn.Module | None:
+def _build_meta(factory: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module | None:
     try:
         with torch.device("meta"):
             model = factory()
     except (RuntimeError, TypeError):  # the factory reads values, which meta tensors do not have
         return None
-    return _checked(model).to(dtype)
+    return model.to(dtype)
 
 
 def _build_empty(
-    factory: Callable[[], Any], dtype: torch.dtype, device: torch.device
+    factory: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device
 ) -> nn.Module | None:
     model = _build_meta(factory, dtype)
     if model is None or any(module._non_persistent_buffers_set for module in model.modules()):

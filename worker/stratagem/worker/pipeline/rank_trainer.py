@@ -20,7 +20,7 @@ from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
-from stratagem.worker.engine.optim.learning_rate import learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
@@ -64,9 +64,7 @@ class StageRunner:
         self._own = self._agreement.own
         self.params = [(weight.name, weight.param) for weight in self._own]
         self.optimizer = (
-            make_optimizer(
-                self._job.optimizer, [p for _, p in self.params], fused=self._job.execution.fusion
-            )
+            make_optimizer(self._job.optimizer, self.params, fused=self._job.execution.fusion)
             if self._own and not self._job.only_evaluates
             else None
         )
@@ -139,7 +137,7 @@ class StageRunner:
         is_applied = apply_step(
             summary,
             self._policy,
-            rate=learning_rate(self._job.optimizer, self.step, self.num_steps),
+            lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
             activity=f"training step {number}",
             number=number,
         )

@@ -75,14 +75,20 @@ def go_on(one: OptimizerSpec, other: OptimizerSpec, dims: Sequence[int]) -> bool
 
     dims: numbers of dimensions of the parameters. Raises StratagemError where one cannot be made.
     """
-    return one == other or (_goes_on(one, other, dims) and _goes_on(other, one, dims))
+    if one == other:
+        return True
+    groups, others = dict(one.of_groups()), dict(other.of_groups())
+    return groups.keys() == others.keys() and all(
+        _goes_on(own, others[name], dims) and _goes_on(others[name], own, dims)
+        for name, own in groups.items()
+    )
 
 
 def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: Sequence[int]) -> bool:
     """Return whether the new optimizer can make a step from the state that the old one has kept."""
     before, after = _params(dims), _params(dims)
-    first = make_optimizer(old, [param for _, param in before])
-    second = make_optimizer(new, [param for _, param in after])
+    first = make_optimizer(old, before)
+    second = make_optimizer(new, after)
     first.step()
     load_optimizer_state(second, after, *optimizer_state(first, before))
     try:

@@ -8,11 +8,12 @@ import torch
 from stratagem.common.job import OptimizerSpec, ScheduleSpec
 
 
-def learning_rate(spec: OptimizerSpec, step: int, num_steps: int) -> float:
-    """Returns the rate for the update that follows `step` applied ones, of `num_steps` in all."""
+def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
+    """Returns the factor of all rates for the update that follows `step` applied ones, of
+    `num_steps` in all."""
     if spec.schedule is None:
-        return spec.lr
-    return spec.lr * schedule_factor(spec.schedule, step, num_steps)
+        return 1.0
+    return schedule_factor(spec.schedule, step, num_steps)
 
 
 def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
@@ -22,8 +23,8 @@ def schedule_factor(spec: ScheduleSpec, step: int, num_steps: int) -> float:
     `linear` and `cosine` end at `final_lr_fraction` themselves.
     """
     if spec.name == "chain":
-        part = spec.parts[0]
-        for following in spec.parts[1:]:
+        part, *others = spec.parts or ()
+        for following in others:
             if part.steps is None or step < part.steps:
                 break
             step, num_steps, part = step - part.steps, num_steps - part.steps, following
@@ -48,11 +49,11 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
         case "step":
             return float(spec.gamma ** (step // (spec.step_size_steps or num_steps)))
         case "multistep":
-            return float(spec.gamma ** bisect_right(spec.milestones, step))
+            return float(spec.gamma ** bisect_right(spec.milestones or (), step))
         case "exponential":
             return float(spec.gamma**step)
         case "polynomial":
-            return final + (1.0 - final) * float((1.0 - progress) ** spec.power)
+            return final + (1.0 - final) * float((1.0 - progress) ** (spec.power or 1.0))
         case "restarts":
             return _between(1.0, final, _share_of_period(spec, step))
         case "onecycle":
@@ -64,10 +65,11 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 def _share_of_period(spec: ScheduleSpec, step: int) -> float:
     """Returns the share of the current period of `restarts` that is over."""
     period = spec.period_steps or 1
-    if spec.period_factor == 1:
+    factor = spec.period_factor or 1
+    if factor == 1:
         return step % period / period
     while step >= period:
-        step, period = step - period, period * spec.period_factor
+        step, period = step - period, period * factor
     return step / period
 
 
@@ -76,9 +78,11 @@ def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 
     The peak is where torch's OneCycleLR has it: one step before the share of all steps.
     """
-    peak, end = spec.up_fraction * num_steps - 1.0, num_steps - 1.0
+    share = 0.3 if spec.up_fraction is None else spec.up_fraction
+    start = 0.04 if spec.initial_lr_fraction is None else spec.initial_lr_fraction
+    peak, end = share * num_steps - 1.0, num_steps - 1.0
     if step < peak:
-        return _between(spec.initial_lr_fraction, 1.0, step / peak)
+        return _between(start, 1.0, step / peak)
     return _between(1.0, spec.final_lr_fraction, min(1.0, (step - peak) / max(1.0, end - peak)))
 
 
@@ -87,7 +91,8 @@ def _between(start: float, end: float, share: float) -> float:
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of all parameters from the next step on."""
+def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Sets the rate of each group, from the next step on, to this factor of the one it was made
+    with."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = group["initial_lr"] * factor

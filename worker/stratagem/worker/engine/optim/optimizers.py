@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import OptimizerSpec, check_optimizer
 from stratagem.common.job.optimizers import KEYWORDS
 
@@ -35,30 +35,68 @@ def has_fused_kernels(spec: OptimizerSpec) -> bool:
 
 
 def make_optimizer(
-    spec: OptimizerSpec, params: Iterable[nn.Parameter], *, fused: bool = False
+    spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """A fresh optimizer of the named kind over these parameters.
+    """Returns a fresh optimizer of the named kind over these parameters, each in its group.
 
     On the CPU each tensor is updated in one pass, where torch has such a kernel; fused: on other
     devices too. Its bits are others, but they too depend on nothing but the tensor.
     """
     if violations := list(check_optimizer(spec)):
         raise InvalidInputError(violations=violations)
-    params, kind = list(params), _OPTIMIZERS[spec.name.lower()]
+    named, kind = list(params), _OPTIMIZERS[spec.name.lower()]
     known = inspect.signature(kind).parameters
-    kwargs: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in spec.kwargs.items()
-    }
-    kwargs["lr"] = spec.lr
+    kwargs = _keywords(spec)
     if "foreach" in known:
         kwargs["foreach"] = False
     if "fused" in known and not kwargs.get("differentiable"):
-        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for p in params)
+        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for _, p in named)
     try:
-        return kind(params, **kwargs)
+        optimizer = kind(_groups(spec, named), **kwargs)
     except (ValueError, TypeError) as error:
         raise InvalidInputError.at("optimizer", f"{spec.name}: {error}") from error
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises InvalidInputError for a group that holds none of the model's trained parameters.
+
+    params: those of the whole model; a member of a pipeline may have none of some groups.
+    """
+    held = {spec.group_of(name, param.dim()) for name, param in params}
+    if empty := [
+        Violation(f"optimizer.groups[{i}]", f"{group.name!r} holds no trained parameter")
+        for i, group in enumerate(spec.groups or ())
+        if group.name not in held
+    ]:
+        raise InvalidInputError(violations=empty)
+
+
+def _groups(
+    spec: OptimizerSpec, params: Sequence[tuple[str, nn.Parameter]]
+) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Returns the parameters as torch takes them: plain, or in groups with their own values."""
+    if not spec.groups:
+        return [param for _, param in params]
+    members: dict[str, list[nn.Parameter]] = {}
+    for name, param in params:
+        members.setdefault(spec.group_of(name, param.dim()), []).append(param)
+    return [
+        {"params": members[name], **_keywords(own)}
+        for name, own in spec.of_groups()
+        if name in members
+    ]
+
+
+def _keywords(spec: OptimizerSpec) -> dict[str, Any]:
+    """Returns the optimizer's keyword arguments as torch takes them."""
+    kwargs: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list | tuple) else value
+        for key, value in spec.kwargs.items()
+    }
+    return {**kwargs, "lr": spec.lr}
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:

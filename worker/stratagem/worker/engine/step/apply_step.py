@@ -15,7 +15,7 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
-from stratagem.worker.engine.optim.learning_rate import set_learning_rate
+from stratagem.worker.engine.optim.learning_rate import set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, update
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.user_code.entrypoints import user_code
@@ -54,7 +54,7 @@ def apply_step(
     summary: StepSummary,
     policy: StepPolicy,
     *,
-    rate: float,
+    lr_factor: float,
     activity: str,
     number: int | None = None,
     correct: Callable[[Tensor], Tensor] | None = None,
@@ -62,8 +62,9 @@ def apply_step(
     """Makes one update with the gradients in `.grad`; returns False for a step that is skipped
     because loss or gradients are not finite.
 
-    rate: the learning rate. activity and number (from 1): the step, for error messages. correct: is
-    given the norm of gradients that will be applied, may change them, and returns their norm then.
+    lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
+    correct: is given the norm of gradients that will be applied, may change them, and returns their
+    norm then.
     Raises UserCodeError for a step that is not finite and may not be skipped.
     """
     scale, clip_norm = policy.execution.scale, policy.job.optimizer.clip_norm
@@ -78,7 +79,7 @@ def apply_step(
     scale.keep()
     norm = summary.norm if correct is None else correct(summary.norm)
     if policy.optimizer is not None:
-        set_learning_rate(policy.optimizer, rate)
+        set_learning_rates(policy.optimizer, lr_factor)
         clip(policy.params, clip_norm, norm)
         with user_code(activity):
             update(policy.optimizer)

@@ -37,14 +37,14 @@ class LocalStep:
         rows: Rows,
         window: Window,
         *,
-        rate: float,
+        lr_factor: float,
         number: int | None = None,
         pull: Callable[[], None] = lambda: None,
     ) -> LocalReport:
         """Makes one step over these rows.
 
-        rate: the learning rate. number: the step's from 1, for error messages. pull: may add to the
-        mean gradient.
+        lr_factor: of all learning rates. number: the step's from 1, for error messages. pull: may
+        add to the mean gradient.
         """
         policy = self.policy
         policy.begin()
@@ -56,5 +56,7 @@ class LocalStep:
         except BaseException:
             policy.undo()
             raise
-        is_applied = apply_step(summary, policy, rate=rate, activity=rows.activity, number=number)
+        is_applied = apply_step(
+            summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
+        )
         return LocalReport(counted, summary.norm.item(), not is_applied)

@@ -25,7 +25,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.losses import make_loss
-from stratagem.worker.engine.optim.learning_rate import learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
@@ -76,7 +76,8 @@ class ClientRunner:
         self._job, self._strategy = job, job.strategy
         self._data = ClientData(job, entrypoints, sources or DataSources())
         self._model = build_model(job, entrypoints, device=device, fresh=False)
-        self._params = [p for p in self._model.parameters() if p.requires_grad]
+        self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        self._params = [param for _, param in self._named]
         loss, gather = make_loss(job.loss, entrypoints), make_gather(job, device)
         randomness = KeyedRandomness(self._model, device)
         self._execution = prepare(self._model, job, device, randomness)
@@ -103,7 +104,7 @@ class ClientRunner:
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
         local_step = self._fresh_step()
-        rate = learning_rate(self._job.optimizer, round_num - 1, self._strategy.rounds)
+        lr_factor = learning_rate_factor(self._job.optimizer, round_num - 1, self._strategy.rounds)
         self._model.train()
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
@@ -120,7 +121,7 @@ class ClientRunner:
                     activity = f"round {round_num}, client {client}, step {num_steps}"
                     row_key = (self._job.seed, "row", "client", client, epoch)
                     rows = Rows(data, indices, activity, row_key)
-                    report = self._step(local_step, rate, anchors, rows, key)
+                    report = self._step(local_step, lr_factor, anchors, rows, key)
                     if report.is_skipped:
                         num_skipped += 1
                         continue
@@ -160,13 +161,13 @@ class ClientRunner:
 
     def _fresh_step(self) -> LocalStep:
         """Returns the steps of one round, with an optimizer of their own."""
-        job, params = self._job, self._params
-        optimizer = make_optimizer(job.optimizer, params, fused=job.execution.fusion)
-        policy = StepPolicy(job, self._execution, params, optimizer, self._buffers)
+        job = self._job
+        optimizer = make_optimizer(job.optimizer, self._named, fused=job.execution.fusion)
+        policy = StepPolicy(job, self._execution, self._params, optimizer, self._buffers)
         return LocalStep(policy, self._passes, job.window.must_divide, self._numerics)
 
     def _step(
-        self, local_step: LocalStep, rate: float, anchors: list[Tensor], rows: Rows, key: Key
+        self, local_step: LocalStep, lr_factor: float, anchors: list[Tensor], rows: Rows, key: Key
     ) -> LocalReport:
         """One local update."""
         self._execution.begin_batch(len(rows.indices))
@@ -182,7 +183,7 @@ class ClientRunner:
             self._job.window.cut(len(rows.indices)),
             key=lambda micro_batch: (*key, micro_batch) if micro_batch else key,
         )
-        return local_step.run(rows, window, rate=rate, pull=pull)
+        return local_step.run(rows, window, lr_factor=lr_factor, pull=pull)
 
 
 def run_client_round(

@@ -22,7 +22,7 @@ from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.optim.learning_rate import learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
@@ -139,7 +139,7 @@ class GossipTrainer:
         """
         epoch, indices = self._order.batch(self.step)
         shards = split_rows(len(indices), num_nodes)
-        rate = learning_rate(self._job.optimizer, self.step, self.num_steps)
+        lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
         own = _Sums()
         for number, node in self._nodes.items():
             rows = Rows(
@@ -150,7 +150,7 @@ class GossipTrainer:
             )
             if len(rows.indices):  # a node without rows only mixes
                 node.local_step.passes.execution.begin_batch(len(indices))
-                report = self._local_step(number, node, rows, rate)
+                report = self._local_step(number, node, rows, lr_factor)
                 node.sums.add(report)
                 own.add(report)
         failpoint("worker.gossip.before_mix")
@@ -183,7 +183,7 @@ class GossipTrainer:
             exchange_wait_s=wait_s,
         )
 
-    def _local_step(self, number: int, node: _Node, rows: Rows, rate: float) -> LocalReport:
+    def _local_step(self, number: int, node: _Node, rows: Rows, lr_factor: float) -> LocalReport:
         """One optimizer step with the mean gradient of the node's rows."""
         node.model.train()
         window = Window(
@@ -192,7 +192,7 @@ class GossipTrainer:
             before_backward=lambda _: failpoint("worker.gossip.before_backward"),
         )
         try:
-            return node.local_step.run(rows, window, rate=rate, number=self.step + 1)
+            return node.local_step.run(rows, window, lr_factor=lr_factor, number=self.step + 1)
         finally:
             node.local_step.passes.randomness.end()
 
@@ -313,9 +313,7 @@ class GossipTrainer:
 
 def _node(setup: Setup, model: nn.Module) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = make_optimizer(
-        setup.job.optimizer, [param for _, param in params], fused=setup.job.execution.fusion
-    )
+    optimizer = make_optimizer(setup.job.optimizer, params, fused=setup.job.execution.fusion)
     randomness = KeyedRandomness(model, setup.gather.device)
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.loss, setup.gather, randomness, execution)

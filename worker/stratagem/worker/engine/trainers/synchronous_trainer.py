@@ -20,7 +20,7 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.losses import counts_rows
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
-from stratagem.worker.engine.optim.learning_rate import learning_rate
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
@@ -52,9 +52,7 @@ class Trainer:
         self.params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not self.params:
             raise InvalidInputError.at("model", "has no trainable parameter")
-        self.optimizer = make_optimizer(
-            job.optimizer, [param for _, param in self.params], fused=job.execution.fusion
-        )
+        self.optimizer = make_optimizer(job.optimizer, self.params, fused=job.execution.fusion)
         self._buffers = Buffers(self.model, setup.gather.device)
         self._order = BatchOrder(
             len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows
@@ -291,7 +289,7 @@ class Trainer:
         is_applied = apply_step(
             summary,
             policy,
-            rate=learning_rate(self.job.optimizer, self.step, self.num_steps),
+            lr_factor=learning_rate_factor(self.job.optimizer, self.step, self.num_steps),
             activity=f"training step {number}",
             number=number,
             correct=correct,

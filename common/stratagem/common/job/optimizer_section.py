@@ -1,0 +1,134 @@
+"""The section `optimizer`: a torch optimizer by name, and groups of parameters with values of their
+own.
+
+Checks itself; that the optimizer knows a keyword is checked by `optimizers.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Final, Self
+
+from pydantic import Field, model_validator
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.job.schedule_section import ScheduleSpec
+from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.field_types import Items, Kwargs, Name, NonEmptyText, Positive, Whole
+from stratagem.common.schema.frozen import FrozenDict
+
+MAX_GROUPS: Final = 64
+DEFAULT_GROUP: Final = "default"
+_RESERVED: Final = ("params", "name", "lr", "kwargs", "schedule", "clip_norm", "groups")
+
+
+class GroupSpec(Section):
+    """Parameters with a learning rate or keyword arguments of their own. Further keys are those
+    arguments, kept in `kwargs`.
+
+    match: patterns of parameter names, any of which must fit, such as "*.bias". max_dims: the
+    parameter has at most as many dimensions. Where both are given, both must hold. lr: None is that
+    of the optimizer; the schedule multiplies it.
+    """
+
+    name: Name
+    match: Items[NonEmptyText] | None = None
+    max_dims: Whole | None = None
+    lr: Positive | None = None
+    kwargs: Kwargs = FrozenDict()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, value: object) -> object:
+        return _gathered(cls, value)
+
+    @model_validator(mode="after")
+    def _says_which(self) -> Self:
+        violations = []
+        if not self.match and self.max_dims is None:
+            violations.append(Violation("match", "missing; a group needs match or max_dims"))
+        if self.name == DEFAULT_GROUP:
+            text = f"{self.name!r} is the group of all parameters that are in no other"
+            violations.append(Violation("name", text))
+        refuse(violations)
+        return self
+
+    def holds(self, name: str, num_dims: int) -> bool:
+        """Return whether a parameter of this name and number of dimensions belongs to the group."""
+        is_small = self.max_dims is None or num_dims <= self.max_dims
+        return is_small and (not self.match or is_matched(name, self.match))
+
+
+class OptimizerSpec(Section):
+    """A torch optimizer by name. Further keys are its keyword arguments, kept in `kwargs`.
+
+    They are checked against the optimizer's signature where torch is. groups: each parameter
+    belongs to the first group that holds it, else to the optimizer's own values.
+    """
+
+    name: Name
+    lr: Positive
+    kwargs: Kwargs = FrozenDict()
+    schedule: ScheduleSpec | None = None
+    clip_norm: Positive | None = None
+    groups: Annotated[Items[GroupSpec], Field(max_length=MAX_GROUPS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, value: object) -> object:
+        return _gathered(cls, value)
+
+    @model_validator(mode="after")
+    def _groups_differ(self) -> Self:
+        names = [group.name for group in self.groups or ()]
+        refuse(
+            [
+                Violation(f"groups[{i}].name", f"{name!r} is the name of an earlier group")
+                for i, name in enumerate(names)
+                if name in names[:i]
+            ]
+        )
+        return self
+
+    def group_of(self, name: str, num_dims: int) -> str:
+        """Return the name of the group of a parameter."""
+        held = (group.name for group in self.groups or () if group.holds(name, num_dims))
+        return next(held, DEFAULT_GROUP)
+
+    def of_groups(self) -> Iterator[tuple[str, "OptimizerSpec"]]:
+        """Yield each group's name and the values that its parameters are trained with, the default
+        group first."""
+        plain = self.model_copy(update={"groups": None})
+        yield DEFAULT_GROUP, plain
+        for group in self.groups or ():
+            kwargs = FrozenDict({**self.kwargs, **group.kwargs})
+            own = {"lr": self.lr if group.lr is None else group.lr, "kwargs": kwargs}
+            yield group.name, plain.model_copy(update=own)
+
+
+def is_matched(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a parameter's name fits any of these patterns, such as "encoder.*"."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _gathered(cls: type[Section], value: object) -> object:
+    """Return the document of a section with its further keys in `kwargs`."""
+    if not isinstance(value, Mapping):
+        return value
+    own = {key: item for key, item in value.items() if key in cls.model_fields}
+    further = {key: item for key, item in value.items() if key not in cls.model_fields}
+    given: Any = own.get("kwargs", {})
+    if not isinstance(given, Mapping):
+        return value
+    violations = [Violation(key, "is also in kwargs") for key in further if key in given]
+    violations += [
+        Violation(f"kwargs.{key}", "is not a keyword of torch's here")
+        for key in _RESERVED
+        if key in given
+    ]
+    violations += [
+        Violation(key, "come from the model" if key == "params" else "belongs to the optimizer")
+        for key in further
+        if key in _RESERVED
+    ]
+    refuse(violations)
+    return {**own, "kwargs": {**given, **further}}
