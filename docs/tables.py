@@ -22,9 +22,9 @@ from stratagem.common.job import (
     sections,
 )
 from stratagem.common.job.interval import Every
-from stratagem.common.job.optimizer_section import GroupSpec, OptimizerSpec
+from stratagem.common.job.optimizer.optimizer_section import GroupSpec, OptimizerSpec
+from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.order_section import OrderSpec
-from stratagem.common.job.schedule_section import ScheduleSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import OneKey

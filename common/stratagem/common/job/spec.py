@@ -19,7 +19,7 @@ from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
-from stratagem.common.job.optimizer_section import OptimizerSpec
+from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.job.phases_section import PhasesSpec, reason_against
 from stratagem.common.job.search_section import SearchSpaceField
 from stratagem.common.job.sections import (

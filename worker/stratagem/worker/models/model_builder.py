@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.optimizer_section import is_matched
+from stratagem.common.job.optimizer.optimizer_section import is_matched
 from stratagem.worker.engine.optim.optimizers import check_groups
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import OptimizerSpec, check_optimizer
-from stratagem.common.job.optimizers import KEYWORDS
+from stratagem.common.job.optimizer.optimizers import KEYWORDS
 
 _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     name.lower(): kind

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.job.optimizer_section import OptimizerSpec
+from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.schema.json_text import not_one_of, suggest
 
 _ALL: Final = ("maximize", "weight_decay")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.job.schedule_section import ScheduleSpec
+from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.schema.document import Section, refuse
 from stratagem.common.schema.field_types import Items, Kwargs, Name, NonEmptyText, Positive, Whole
 from stratagem.common.schema.frozen import FrozenDict
