@@ -32,7 +32,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.object_store import Found, Objects
+from stratagem.coordinator.store.blobs.object_store import Objects, StoredObject
 from stratagem.coordinator.store.blobs.s3 import open_s3
 from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from tests.worker.pipeline.s3_server import s3_server
@@ -102,7 +102,7 @@ def measure(open_store: Callable[[], BlobStore], mb: int, number: int) -> Row:
 def measure_bytes(objects: Objects, mb: int) -> Row:
     """What the server and the connection can do: no file, no digest."""
     row = {"put": timed(lambda: objects.put("raw", (PIECE for _ in range(mb)), mb << 20))}
-    row["get"] = timed(lambda: sum(map(len, objects.read(Found("raw", mb << 20)))))
+    row["get"] = timed(lambda: sum(map(len, objects.read(StoredObject("raw", mb << 20)))))
     objects.delete(["raw"])
     return row
 

@@ -240,7 +240,7 @@ def test_readers_of_one_blob_share_one_transfer(
     reading = object_store.Objects.read
     all_ask = threading.Barrier(4)
 
-    def counted(self: object_store.Objects, each: object_store.Found) -> object:
+    def counted(self: object_store.Objects, each: object_store.StoredObject) -> object:
         num_reads.append(each)
         return reading(self, each)
 
@@ -322,7 +322,7 @@ def test_an_object_that_vanishes_between_listing_and_reading_is_not_found(
     store = bucket.blobs()
     (name,) = bucket.names()
     with pytest.raises(NotFoundError):
-        list(bucket.objects().read(object_store.Found(f"{name}x", 5)))
+        list(bucket.objects().read(object_store.StoredObject(f"{name}x", 5)))
     bucket.objects().delete([name])
     bucket.objects().delete([name])
     with pytest.raises(NotFoundError):
@@ -458,7 +458,9 @@ def test_a_reader_finds_the_object_that_took_the_place_of_those_it_had_listed(
     reader = bucket.blobs()
     listing = object_store.Objects.list
 
-    def list_then_replace(self: object_store.Objects, folder: str) -> list[object_store.Found]:
+    def list_then_replace(
+        self: object_store.Objects, folder: str
+    ) -> list[object_store.StoredObject]:
         found = listing(self, folder)
         monkeypatch.setattr(object_store.Objects, "list", listing)
         new = bucket.blobs()

@@ -34,12 +34,12 @@ METRICS: Final = "metrics"
 def expiries(settings: MetricsSettings) -> Iterator[tuple[Metric, Values]]:
     """Yield the ends and beginnings of the certificates' validity, by role; no values where a
     process has no certificate."""
-    links = _found(settings)
+    links = _links(settings)
     yield EXPIRY, {(role,): link.ends.timestamp() for role, link in links.items()}
     yield START, {(role,): link.starts.timestamp() for role, link in links.items()}
 
 
-def _found(settings: MetricsSettings) -> dict[str, ChainCertificate]:
+def _links(settings: MetricsSettings) -> dict[str, ChainCertificate]:
     links = {}
     material = _material(settings)
     if material is not None and material.cert_id is not None:

@@ -19,8 +19,8 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import MAX_HEADER_BYTES, header_size, parse_header
 from stratagem.coordinator.store.blobs.object_store import (
-    Found,
     Objects,
+    StoredObject,
     beginning,
     deletable,
     mark,
@@ -38,7 +38,7 @@ class SharedUpdate:
     """An accepted update that is stored in the object store."""
 
     client: int
-    found: Found
+    stored: StoredObject
     num_samples: int
     digest: Digest
 
@@ -75,7 +75,7 @@ class SharedSpool:
 
         Raises NotFoundError, and IntegrityError where it does not begin with a header.
         """
-        pieces = self._objects.read(update.found)
+        pieces = self._objects.read(update.stored)
         head = b""
         for piece in pieces:
             head += bytes(piece)
@@ -83,9 +83,9 @@ class SharedSpool:
                 break
         file = io.BytesIO(head)
         try:
-            manifest, data_start = parse_header(file, Path(update.found.name).name)
+            manifest, data_start = parse_header(file, Path(update.stored.name).name)
         except (ValueError, LimitError) as error:
-            raise IntegrityError(f"{update.found.name} is damaged: {error}") from error
+            raise IntegrityError(f"{update.stored.name} is damaged: {error}") from error
 
         def data() -> Iterator[bytes | memoryview]:
             yield head[data_start:]
@@ -106,5 +106,5 @@ class SharedSpool:
         others = [stored for stored in listed if stored.name.split("/")[1] not in kept]
         self._delete(others, beginning(self._term))
 
-    def _delete(self, listed: list[Found], before: str) -> None:
+    def _delete(self, listed: list[StoredObject], before: str) -> None:
         self._objects.delete(stored.name for stored in deletable(listed, before))

@@ -67,7 +67,7 @@ class Spool:
         self._of_client: dict[Path, set[Path]] = {}  # folder/client -> its data files
         for path in root.glob(f"*/*/*/*{_DATA}"):
             self._note(path, path.stat().st_size)
-        self._found = [folder.name for folder in root.iterdir()]
+        self._left_folders = [folder.name for folder in root.iterdir()]
         """Names of the runs' folders that earlier coordinators have left."""
 
     def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
@@ -196,7 +196,7 @@ class Spool:
         """
         kept = list(kept)
         folders = {run.folder for run in kept}
-        for name in self._found:
+        for name in self._left_folders:
             if name not in folders:
                 self._delete_here(self._root / name)
         for run in kept:
@@ -226,7 +226,7 @@ class Spool:
         assert self._shared is not None
         self._folder_of(key, make=True)
         manifest, pieces = self._shared.read(update)
-        with closing(self._open(key, manifest, update.found.name, None)) as writer:
+        with closing(self._open(key, manifest, update.stored.name, None)) as writer:
             offset = 0
             try:
                 for piece in pieces:
@@ -238,7 +238,7 @@ class Spool:
             if is_whole:
                 return writer.commit(manifest, update.num_samples)
             writer.discard()
-        raise IntegrityError(f"the accepted update {update.found.name} is damaged")
+        raise IntegrityError(f"the accepted update {update.stored.name} is damaged")
 
     def _relative(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()

@@ -36,8 +36,8 @@ _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An object: its name below the prefix, and its size."""
+class StoredObject:
+    """An object in the store: its name below the prefix, and its size."""
 
     name: str
     num_bytes: int
@@ -75,7 +75,7 @@ class Objects:
                 )
         failpoint("coordinator.objects.after_put")
 
-    def read(self, entry: Found) -> Iterator[memoryview]:
+    def read(self, entry: StoredObject) -> Iterator[memoryview]:
         """The bytes of an object, in order, some parts read ahead. Raises NotFoundError."""
         starts = range(0, entry.num_bytes, PART_BYTES)
         waiting: deque[Future[memoryview]] = deque()
@@ -88,11 +88,11 @@ class Objects:
             while waiting:
                 yield waiting.popleft().result()
 
-    def list(self, folder: str) -> list[Found]:
+    def list(self, folder: str) -> list[StoredObject]:
         """Return all objects below a folder, by name."""
         with _translated(f"listing {folder}"):
             listed = [
-                Found(entry["path"], entry["size"])
+                StoredObject(entry["path"], entry["size"])
                 for page in self._obstore.list(self._store, prefix=folder)
                 for entry in page
             ]
@@ -149,7 +149,7 @@ def term_of(name: str) -> int | None:
     return int(match_[1]) if match_ else None
 
 
-def deletable(listed: Iterable[Found], before: str) -> list[Found]:
+def deletable(listed: Iterable[StoredObject], before: str) -> list[StoredObject]:
     """Return the objects of coordinators whose names sort before a mark, so that none is of a later
     term."""
     return [

@@ -29,8 +29,8 @@ from stratagem.coordinator.store.blobs.blob_store import (
 )
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES, DurableFile
 from stratagem.coordinator.store.blobs.object_store import (
-    Found,
     Objects,
+    StoredObject,
     deletable,
     mark,
     term_of,
@@ -91,7 +91,7 @@ class SharedBlobs:
 
     def exists(self, digest: Digest) -> bool:
         """Return True when the blob is in the object store."""
-        return bool(self._found(digest))
+        return bool(self._copies_of(digest))
 
     def keep(self, digest: Digest) -> bool:
         """Return True when the blob is in the object store; it is then an object of this term,
@@ -99,7 +99,7 @@ class SharedBlobs:
         _check(digest)
         with self._lock:
             self._claims.add(digest)
-        copies = self._found(digest)
+        copies = self._copies_of(digest)
         if any(term_of(stored.name) == self._term for stored in copies):
             return True
         # What an earlier leader wrote, it may still delete, not knowing that it leads no more.
@@ -140,13 +140,13 @@ class SharedBlobs:
         finally:
             self._collecting.release()
 
-    def _all(self) -> list[tuple[Digest, list[Found]]]:
+    def _all(self) -> list[tuple[Digest, list[StoredObject]]]:
         """Return the objects that this coordinator may delete, by blob, the newest last."""
         listed = deletable(self._objects.list(_FOLDER), mark(self._term))
         groups = groupby(listed, key=lambda stored: stored.name.split("/")[1])
         return [(Digest(digest), list(group)) for digest, group in groups]
 
-    def _delete(self, digest: Digest, copies: list[Found], grace_s: float) -> bool:
+    def _delete(self, digest: Digest, copies: list[StoredObject], grace_s: float) -> bool:
         with self._lock:
             if digest in self._writing or self._claims.hold(digest, grace_s):
                 return False
@@ -154,7 +154,7 @@ class SharedBlobs:
         self._cache.drop(digest)
         return True
 
-    def _found(self, digest: Digest) -> list[Found]:
+    def _copies_of(self, digest: Digest) -> list[StoredObject]:
         """Return the objects of a blob, the newest last."""
         folder = f"{_FOLDER}/{_check(digest)}"
         return [stored for stored in self._objects.list(folder) if term_of(stored.name) is not None]
@@ -163,7 +163,7 @@ class SharedBlobs:
         """Read the blob into the cache, verifying it on the way."""
         is_damaged = False
         for _ in range(2):  # of what was listed, all may have been replaced by a new object
-            for stored in reversed(self._found(digest)):
+            for stored in reversed(self._copies_of(digest)):
                 try:
                     return self._copy(digest, stored)
                 except IntegrityError as error:  # there may be another one
@@ -175,7 +175,7 @@ class SharedBlobs:
                 raise DamagedBlobError(digest)
         raise MissingBlobError(digest)
 
-    def _copy(self, digest: Digest, source: Found) -> BlobFile:
+    def _copy(self, digest: Digest, source: StoredObject) -> BlobFile:
         opened: list[BlobFile] = []
 
         def adopt(digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
