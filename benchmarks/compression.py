@@ -33,8 +33,7 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine import build_trainer
-from stratagem.worker.exchange import GradientBuckets, mesh_exchange
-from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
+from stratagem.worker.exchange import mesh_exchange
 from stratagem.worker.mesh import form_gloo
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -274,12 +273,7 @@ def make_ours(order: dict[str, Any], rank: int) -> Step:
     error = gradient_error(job)
     trainer = build_trainer(job, ALLOWED, device=CPU, fresh=True)
     link = form_gloo(rank, 2, HOSTS[rank], rendezvous, 30.0)
-    buckets = GradientBuckets(
-        trainer.params,
-        num_extras=trainer.num_extras,
-        bucket_bytes=CODED_BUCKET_BYTES if trainer.compressor else BUCKET_BYTES,
-    )
-    exchange = mesh_exchange(buckets, link, 2, compressor=trainer.compressor)
+    exchange = mesh_exchange(trainer.buckets, link, 2, compressor=trainer.compressor)
     owned = range(rank, rank + 1)
     return Step(
         trainer.model, lambda: trainer.train_step(exchange, owned, 2), error, exchange.close

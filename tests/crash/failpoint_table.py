@@ -42,8 +42,6 @@ REACHED_BY = {
     "worker.stages.before_backward": ("Pipeline", "Pipelines"),
     "worker.stages.before_apply": ("Pipeline",),
     "worker.stages.after_apply": ("Pipeline", "Silo-pipelines"),
-    "worker.stages.trained": ("Pipeline",),
-    "worker.stages.kept": ("Pipeline",),
     "worker.batch.evaluated": ("Evaluation", "FedAvg"),
     "worker.metrics.measured": ("Evaluation", "AllReduce"),
     "worker.client_round.after_training": ("FedAvg",),
@@ -53,8 +51,8 @@ REACHED_BY = {
     "worker.rendezvous.answered": (*EXCHANGING, *SOLE_COPIES),
     "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip"),
     "worker.state.received": SYNCHRONOUS,
-    "worker.segment.finished": (*NESTED, "Gossip"),
-    "worker.snapshot.taken": (*NESTED, "Gossip"),
+    "worker.segment.finished": (*NESTED, *SOLE_COPIES),
+    "worker.snapshot.taken": (*NESTED, *SOLE_COPIES),
     "worker.round.trained": ("FedAvg",),
 }
 AFTER_ANOTHER = {
@@ -85,8 +83,6 @@ LATER_HITS = {
     "worker.stages.before_backward": (1, 6),
     "worker.stages.before_apply": (1, 5),
     "worker.stages.after_apply": (11,),
-    "worker.stages.trained": (4,),
-    "worker.stages.kept": (5,),
     "worker.batch.evaluated": (1,),
     "worker.client_round.after_training": (1,),
     "worker.execute.accepted": (2,),

@@ -203,7 +203,7 @@ def test_gossip_copies_those_it_listens_to(topology: str, num_members: int, know
 
 def test_what_gossip_copies_is_what_its_exchange_holds() -> None:
     trainer, exchange = gossip_trainer(gossip_job({**WIDE}, 3))
-    trainer.train_step(exchange, 3)
+    trainer.train_step(exchange, range(3), 3)
     held = [*exchange._pool.values(), *exchange._scratch.values()]
     found = plain_copies(3, layout_of(trainer), torch.float32)
     assert found.held == sum(each.nbytes for each in held)
@@ -215,10 +215,10 @@ def test_public_copies_are_what_numpy_holds(codec: str) -> None:
     spec = gossip_job({**WIDE}, 3, compression=codec)
     tracemalloc.start()
     trainer, exchange = gossip_trainer(spec)
-    trainer.train_step(exchange, 3)
+    trainer.train_step(exchange, range(3), 3)
     tracemalloc.reset_peak()
     held = tracemalloc.get_traced_memory()[0]
-    trainer.train_step(exchange, 3)
+    trainer.train_step(exchange, range(3), 3)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     found = coded_copies(3, 3, layout_of(trainer), spec)

@@ -31,4 +31,4 @@ def trainer(spec: JobSpec) -> tuple[GossipTrainer, GossipExchange]:
     weights = metropolis_hastings(graph_of(strategy.aggregation.topology, len(nodes), spec.seed))
     made = build_gossip_trainer(spec, ALLOWED, nodes, device=CPU, weights=weights)
     made.load_state(*trainer_of(spec).copy_state())
-    return made, GossipExchange(None, 0, [nodes], weights, deadline_s=1.0)
+    return made, GossipExchange(None, 0, [nodes], weights, deadline_s=1.0, public=made.public)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import AccumulationSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
-from stratagem.worker.engine import ClientRunner, Trainer
+from stratagem.worker.engine import ClientRunner, Tally, Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
@@ -135,10 +135,10 @@ def test_a_sum_is_not_divided() -> None:
 def test_gossip_nodes_equal_their_loop(model: str, accumulation: dict[str, Any]) -> None:
     spec = gossip.gossip_job(model, 3, optimizer=ADAM, accumulation=accumulation)
     made, exchange = gossip.trainer(spec)
-    losses = [made.train_step(exchange, 3).loss for _ in range(6)]
+    losses = [made.train_step(exchange, range(3), 3).loss for _ in range(6)]
     expected = gossip_loop(spec, ALLOWED, 6)
     assert losses == expected.losses
-    made.end_segment(exchange)
+    made.end_segment(exchange, Tally())
     assert_same_bits(made.model.state_dict(), dict(expected.mean))
 
 
@@ -396,9 +396,9 @@ def test_clients_and_nodes_skip_alone() -> None:
     )
     spec = gossip.gossip_job(told_model, 2, steps=3, **common)
     made, exchange = gossip.trainer(spec)
-    reports = [made.train_step(exchange, 2) for _ in range(3)]
+    reports = [made.train_step(exchange, range(2), 2) for _ in range(3)]
     assert [(each.num_skipped, each.weight) for each in reports] == [(0, 16), (2, 0), (0, 16)]
-    summary = made.end_segment(exchange)
+    summary = made.end_segment(exchange, Tally())
     assert summary.metrics["skipped_steps"] == 2
     assert summary.metrics["max_grad_norm"] == max(reports[0].grad_norm, reports[2].grad_norm)
     assert_same_bits(made.model.state_dict(), dict(gossip_loop(spec, ALLOWED).mean))

@@ -9,6 +9,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
+from stratagem.worker.engine import Tally
 from tests.reference.gossip_loop import gossip_loop
 from tests.worker.engine.gossip_nodes import gossip_job, trainer
 from tests.worker.engine.support import ALLOWED, assert_same_bits, trainer_of
@@ -29,13 +30,13 @@ def test_equals_the_gossip_loop_to_the_bit(
     execution = {"precision": precision}
     spec = gossip_job(model, num_nodes, optimizer=optimizer, data=data, execution=execution)
     made, exchange = trainer(spec)
-    reports = [made.train_step(exchange, num_nodes) for _ in range(10)]
+    reports = [made.train_step(exchange, range(num_nodes), num_nodes) for _ in range(10)]
     losses = [report.loss for report in reports]
     expected = gossip_loop(spec, ALLOWED)
     assert losses == expected.losses
     apart = [report.metrics["neighbour_distance"] for report in reports]
     assert apart == pytest.approx(expected.apart, rel=1e-9, abs=1e-12)
-    summary = made.end_segment(exchange)
+    summary = made.end_segment(exchange, Tally())
     assert_same_bits(made.model.state_dict(), dict(expected.mean))
     assert summary.metrics["consensus_distance"] == pytest.approx(expected.distance, abs=1e-12)
     assert summary.loss == pytest.approx(
@@ -50,12 +51,14 @@ def test_consensus_distance_is_exact_at_the_steps_that_are_asked_for(every: int)
     document = plain.document()
     document["strategy"] = {**document["strategy"], "options": {"consensus_every": every}}  # type: ignore[dict-item]
     made, exchange = trainer(JobSpec.parse(document))
-    told = [made.train_step(exchange, 4).metrics.get("consensus_distance") for _ in range(7)]
+    told = [
+        made.train_step(exchange, range(4), 4).metrics.get("consensus_distance") for _ in range(7)
+    ]
     expected = gossip_loop(plain, ALLOWED, 7)
     for step, distance in enumerate(told, start=1):
         last = step - step % every
         assert distance == (pytest.approx(expected.distances[last - 1]) if last else None)
-    summary = made.end_segment(exchange)
+    summary = made.end_segment(exchange, Tally())
     assert summary.metrics["consensus_distance"] == pytest.approx(expected.distances[-1])
     assert_same_bits(made.model.state_dict(), dict(expected.mean))
 
@@ -79,7 +82,7 @@ def test_neighbour_distance_bounds_the_distance_to_the_mean(topology: str, num_n
 def test_nodes_without_rows_only_mix(batch_size: int) -> None:
     spec = gossip_job("dropout_mlp", 3, batch_size=batch_size)
     made, exchange = trainer(spec)
-    losses = [made.train_step(exchange, 3).loss for _ in range(10)]
+    losses = [made.train_step(exchange, range(3), 3).loss for _ in range(10)]
     assert losses == gossip_loop(spec, ALLOWED).losses
 
 
@@ -88,27 +91,27 @@ def test_goes_on_from_its_state_with_the_same_bits(at: int) -> None:
     spec = gossip_job("batch_norm_mlp", 3, optimizer=ADAM, batch_size=14)
     first, exchange = trainer(spec)
     for _ in range(at):
-        first.train_step(exchange, 3)
-    first.end_segment(exchange)
-    tensors, metadata = first.copy_state(with_mean=True)
+        first.train_step(exchange, range(3), 3)
+    first.end_segment(exchange, Tally())
+    tensors, metadata = first.copy_state(is_first=True)
     assert list(tensors) == sorted(tensors)
     second, exchange = trainer(spec)
     second.load_state(tensors, metadata)
     assert second.fingerprint() == first.fingerprint()
     for _ in range(10 - at):
-        second.train_step(exchange, 3)
-    second.end_segment(exchange)
+        second.train_step(exchange, range(3), 3)
+    second.end_segment(exchange, Tally())
     assert_same_bits(second.model.state_dict(), dict(gossip_loop(spec, ALLOWED).mean))
 
 
 def test_state_names_keep_the_nodes_apart_from_the_mean() -> None:
     made, exchange = trainer(gossip_job("mlp", 2))
-    made.train_step(exchange, 2)
-    made.end_segment(exchange)
-    tensors, metadata = made.copy_state(with_mean=True)
+    made.train_step(exchange, range(2), 2)
+    made.end_segment(exchange, Tally())
+    tensors, metadata = made.copy_state(is_first=True)
     roots = {name.split("/")[0] + "/" + name.split("/")[1].split(".")[0] for name in tensors}
     assert {root.split("/")[0] for root in roots} == {"model", "node0", "node1"}
-    assert all(not name.startswith("model/") for name in made.copy_state(with_mean=False)[0])
+    assert all(not name.startswith("model/") for name in made.copy_state(is_first=False)[0])
     assert metadata["step"] == "1"
     plain = trainer_of(gossip_job("mlp", 2), fresh=False)
     plain.load_state(tensors, metadata)  # an evaluation needs the mean only
@@ -118,14 +121,14 @@ def test_state_names_keep_the_nodes_apart_from_the_mean() -> None:
 def test_loss_that_is_not_finite_ends_the_run_with_the_step() -> None:
     spec = gossip_job("mlp", 2, optimizer={"name": "sgd", "lr": 1e38})
     made, exchange = trainer(spec)
-    made.train_step(exchange, 2)
+    made.train_step(exchange, range(2), 2)
     with pytest.raises(UserCodeError, match=r"non-finite (loss|gradient) at step 2"):
-        made.train_step(exchange, 2)
+        made.train_step(exchange, range(2), 2)
 
 
 def test_states_of_another_format_or_model_are_refused() -> None:
     made, _ = trainer(gossip_job("mlp", 2))
-    tensors, metadata = made.copy_state(with_mean=True)
+    tensors, metadata = made.copy_state(is_first=True)
     with pytest.raises(InvalidInputError, match="format"):
         made.load_state(tensors, {**metadata, "format": "7"})
     name = next(name for name in tensors if name.startswith("node1/model/"))

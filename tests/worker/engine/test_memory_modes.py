@@ -57,7 +57,7 @@ def test_nodes_that_gossip_and_federated_clients(memory: str) -> None:
     def gossiped(execution: dict[str, Any]) -> list[float]:
         spec = gossip.gossip_job("dropout_mlp", 2, data=ROWS, execution=execution)
         made, exchange = gossip.trainer(spec)
-        return [made.train_step(exchange, 2).loss for _ in range(4)]
+        return [made.train_step(exchange, range(2), 2).loss for _ in range(4)]
 
     def federated(execution: dict[str, Any]) -> dict[str, Tensor]:
         return rounds.run(rounds.federated(execution=execution))[0]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import UserCodeError
+from stratagem.worker.engine import Tally
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
@@ -154,10 +155,10 @@ def test_the_scale_doubles_after_2000_good_steps() -> None:
 def test_nodes_that_gossip_and_federated_clients(execution: dict[str, Any]) -> None:
     spec = gossip.gossip_job("batch_norm_mlp", 3, data=ROWS, execution=execution)
     made, exchange = gossip.trainer(spec)
-    losses = [made.train_step(exchange, 3).loss for _ in range(10)]
+    losses = [made.train_step(exchange, range(3), 3).loss for _ in range(10)]
     looped = gossip_loop(spec, ALLOWED)
     assert losses == looped.losses
-    made.end_segment(exchange)
+    made.end_segment(exchange, Tally())
     assert_same_bits(made.model.state_dict(), dict(looped.mean))
     federated = rounds.federated("dropout_mlp", local_epochs=2, execution=execution)
     state, losses = rounds.run(federated)

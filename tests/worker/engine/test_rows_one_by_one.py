@@ -75,7 +75,7 @@ def test_federated_clients_equal_the_loop(case: str) -> None:
 def test_gossip_nodes_equal_the_loop() -> None:
     spec = gossip_job("FunctionalDropout", 3, **CASES["micro-batches"])
     made, exchange = trainer(spec)
-    losses = [made.train_step(exchange, 3).loss for _ in range(6)]
+    losses = [made.train_step(exchange, range(3), 3).loss for _ in range(6)]
     assert losses == gossip_loop(spec, ALLOWED, 6).losses
 
 

@@ -107,7 +107,7 @@ def test_only_full_batches_are_compiled() -> None:
 def test_nodes_that_gossip_and_federated_clients() -> None:
     spec = gossip.gossip_job("dropout_mlp", 2, data=ROWS, execution=LAZY)
     made, exchange = gossip.trainer(spec)
-    losses = [made.train_step(exchange, 2).loss for _ in range(NUM_STEPS)]
+    losses = [made.train_step(exchange, range(2), 2).loss for _ in range(NUM_STEPS)]
     assert losses == gossip_loop(spec, ALLOWED, NUM_STEPS).losses
     federated = rounds.federated("dropout_mlp", execution=LAZY)
     state, losses = rounds.run(federated)

@@ -278,16 +278,16 @@ def test_nodes_take_up_their_public_copies(name: str) -> None:
     straight, exchange = gossip_trainer(spec)
     first, other_exchange = gossip_trainer(spec)
     for _ in range(6):
-        straight.train_step(exchange, 3)
+        straight.train_step(exchange, range(3), 3)
     for _ in range(2):
-        first.train_step(other_exchange, 3)
-    tensors, metadata = first.copy_state(with_mean=True)
+        first.train_step(other_exchange, range(3), 3)
+    tensors, metadata = first.copy_state(is_first=True)
     second, last_exchange = gossip_trainer(spec)
     second.load_state(tensors, metadata)
     for _ in range(4):
-        second.train_step(last_exchange, 3)
-    expected = straight.copy_state(with_mean=False)[0]
-    assert_same_bits(second.copy_state(with_mean=False)[0], expected)
+        second.train_step(last_exchange, range(3), 3)
+    expected = straight.copy_state(is_first=False)[0]
+    assert_same_bits(second.copy_state(is_first=False)[0], expected)
     num_params = sum(1 for name in tensors if name.startswith("node0/model/"))
     assert sum(1 for name in tensors if name.startswith("node0/public/")) == num_params
 

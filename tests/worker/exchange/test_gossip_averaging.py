@@ -79,7 +79,7 @@ def take_cases(pipe: Connection, _rank: int, _size: int) -> None:
         own = {node: case.tensors(node) for node in assign_shards(case.num_nodes, size)[rank]}
         before = over("gloo", SENT).num_bytes
         for _ in range(NUM_ROUNDS):
-            exchange.mix(own)
+            exchange.mix(1, own)
         num_bytes = over("gloo", SENT).num_bytes - before
         (total,) = exchange.sum_in_order(
             [5], lambda node, _: torch.full((5,), 0.1 * node, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_one_member_alone_has_the_same_bits(num_nodes: int) -> None:
     exchange = case.exchange(None, 0, 1)
     own = {node: case.tensors(node) for node in range(num_nodes)}
     start = {node: [tensor.clone() for tensor in tensors] for node, tensors in own.items()}
-    distances = exchange.mix(own)
+    distances = exchange.mix(1, own)
     for node, tensors in enumerate(case.mixed(1)):
         assert [raw(tensor) for tensor in own[node]] == [raw(tensor) for tensor in tensors]
         away = sum(
@@ -177,7 +177,7 @@ def test_one_member_alone_has_the_same_bits(num_nodes: int) -> None:
         assert distances[node].apart == pytest.approx(apart, rel=1e-9, abs=1e-12)
     exchange.cut()
     with pytest.raises(ExchangeError, match="was cut"):
-        exchange.mix(own)
+        exchange.mix(1, own)
     exchange.close()
 
 
@@ -185,7 +185,7 @@ def test_tensors_that_are_not_contiguous_are_mixed_too() -> None:
     case = Case("ring", 2)
     exchange = case.exchange(None, 0, 1)
     own = {node: [torch.arange(6.0).view(2, 3).t() + node] for node in range(2)}
-    exchange.mix(own)
+    exchange.mix(1, own)
     assert torch.equal(own[0][0], torch.arange(6.0).view(2, 3).t() + 0.5)
 
 
@@ -199,7 +199,7 @@ def linger(pipe: Connection, rank: int, size: int, case: Case) -> None:
     if order == "cut":
         threading.Timer(0.1, exchange.cut).start()
     try:
-        exchange.mix(own)
+        exchange.mix(1, own)
         pipe.send("mixed")
     except ExchangeError as error:
         pipe.send(str(error))

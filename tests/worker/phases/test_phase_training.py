@@ -299,11 +299,12 @@ def test_metrics_say_what_was_saved() -> None:
 def test_a_loss_that_diverges_is_told_and_leaves_no_step_predicted() -> None:
     trainer = trainer_of(phased(DIVERGING, optimizer={"name": "sgd", "lr": 30.0}))
     assert trainer.phases is not None
-    seen, news = "", []
+    seen, news = "", list[str]()
     for to_step in range(1, STEPS + 1):
         was_diverging = trainer.phases.metrics["is_diverging"]
-        seen += letters(train(trainer, 1, to_step))
-        news += trainer.phases.take_news()
+        reports = train(trainer, 1, to_step)
+        seen += letters(reports)
+        news += [sentence for report in reports for sentence in report.news]
         assert not (was_diverging and seen[-1] == "P" and seen[-2] == "F")
     assert "no gradient is predicted until it settles" in news[0]
     assert trainer.phases.metrics["refused_cycles"] > 0

@@ -1,6 +1,7 @@
 """States, evaluation, failures, the seam for replicas, and what cannot be cut."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build_stages import StageAssignment
-from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
+from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
+from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients
+from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
 from tests.jobs import LOSSES
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
@@ -79,13 +82,13 @@ def test_an_evaluation_is_that_of_a_single_process() -> None:
         alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
         alone.load_state(*party.state())
         expected = evaluated(alone, "train")
-        found = party.each(lambda runner: [runner.evaluate("train") for _ in range(2)])
+        found = party.each(lambda runner: [runner.evaluate_split("train") for _ in range(2)])
         last = ranks[2]
         assert found[last] == [expected, expected]
         assert all(not any(each) for rank, each in enumerate(found) if rank != last)
         assert party.train(1) == sharded_loop(spec, ALLOWED, 1, 3, micro_batch_size=3).losses[2:]
         with pytest.raises(InvalidInputError, match='no split "tset"'):
-            party.each(lambda runner: runner.evaluate("tset"))
+            party.each(lambda runner: runner.evaluate_split("tset"))
 
 
 class Replicas:
@@ -138,14 +141,12 @@ def test_data_parallel_over_pipelines_equals_the_sharded_loop(
 
     def steps(replica: int, runner: StageRunner) -> list[float]:
         rank = parties[replica].runners.index(runner)
-        return [
-            runner.train_step(
-                shards=range(replica, replica + 1),
-                num_shards=3,
-                reduce=lambda _, mine: sums[rank].reduce(replica, next(mine, None)),
-            ).loss
-            for _ in range(2)
-        ]
+
+        def add_up(_: int, mine: Iterator[StageGradients]) -> StageGradients:
+            return sums[rank].reduce(replica, next(mine, None))
+
+        exchange = StageExchange(LocalTransport(LocalPost(1), 0), reduce=add_up)
+        return [runner.train_step(exchange, range(replica, replica + 1), 3).loss for _ in range(2)]
 
     def run(replica: int) -> None:
         losses[replica] = parties[replica].each(lambda runner: steps(replica, runner))
@@ -187,11 +188,8 @@ def test_one_pipeline_may_compute_all_shards(
 
     def steps(runner: StageRunner) -> list[float]:
         reduce = sums[party.runners.index(runner)]
-        shards = range(num_shards)
-        return [
-            runner.train_step(shards=shards, num_shards=num_shards, reduce=reduce).loss
-            for _ in range(4)
-        ]
+        exchange = StageExchange(LocalTransport(LocalPost(1), 0), reduce=reduce)
+        return [runner.train_step(exchange, range(num_shards), num_shards).loss for _ in range(4)]
 
     expected = sharded_loop(
         spec, ALLOWED, num_shards, 4, micro_batch_size=micro_batch_size or 2**62

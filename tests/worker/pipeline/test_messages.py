@@ -312,7 +312,7 @@ def assert_trains_exactly(make: Callable[[int], list[StageTransport]]) -> None:
     expected = sharded_loop(skips, ALLOWED, 1, 3)
     assert losses == expected.losses
     assert_same_bits(party.model(), dict(expected.state))
-    assert [part.batch for part in party.each(lambda r: r.evaluate("test"))[2]] == [0]
+    assert [part.batch for part in party.each(lambda r: r.evaluate_split("test"))[2]] == [0]
 
 
 def test_pipelines_through_a_directory(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def train_steps(pipe: Connection, rank: int, size: int, case: str, engine: str) 
         seat = RankEndpoint(rank, transport, PATIENCE_S)
         runner = build_stage_runner(spec, ALLOWED, placement, seat, fresh=True)
         losses = [runner.train_step().loss for _ in range(5)]
-        pipe.send((losses, runner.evaluate("test"), runner.fingerprint()))
+        pipe.send((losses, runner.evaluate_split("test"), runner.fingerprint()))
         state = {name: each.tolist() for name, each in runner.state()[0].items()}
         pipe.send(state)
         pipe.recv()

@@ -61,8 +61,6 @@ FAILPOINTS: Final = (
     "worker.stages.before_backward",
     "worker.stages.before_apply",
     "worker.stages.after_apply",
-    "worker.stages.trained",
-    "worker.stages.kept",
     "worker.rendezvous.answered",
     "worker.rendezvous.joined",
     "worker.state.received",

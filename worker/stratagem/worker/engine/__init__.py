@@ -3,8 +3,8 @@
 `build_trainer` and `run_client_round` are what the rest of the worker uses.
 """
 
-from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart
-from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart, EvaluationShare
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.build_trainer import (
     build_gossip_trainer,
     build_inference,
@@ -15,19 +15,25 @@ from stratagem.worker.engine.trainers.federated_client import (
     ClientRunner,
     run_client_round,
 )
-from stratagem.worker.engine.trainers.gossip_trainer import ConsensusSummary, GossipTrainer
+from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
+from stratagem.worker.engine.trainers.member_trainer import Exchange, Joined, MemberTrainer
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 
 __all__ = [
     "Batch",
     "ClientRound",
     "ClientRunner",
-    "ConsensusSummary",
     "EvaluationPart",
+    "EvaluationShare",
+    "Exchange",
     "GossipTrainer",
     "Inference",
+    "Joined",
+    "MemberTrainer",
+    "SegmentSummary",
     "StepReport",
+    "Tally",
     "Trainer",
     "build_gossip_trainer",
     "build_inference",

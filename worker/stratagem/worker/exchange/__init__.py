@@ -12,6 +12,7 @@ from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
 from stratagem.worker.exchange.reducer import (
     GradientReducer,
+    Reducer,
     mesh_exchange,
     server_exchange,
     solo_exchange,
@@ -24,6 +25,7 @@ __all__ = [
     "GossipExchange",
     "GradientBuckets",
     "GradientReducer",
+    "Reducer",
     "ServerTransport",
     "SingleMemberReducer",
     "StepScalars",

@@ -23,6 +23,7 @@ from stratagem.worker.exchange.coded.coded_all_gather import PayloadMethod, pays
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.exchange.parameter_server.server_payloads import CodedFreight
 from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
+from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.mesh.device_staging import SideStream
 from stratagem.worker.mesh.link import CollectiveLink, Link
 from stratagem.worker.mesh.shm_buffers import SharedGroup
@@ -55,6 +56,10 @@ class GradientReducer:
     def name(self) -> str:
         codec = f", {self._compressor.name}" if self._compressor else ""
         return f"{self.transport.name}{codec}"
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.transport.name == SharedGroup.name
 
     def begin_step(
         self, step: int, owned: range, num_live: int, *, divisor: float | None = None
@@ -212,6 +217,10 @@ class GradientReducer:
         for fold in folds[nth_shard] if folds else ():
             target = self.buckets.tensors(fold.target)[bucket]
             target.add_(self.buckets.tensors(fold.source)[bucket])
+
+
+Reducer = GradientReducer | SingleMemberReducer
+"""Any reducer: a step has the same calls with each."""
 
 
 def solo_exchange(

@@ -28,7 +28,8 @@ class SingleMemberReducer:
     """Divides and measures the gradients of the only member in place; `fits` must hold of the
     parameters. A step has the same calls as with `GradientReducer`."""
 
-    name = "solo"
+    name: Final = "solo"
+    shares_memory: Final = False
 
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:
         self._names, self._params = [name for name, _ in params], [param for _, param in params]

@@ -12,6 +12,7 @@ from typing import Final
 from torch import Tensor
 
 from stratagem.common.base.errors import StratagemError
+from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
@@ -19,10 +20,10 @@ from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.torch_codec import allocate
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
-from stratagem.worker.engine import Trainer
+from stratagem.worker.engine import Tally, Trainer
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party.join_rendezvous import Members, fence_of, session_of
-from stratagem.worker.session.context import ExecutionContext, Tally
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import MemberView
 from stratagem.worker.session.session_states import freeze
 
@@ -31,46 +32,71 @@ _TALLY: Final = "tally"
 
 def agree_on_state(
     work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
-) -> None:
-    """Bring this member to the newest state of the party, or to the base if no member holds one."""
-    held = [member.applied_step for member in members if member.HasField("applied_step")]
-    newest = max(held, default=-1)
-    mine = work.holding.applied_step
+) -> Trainer:
+    """Bring this member to the newest state of the party, or to the base if no member holds one;
+    return its trainer."""
+    steps = [member.applied_step for member in members if member.HasField("applied_step")]
+    newest = max(steps, default=-1)
+    trainer = _held(work)
     if work.job.compression is not None and work.job.compression.keeps_state:
         # Those of a member that is gone are lost: all hold the same step, or none counts.
-        if len(held) < view.size or min(held) < newest or newest < plan.base.step:
-            _load_base(work, plan.base)
+        if len(steps) < view.size or min(steps) < newest or newest < plan.base.step:
+            trainer = None
     elif newest < plan.base.step:
-        _load_base(work, plan.base)
-    elif mine is None or mine < newest:
+        trainer = None
+    elif trainer is None or trainer.step < newest:
         donors = [
             member.address
             for member in members
             if member.HasField("applied_step") and member.applied_step == newest
         ]
-        _copy_from(work, view, donors[view.rank % len(donors)])
-    elif len(held) < view.size or min(held) < newest:
-        _offer(work, view)
+        return _copy_from(work, view, donors[view.rank % len(donors)])
+    elif len(steps) < view.size or min(steps) < newest:
+        _offer(work, view, trainer)
+    return _load_base(work, plan.base) if trainer is None else trainer
 
 
-def _load_base(work: ExecutionContext, base: pb.StateRef) -> None:
+def _held(work: ExecutionContext) -> Trainer | None:
+    trainer = work.holding.trainer
+    assert trainer is None or isinstance(trainer, Trainer)  # as the job's strategy says
+    return trainer
+
+
+def _load_base(work: ExecutionContext, base: pb.StateRef) -> Trainer:
     if base.digest:
-        work.load(*work.base_state(base))
+        trainer = _load(work, *work.base_state(base))
     else:
         work.holding.drop()
-        work.holding.trainer = work.new_trainer(fresh=True)
+        trainer = work.holding.trainer = work.new_trainer(fresh=True)
     work.holding.tally = Tally(work.segment)
+    return trainer
 
 
-def _copy_from(work: ExecutionContext, view: MemberView, address: str) -> None:
+def _load(
+    work: ExecutionContext, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Trainer:
+    """Make a state the one that the session holds. A trainer that fails to load is not kept."""
+    failpoint("worker.state.received")
+    trainer = _held(work)
+    if trainer is None or trainer.job != work.job:
+        # A member of a population that has copied another one has other settings.
+        trainer = work.new_trainer(fresh=False)
+    work.holding.trainer = None
+    trainer.load_state(tensors, metadata)
+    work.holding.trainer = trainer
+    return trainer
+
+
+def _copy_from(work: ExecutionContext, view: MemberView, address: str) -> Trainer:
     try:
         tensors, metadata = work.control.wait(_pull_live(work, view, address), view.membership)
     except StratagemError as error:  # the donor is gone, or no longer offers
         raise ExchangeError(f"no state from {address}: {error}") from error
     sums = metadata.pop(_TALLY, "")
-    work.load(tensors, metadata)
+    trainer = _load(work, tensors, metadata)
     tally = Tally(**json.loads(sums)) if sums else Tally()
     work.holding.tally = tally if tally.segment == work.segment else Tally(work.segment)
+    return trainer
 
 
 async def _pull_live(
@@ -101,10 +127,8 @@ def _from(request: pb.GetStateRequest, offset: int) -> pb.GetStateRequest:
     return request
 
 
-def _offer(work: ExecutionContext, view: MemberView) -> None:
+def _offer(work: ExecutionContext, view: MemberView, trainer: Trainer) -> None:
     """Freeze what we hold for members that are behind; dropped after the next step."""
-    trainer = work.holding.trainer
-    assert isinstance(trainer, Trainer)
     tensors, metadata = trainer.copy_state()
     sums = json.dumps(asdict(work.holding.tally))
     work.holding.is_offering = True

@@ -15,8 +15,9 @@ from stratagem.worker.mesh import Link, Rendezvous, SharedGroup
 from stratagem.worker.mesh.backend_agreement import MemberAddress, form_agreed
 from stratagem.worker.mesh.backend_choice import PREFERENCE
 from stratagem.worker.mesh.peer_service import Group
-from stratagem.worker.mesh.shm_segments import UnshareableError
+from stratagem.worker.pipeline.stage_exchange import Interruptible
 from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import MemberView
 
 FORM_TIMEOUT_S: Final = 30.0
 USABLE: Final = {
@@ -51,12 +52,20 @@ def form_timeout_s(work: ExecutionContext) -> float:
 
 
 @contextmanager
-def noting_failures(work: ExecutionContext) -> Iterator[None]:
-    """Count failures to share memory, after some of which it is offered no more; re-raise them."""
-    try:
+def closing_on_failure(
+    work: ExecutionContext, view: MemberView, connection: Interruptible | None
+) -> Iterator[None]:
+    """Have a newer view cut the connection, if there is one; close it when the block fails."""
+    if connection is None:
         yield
-    except UnshareableError as error:
-        work.host.mesh.sharing_fails(error)
+        return
+    try:
+        work.control.hold(connection, view.membership)
+        yield
+    except BaseException:
+        work.control.let_go()
+        connection.cut()
+        connection.close()
         raise
 
 
@@ -68,15 +77,11 @@ def exchange_over(
     compressor: Compressor | None = None,
 ) -> GradientReducer:
     """Make the exchange that sums by the job's method; it takes the link over."""
-    with noting_failures(work):
-        exchange = mesh_exchange(
-            buckets,
-            link,
-            num_shards,
-            all_reduce=all_reduce_of(work.job.strategy),
-            deadline_s=work.exchange_timeout_s,
-            compressor=compressor,
-        )
-    if isinstance(link, SharedGroup):
-        work.host.mesh.sharing_works()
-    return exchange
+    return mesh_exchange(
+        buckets,
+        link,
+        num_shards,
+        all_reduce=all_reduce_of(work.job.strategy),
+        deadline_s=work.exchange_timeout_s,
+        compressor=compressor,
+    )

@@ -9,64 +9,55 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import all_reduce_of
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import Trainer
+from stratagem.worker.engine import Joined, Trainer
 from stratagem.worker.exchange import (
     ExchangeError,
-    GossipExchange,
-    GradientBuckets,
-    GradientReducer,
+    Reducer,
     SingleMemberReducer,
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.mesh import Forming, Link, SharedGroup
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.party.common_state import agree_on_state
-from stratagem.worker.party.connect_members import exchange_over, form_link, noting_failures
+from stratagem.worker.party.connect_members import closing_on_failure, exchange_over, form_link
 from stratagem.worker.party.join_gossip import join_nodes
+from stratagem.worker.party.join_pipeline import join_stages
 from stratagem.worker.party.join_rendezvous import Members, meet, suspect
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import MemberView
 
 
-def join(
-    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView
-) -> GradientReducer | SingleMemberReducer | GossipExchange:
-    """Join the party; return the exchange of this view, with the same state on all members.
+def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
+    """Join the party; return this member's trainer and the exchange of this view.
 
     Raises ExchangeError when a member is lost meanwhile, ViewChanged when the view is no longer the
     current one.
     """
     holding = work.holding
-    if holding.exchange is not None and holding.membership == view.membership:
-        # It was formed by an earlier plan; from now on this one's control must be able to cut it.
-        work.control.hold(holding.exchange, view.membership)
-        return holding.exchange
-    leave(work)
-    if view.size > 1 and view.membership <= holding.spent:
-        raise ExchangeError(f"the exchange of membership {view.membership} was given up")
-    work.set_activity("waiting")
+    joined = holding.joined(view.membership)
+    if joined is None:
+        leave(work)
+        if view.size > 1 and view.membership <= holding.spent:
+            raise ExchangeError(f"the exchange of membership {view.membership} was given up")
+        work.set_activity("waiting")
+        joined = (join_stages if plan.ranks else _join_replicas)(work, plan, view)
+        holding.trainer, holding.exchange = joined
+        holding.membership = view.membership
+    # Even if an earlier plan joined: from now on this one's control must be able to cut it.
+    work.control.hold(joined.exchange, view.membership)
+    return joined
+
+
+def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
     link, members = _meet(work, plan, view)
     failpoint("worker.rendezvous.joined")
-    try:
-        if link is not None:
-            work.control.hold(link, view.membership)
+    with closing_on_failure(work, view, link):
         if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
             assert not isinstance(link, SharedGroup)  # see USABLE
-            holding.exchange = join_nodes(work, plan, view, members, link)
-        else:
-            agree_on_state(work, plan, view, members)
-            holding.exchange = _exchange(work, plan, view, link)
-    except BaseException:
-        if link is not None:
-            work.control.let_go()
-            link.cut()
-            link.close()
-        raise
-    holding.membership = view.membership
-    work.control.hold(holding.exchange, view.membership)
-    return holding.exchange
+            return join_nodes(work, plan, view, members, link)
+        trainer = agree_on_state(work, plan, view, members)
+        return Joined(trainer, _exchange(work, plan, view, trainer, link))
 
 
 def give_up(work: ExecutionContext, view: MemberView, reason: str) -> None:
@@ -115,42 +106,36 @@ def _meet(
     method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
     forming = Forming(lambda: form_link(work, group, method, exchange_offers))
     work.control.hold(forming, view.membership)
-    with noting_failures(work):
-        return forming.link(), members
+    return forming.link(), members
 
 
 # ---- the exchange ----
 
 
 def _exchange(
-    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, link: Link | SharedGroup | None
-) -> GradientReducer | SingleMemberReducer:
-    holding, deadline_s = work.holding, work.exchange_timeout_s
-    trainer = holding.trainer
-    assert isinstance(trainer, Trainer)
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    view: MemberView,
+    trainer: Trainer,
+    link: Link | SharedGroup | None,
+) -> Reducer:
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
     if is_alone and SingleMemberReducer.fits(trainer.params):
         return SingleMemberReducer(trainer.params, trainer.setup.numerics)
-    if holding.buckets is None:
-        holding.buckets = GradientBuckets(
-            trainer.params,
-            num_extras=trainer.num_extras,
-            bucket_bytes=CODED_BUCKET_BYTES if trainer.compressor else BUCKET_BYTES,
-        )
     if is_server:
         exchange, transport = server_exchange(
-            holding.buckets,
+            trainer.buckets,
             view.rank,
             view.size,
             plan.num_shards,
-            deadline_s=deadline_s,
+            deadline_s=work.exchange_timeout_s,
             compressor=trainer.compressor,
         )
         work.post(work.gradients.open, view.membership, trainer.step, transport)
         return exchange
     if link is None:
-        return solo_exchange(holding.buckets, plan.num_shards, trainer.compressor)
+        return solo_exchange(trainer.buckets, plan.num_shards, trainer.compressor)
     if work.job.execution.memory == "MinimalPeak":
         work.warn(
             [
@@ -158,4 +143,4 @@ def _exchange(
                 "storage between steps; it belongs to their exchange"
             ]
         )
-    return exchange_over(work, holding.buckets, link, plan.num_shards, trainer.compressor)
+    return exchange_over(work, trainer.buckets, link, plan.num_shards, trainer.compressor)

@@ -13,10 +13,10 @@ from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import GossipTrainer, build_gossip_trainer
+from stratagem.worker.engine import GossipTrainer, Joined, Tally, build_gossip_trainer
 from stratagem.worker.exchange import GossipExchange
 from stratagem.worker.mesh import Link
-from stratagem.worker.session.context import ExecutionContext, Tally
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import MemberView
 
 
@@ -26,20 +26,23 @@ def join_nodes(
     view: MemberView,
     members: Sequence[coordinator_pb2.RendezvousMember],
     link: Link | None,
-) -> GossipExchange:
-    """Make the exchange of this view, which takes the link over; the session holds its nodes."""
+) -> Joined:
+    """Return this member's nodes and the exchange of this view, which takes the link over."""
     weights = mixing_weights(work.job, plan.num_shards)
     steps = {m.applied_step if m.HasField("applied_step") else None for m in members}
     is_common = len(steps) == 1 and None not in steps
-    if not (is_common and isinstance(work.holding.trainer, GossipTrainer)):
-        _load_base(work, plan.base, view.me.shards, weights)
-    return GossipExchange(
+    holding = work.holding
+    if not (is_common and isinstance(holding.trainer, GossipTrainer)):
+        holding.trainer = _load_base(work, plan.base, view.me.shards, weights)
+    exchange = GossipExchange(
         link,
         view.rank,
         [member.shards for member in view.members],
         weights,
         deadline_s=work.exchange_timeout_s,
+        public=holding.trainer.public,
     )
+    return Joined(holding.trainer, exchange)
 
 
 def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]:
@@ -56,7 +59,7 @@ def mixing_weights(job: JobSpec, num_nodes: int) -> tuple[dict[int, float], ...]
 
 def _load_base(
     work: ExecutionContext, base: pb.StateRef, nodes: range, weights: Sequence[Mapping[int, float]]
-) -> None:
+) -> GossipTrainer:
     work.holding.drop()
     tensors, metadata = work.base_state(base)
     failpoint("worker.gossip.loaded")
@@ -71,4 +74,5 @@ def _load_base(
     )
     work.warn(trainer.notes)
     trainer.load_state(tensors, metadata)
-    work.holding.trainer, work.holding.tally = trainer, Tally(work.segment)
+    work.holding.tally = Tally(work.segment)
+    return trainer

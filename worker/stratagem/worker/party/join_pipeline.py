@@ -21,27 +21,27 @@ from stratagem.common.strategy import (
     all_reduce_of,
 )
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.exchange import ExchangeError, GradientBuckets, solo_exchange
+from stratagem.worker.engine import Joined, Tally
+from stratagem.worker.exchange import GradientBuckets, solo_exchange
 from stratagem.worker.mesh import Forming
 from stratagem.worker.mesh.backend_agreement import form_messages
 from stratagem.worker.mesh.link import MessageLink
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.party.connect_members import (
+    closing_on_failure,
     exchange_over,
     form_link,
     form_timeout_s,
-    noting_failures,
     place_of,
 )
-from stratagem.worker.party.join import leave
 from stratagem.worker.party.join_rendezvous import meet
 from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
-from stratagem.worker.pipeline.held_stages import HeldStages, Lines
 from stratagem.worker.pipeline.peer_transport import PeerTransport
-from stratagem.worker.pipeline.rank_trainer import Reduce, StageRunner
+from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
+from stratagem.worker.pipeline.stage_exchange import StageExchange
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
-from stratagem.worker.session.context import ExecutionContext, Tally
+from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import MemberView
 
 
@@ -65,42 +65,25 @@ class _Where:
         return self.view.size // self.width
 
 
-def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> HeldStages:
-    """Join the party; return this worker's stages under the view, at the step of all members.
-
-    Raises ExchangeError when a member is lost meanwhile, ViewChanged when the view is no longer the
-    current one.
-    """
-    holding = work.holding
-    if holding.stages is not None and holding.stages.membership == view.membership:
-        # Made by an earlier plan; from now on this one's control must be able to cut it.
-        work.control.hold(holding.stages, view.membership)
-        return holding.stages
-    leave(work)
-    if view.size > 1 and view.membership <= holding.spent:
-        raise ExchangeError(f"the exchange of membership {view.membership} was given up")
+def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
+    """Return this worker's stages at the base, and their connections under the view."""
+    work.holding.drop()
     spec = _spec_of(work.job)
     where = _Where(view, len(set(plan.ranks)))
     if isinstance(spec.communication, DataStore):
         check = asyncio.to_thread(work.host.activations.check, work.host.worker_id)
         work.control.wait(check, view.membership)
-    work.set_activity("waiting")
-    lines = _connect(work, where, spec)
+    exchange = _connect(work, where, spec)
     failpoint("worker.stages.joined")
-    try:
-        work.control.hold(lines, view.membership)
-        runner = _runner(work, plan, where, spec, lines)
+    with closing_on_failure(work, view, exchange):
+        runner = _runner(work, plan, where, spec, exchange)
         _load_base(work, plan.base, runner)
-        reduce = _reduce(work, plan, where, runner, lines)
-        names = _carrier(work, lines, spec), _columns(where, lines)
-        holding.stages = HeldStages(view.membership, runner, reduce, lines, where.replica, *names)
-    except BaseException:
-        work.control.let_go()
-        lines.cut()
-        lines.close()
-        raise
-    work.control.hold(holding.stages, view.membership)
-    return holding.stages
+        _sum_over_replicas(work, plan, runner, exchange)
+        exchange.activations = _carrier(work, exchange, spec)
+        exchange.schedule_text = lambda: runner.schedule_text
+        if exchange.column is not None:
+            exchange.columns = f", {where.num_replicas} replicas over {exchange.column.name}"
+    return Joined(runner, exchange)
 
 
 def _spec_of(job: JobSpec) -> ModelParallel:
@@ -114,19 +97,18 @@ def _spec_of(job: JobSpec) -> ModelParallel:
 # ---- connecting ----
 
 
-def _connect(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
+def _connect(work: ExecutionContext, where: _Where, spec: ModelParallel) -> StageExchange:
     if where.view.size == 1:
-        return Lines(LocalTransport(LocalPost(1), 0))
+        return StageExchange(LocalTransport(LocalPost(1), 0))
     forming = Forming(lambda: _form(work, where, spec))
     work.control.hold(forming, where.view.membership)
-    with noting_failures(work):
-        return forming.link()
+    return forming.link()
 
 
-def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
+def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> StageExchange:
     """Form the connections; all that others connect to is opened before the rendezvous."""
-    lines = Lines(LocalTransport(LocalPost(1), 0))
-    rendezvous = partial(_meet, work, where, lines)
+    exchange = StageExchange(LocalTransport(LocalPost(1), 0))
+    rendezvous = partial(_meet, work, where, exchange)
     try:
         if where.width > 1 and not isinstance(spec.communication, DataStore):
             first = where.replica * where.width
@@ -138,24 +120,26 @@ def _form(work: ExecutionContext, where: _Where, spec: ModelParallel) -> Lines:
                 rendezvous,
                 form_timeout_s(work),
             )
-            lines.transport, lines.carrier = PeerTransport(link), link
-            return lines
+            exchange.transport, exchange.carrier = PeerTransport(link), link
+            return exchange
         rendezvous(b"")
         if where.width > 1:
             key, store = work.key, work.host.activations
             membership = where.view.membership
             made = store.transport(key.run_id, key.party, membership, where.replica)
-            lines.transport = made
+            exchange.transport = made
             if where.view.rank == 0:
                 store.clear_older(key.run_id, key.party, membership)
-        return lines
+        return exchange
     except BaseException:
-        lines.cut()
-        lines.close()
+        exchange.cut()
+        exchange.close()
         raise
 
 
-def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> list[bytes]:
+def _meet(
+    work: ExecutionContext, where: _Where, exchange: StageExchange, offer: bytes
+) -> list[bytes]:
     """Meet the whole party; return the offers of this replica's ranks for activations.
 
     Forms the column on the way, where there are replicas. A member's endpoint is the size of its
@@ -163,7 +147,7 @@ def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> 
     """
     activations: list[bytes] = []
 
-    def exchange(column: bytes) -> list[bytes]:
+    def exchange_offers(column: bytes) -> list[bytes]:
         endpoint = len(offer).to_bytes(4, "big") + offer + column
         columns = []
         for peer in meet(work, where.view, endpoint):
@@ -173,11 +157,11 @@ def _meet(work: ExecutionContext, where: _Where, lines: Lines, offer: bytes) -> 
         return columns[where.rank :: where.width]
 
     if where.num_replicas == 1:
-        exchange(b"")
+        exchange_offers(b"")
     else:
         ranks = range(where.rank, where.view.size, where.width)
         group = _group(work, where.view, f"rank{where.rank}", ranks)
-        lines.column = form_link(work, group, all_reduce_of(work.job.strategy), exchange)
+        exchange.column = form_link(work, group, all_reduce_of(work.job.strategy), exchange_offers)
     first = where.replica * where.width
     return activations[first : first + where.width]
 
@@ -194,7 +178,11 @@ def _group(work: ExecutionContext, view: MemberView, name: str, ranks: range) ->
 
 
 def _runner(
-    work: ExecutionContext, plan: pb.TrainPlan, where: _Where, spec: ModelParallel, lines: Lines
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    where: _Where,
+    spec: ModelParallel,
+    exchange: StageExchange,
 ) -> StageRunner:
     communication = spec.communication
     placement = StageAssignment(
@@ -210,7 +198,7 @@ def _runner(
         work.job,
         work.host.entrypoints,
         placement,
-        RankEndpoint(where.rank, lines.transport, work.exchange_timeout_s),
+        RankEndpoint(where.rank, exchange.transport, work.exchange_timeout_s),
         device=work.host.device,
         fresh=False,
         sources=work.sources(),
@@ -225,31 +213,24 @@ def _load_base(work: ExecutionContext, base: pb.StateRef, runner: StageRunner) -
     failpoint("worker.stages.loaded")
 
 
-def _reduce(
-    work: ExecutionContext, plan: pb.TrainPlan, where: _Where, runner: StageRunner, lines: Lines
-) -> Reduce | None:
-    """Make the sum of this rank's gradients over the shards; None for one shard."""
+def _sum_over_replicas(
+    work: ExecutionContext, plan: pb.TrainPlan, runner: StageRunner, exchange: StageExchange
+) -> None:
+    """Have this rank's gradients added up over the shards, if there are several."""
     if plan.num_shards == 1:
-        return None
+        return
     buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)
-    if lines.column is None:
-        exchange = solo_exchange(buckets, plan.num_shards)
+    if exchange.column is None:
+        exchange.reducer = solo_exchange(buckets, plan.num_shards)
     else:
-        exchange = exchange_over(work, buckets, lines.column, plan.num_shards)
-    lines.exchange = exchange
-    return SumOverReplicas(runner, exchange)
+        exchange.reducer = exchange_over(work, buckets, exchange.column, plan.num_shards)
+    exchange.reduce = SumOverReplicas(runner, exchange.reducer)
 
 
-def _carrier(work: ExecutionContext, lines: Lines, spec: ModelParallel) -> str:
+def _carrier(work: ExecutionContext, exchange: StageExchange, spec: ModelParallel) -> str:
     communication = spec.communication
     kind = {"DataStore": "data store"}.get(type(communication).__name__)
     kind = kind or type(communication).__name__.lower()
-    if isinstance(lines.transport, LocalTransport):
+    if isinstance(exchange.transport, LocalTransport):
         return f"{kind}/local"
-    return f"{kind}/{lines.carrier.name if lines.carrier else work.host.activations.name}"
-
-
-def _columns(where: _Where, lines: Lines) -> str:
-    if lines.column is None:
-        return ""
-    return f", {where.num_replicas} replicas over {lines.column.name}"
+    return f"{kind}/{exchange.carrier.name if exchange.carrier else work.host.activations.name}"

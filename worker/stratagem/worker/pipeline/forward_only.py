@@ -1,17 +1,13 @@
 """Evaluation of a rank of a pipeline: forward only, batch behind batch."""
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from stratagem.common.pipeline.schedules import forward_only
-from stratagem.worker.engine.objectives.evaluator import EvaluationPart
+from stratagem.worker.engine.objectives.evaluator import Begins, EvaluationPart
 from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 
 _WINDOW_PER_STAGE: Final = 2
-
-Begins = Callable[[int, int], None]
-"""(batch, how many are left with it): called for each batch that begins here."""
 
 
 def evaluate(

@@ -6,9 +6,8 @@ all gradients, tied parameters) goes round in three small messages. Nothing chan
 have said that their gradients are finite. Must not know gRPC and the coordinator.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +17,12 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.sampler import BatchOrder
-from stratagem.worker.engine.objectives.evaluator import EvaluationPart, Evaluator
+from stratagem.worker.engine.objectives.evaluator import (
+    Begins,
+    EvaluationPart,
+    EvaluationShare,
+    Evaluator,
+)
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
@@ -26,35 +30,21 @@ from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.forward_backward import Counted
 from stratagem.worker.engine.step.model_buffers import Buffers
-from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.trainers.trainer_state import State
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
-from stratagem.worker.pipeline.forward_only import Begins, evaluate
+from stratagem.worker.pipeline.forward_only import evaluate
 from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
 from stratagem.worker.pipeline.schedule_choice import Schedules
+from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients, only_shard
 from stratagem.worker.pipeline.step_agreement import Agreement
-
-
-@dataclass(frozen=True, slots=True)
-class StageGradients:
-    """The contribution of a shard to a step: the interface for data parallelism around a pipeline.
-
-    gradients: Σ mean · weight by parameter of this rank, not divided; zeros where backward did not
-    reach. scalars: to be added in the same order as gradients.
-    """
-
-    gradients: Mapping[str, Tensor]
-    scalars: StepScalars
-
-
-Reduce = Callable[[int, Iterator[StageGradients]], StageGradients]
-"""Adds up over all shards of this rank, in their tree. It is given how many shards have rows, and
-what the shards of this replica come to, in order: each is computed when it is asked for, and all
-must be. Called before the division by the weight."""
 
 
 class StageRunner:
     """Trains and evaluates one rank's stages of a pipeline. Used by one thread."""
+
+    is_sole_copy: Final = True
 
     def __init__(self, setup: RunnerSetup) -> None:
         self._setup, self._job, self.model = setup, setup.job, setup.model
@@ -99,14 +89,15 @@ class StageRunner:
 
     def train_step(
         self,
-        *,
-        shards: range = range(1),
+        exchange: StageExchange | None = None,
+        owned: range = range(1),
         num_shards: int = 1,
+        *,
         stop: bool = False,
-        reduce: Reduce | None = None,
     ) -> StepReport:
-        """Does one optimizer step over the next global batch, of which this pipeline computes
-        `shards`, one after the other. Without `reduce` these must be all of them, and only one.
+        """Does one optimizer step over the next global batch, of which this pipeline computes the
+        shards it owns, one after the other. Without `exchange.reduce` these must be all of them,
+        and only one.
 
         Raises UserCodeError (the same on all ranks for a loss or gradient that is not finite) and
         ExchangeError; parameters, buffers and optimizer are then as before.
@@ -123,10 +114,9 @@ class StageRunner:
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())
-            computed = self._compute_all(
-                range(shards.start, min(shards.stop, len(live))), live, stop
-            )
-            scalars = self._take((reduce or _only)(len(live), computed))
+            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, stop)
+            reduce = only_shard if exchange is None else exchange.reduce
+            scalars = self._take(reduce(len(live), computed))
             summary, must_stop = self._divide_and_agree(scalars)
         except BaseException:
             self._undo()
@@ -156,16 +146,28 @@ class StageRunner:
             micro_batch_losses=tuple(self._losses),
         )
 
-    @property
     def evaluator(self) -> Evaluator:
         """Returns the evaluator, with the metrics and the batches of the job."""
         return self._setup.evaluator
 
-    def evaluate(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
+    def end_segment(self, exchange: StageExchange, tally: Tally) -> SegmentSummary:
+        """Returns the summary of a segment with these sums over its steps."""
+        if self._job.only_evaluates:
+            return SegmentSummary(tally.loss, {})
+        return SegmentSummary(tally.loss, tally.metrics(may_skip=self._job.window.may_skip))
+
+    def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Returns the sums of all batches on the rank of the last stage of the first replica;
+        nothing on the others."""
+        if share.rank >= self._lane.size:
+            return []
+        return [part for split in share.splits for part in self.evaluate_split(split, share.begins)]
+
+    def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
         """Returns the sums per batch on the rank of the last stage; nothing on the others."""
         return evaluate(self._setup, self._next_pass(), split, begins)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def state(self) -> State:
         """Returns (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
         state.
 
@@ -185,8 +187,9 @@ class StageRunner:
         metadata = state.state_metadata(self.step, numbers)
         return {**state.model_state(self.model), **tensors}, metadata
 
-    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns `state`, copied to the CPU, which training then leaves as it is."""
+    def copy_state(self, *, is_first: bool = True) -> State:
+        """Returns `state`, copied to the CPU, which training then leaves as it is; all of it is
+        this rank's alone."""
         tensors, metadata = self.state()
         return state.copied(tensors), metadata
 
@@ -308,9 +311,3 @@ class StageRunner:
         self._buffers.restore()
         for weight in self._setup.trained:
             weight.forget()
-
-
-def _only(num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
-    """Returns the sum where there is one shard."""
-    (one,) = shards
-    return one

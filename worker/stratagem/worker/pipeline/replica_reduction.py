@@ -7,7 +7,8 @@ as without pipelines. Knows no stages.
 from collections.abc import Iterator
 
 from stratagem.worker.exchange import GradientReducer
-from stratagem.worker.pipeline.rank_trainer import StageGradients, StageRunner
+from stratagem.worker.pipeline.rank_trainer import StageRunner
+from stratagem.worker.pipeline.stage_exchange import StageGradients
 
 
 class SumOverReplicas:

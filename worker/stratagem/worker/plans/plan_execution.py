@@ -32,7 +32,6 @@ from stratagem.worker.plans.evaluate_plan import evaluate_state
 from stratagem.worker.plans.measure_plan import measure
 from stratagem.worker.plans.single_worker_plans import build, client_round
 from stratagem.worker.plans.supported_settings import check_supported
-from stratagem.worker.plans.train_pipeline_plan import train_stages
 from stratagem.worker.plans.train_plan import Segment, train
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import (
@@ -322,8 +321,6 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
     check_supported(work.job.execution)
     request, membership = work.request, work.control.view.membership
     match request.WhichOneof("plan"):
-        case "train" if request.train.ranks:
-            return train_stages(work, request.train, segment)
         case "train":
             return train(work, request.train, segment)
         case "build":

@@ -6,7 +6,6 @@ Owns the values that pass between the process, a session and a plan: `Host` is t
 """
 
 import asyncio
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,25 +18,20 @@ from torch import Tensor
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
-from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.engine import (
     ClientRunner,
-    GossipTrainer,
+    Exchange,
     Inference,
-    StepReport,
+    Joined,
+    MemberTrainer,
+    Tally,
     Trainer,
     build_inference,
     build_trainer,
 )
 from stratagem.worker.engine.step.state_format import state_metadata
-from stratagem.worker.exchange import (
-    GossipExchange,
-    GradientBuckets,
-    GradientReducer,
-    SingleMemberReducer,
-)
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
@@ -46,7 +40,6 @@ from stratagem.worker.host.worker_blob_cache import Blob, ReceivedBlobs
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerHub
 from stratagem.worker.pipeline.activation_store import ActivationStore
-from stratagem.worker.pipeline.held_stages import HeldStages
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
@@ -91,50 +84,16 @@ class Host:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Sums over the steps of one segment; travels with a state that is copied inside it."""
-
-    segment: int = -1
-    weight: float = 0.0
-    loss_sum: float = 0.0
-    num_rows: int = 0
-    grad_norm: float = 0.0
-    """2-norm of the whole gradient of the last applied step, before clipping."""
-    max_grad_norm: float = 0.0
-    num_skipped: int = 0
-    """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
-
-    def add(self, report: StepReport) -> None:
-        """Account for a step."""
-        self.num_rows += report.num_rows
-        self.num_skipped += report.num_skipped
-        if not report.weight:  # all of it was skipped
-            return
-        self.weight += report.weight
-        self.loss_sum += report.loss * report.weight
-        if math.isfinite(report.grad_norm):
-            self.grad_norm = report.grad_norm
-            self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
-
-    def metrics(self, *, may_skip: bool) -> dict[str, float]:
-        """Return the metrics of the segment for its result, besides the loss."""
-        skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
-        return {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm, **skipped}
-
-
-@dataclass(slots=True)
 class SessionState:
     """The state that a session keeps between its plans. Touched in the torch thread only."""
 
-    trainer: Trainer | GossipTrainer | None = None
-    buckets: GradientBuckets | None = None
-    exchange: GradientReducer | SingleMemberReducer | GossipExchange | None = None
-    stages: HeldStages | None = None
-    """The stages under model parallelism, instead of trainer and exchange."""
-    inference: tuple[str, Inference] | None = None
-    """(digest of its state, model), instead of trainer and exchange, where states are evaluated."""
+    trainer: MemberTrainer[Any] | None = None
+    exchange: Exchange | None = None
+    """The exchange that the trainer's steps are taken over; None between memberships."""
     membership: int = -1
     """The membership of the exchange."""
+    inference: tuple[str, Inference] | None = None
+    """(digest of its state, model), instead of a trainer, where states are evaluated."""
     lineage: int = 0
     """The lineage of the state; see TrainPlan."""
     spent: int = -1
@@ -143,6 +102,12 @@ class SessionState:
     activity: str = ""
     is_offering: bool = False
     """A copy of the state is there for members that heal."""
+
+    def joined(self, membership: int) -> Joined | None:
+        """Return trainer and exchange, if they are connected under this membership."""
+        if self.trainer is None or self.exchange is None or self.membership != membership:
+            return None
+        return Joined(self.trainer, self.exchange)
 
     @property
     def applied_step(self) -> int | None:
@@ -164,16 +129,11 @@ class SessionState:
         if exchange is not None:
             exchange.cut()
             exchange.close()
-        stages, self.stages = self.stages, None
-        if stages is not None:
-            stages.cut()
-            stages.close()
 
     def drop(self) -> None:
         """Forget the state too."""
         self.leave()
-        self.trainer, self.buckets, self.tally = None, None, Tally()
-        self.inference = None
+        self.trainer, self.inference, self.tally = None, None, Tally()
 
 
 @dataclass(slots=True)
@@ -286,15 +246,3 @@ class ExecutionContext:
         )
         self.warn(inference.setup.notes)
         return inference
-
-    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Make a state the one that the session holds. A trainer that fails to load is not kept."""
-        failpoint("worker.state.received")
-        held, buckets = self.holding.trainer, self.holding.buckets
-        if isinstance(held, Trainer) and held.job == self.job:
-            trainer = held
-        else:  # a member of a population that has copied another one has other settings
-            trainer, buckets = self.new_trainer(fresh=False), None
-        self.holding.trainer, self.holding.buckets = None, None
-        trainer.load_state(tensors, metadata)
-        self.holding.trainer, self.holding.buckets = trainer, buckets

@@ -46,6 +46,22 @@ class EvaluationPart:
     kept: KeptBatch | None = field(default=None, compare=False, repr=False)
 
 
+Begins = Callable[[int, int], None]
+"""(batch, how many are left with it): called before each batch; may raise to end the evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationShare:
+    """What the member of rank `rank` of `size` computes of an evaluation of some splits."""
+
+    splits: Sequence[str]
+    rank: int
+    size: int
+    begins: Begins
+    evaluated: dict[Batch, EvaluationPart]
+    """The batches that need not be evaluated again; the others are added."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Evaluates batches of a model; holds what stays the same from one evaluation to the next."""
@@ -84,6 +100,15 @@ class Evaluator:
             for batch in range(self.num_batches(split))
             if (batch - first) % size < count
         ]
+
+    def parts_of(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Evaluates the batches of a share that are not evaluated yet; returns all of them."""
+        batches = self.share(share.splits, share.rank, share.size)
+        left = [batch for batch in batches if batch not in share.evaluated]
+        for place, batch in enumerate(left):
+            share.begins(batch[1], len(left) - place)
+            share.evaluated[batch] = self.part(*batch)
+        return [share.evaluated[batch] for batch in batches]
 
     @torch.no_grad()
     def part(

@@ -1,6 +1,7 @@
-"""The report that a training step of any kind returns."""
+"""The report that a training step of any kind returns, and sums of reports."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -25,6 +26,8 @@ class StepReport:
     micro_batch_losses: tuple[float, ...] = field(default=(), compare=False)
     """Mean losses, not weighted, of the micro-batches of this member's shards: in a pipeline the
     last stage sends them to all ranks."""
+    news: Sequence[str] = field(default=(), compare=False)
+    """Sentences for the run's log."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """From the end of this member's own passes until the sums of all were here."""
 
@@ -36,3 +39,50 @@ class StepReport:
             return dict(self.metrics)
         spread = {"micro_batch_loss_min": min(losses), "micro_batch_loss_max": max(losses)}
         return {**self.metrics, **spread}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the steps of one segment; travels with a state that is copied inside it."""
+
+    segment: int = -1
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    num_rows: int = 0
+    grad_norm: float = 0.0
+    """2-norm of the whole gradient of the last applied step, before clipping."""
+    max_grad_norm: float = 0.0
+    num_skipped: int = 0
+    """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; 0 where nothing was learned."""
+        return self.loss_sum / self.weight if self.weight else 0.0
+
+    def add(self, report: StepReport) -> None:
+        """Adds a step."""
+        self.num_rows += report.num_rows
+        self.num_skipped += report.num_skipped
+        if not report.weight:  # all of it was skipped
+            return
+        self.weight += report.weight
+        self.loss_sum += report.loss * report.weight
+        if math.isfinite(report.grad_norm):
+            self.grad_norm = report.grad_norm
+            self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
+
+    def metrics(self, *, may_skip: bool) -> dict[str, float]:
+        """Returns the metrics of the segment, besides the loss."""
+        skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
+        return {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm, **skipped}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSummary:
+    """Loss and metrics of a whole segment, as they are reported."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the codec has sent and saved; empty without a codec."""

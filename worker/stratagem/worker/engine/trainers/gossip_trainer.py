@@ -8,7 +8,7 @@ is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
@@ -29,9 +29,10 @@ from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
-from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
 from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.engine.trainers.trainer_state import State
 from stratagem.worker.exchange.buckets.flat_tensors import flatten, plan_buckets, unflatten
 from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 from stratagem.worker.exchange.gossip.gossip_distances import neighbour_distance
@@ -65,14 +66,6 @@ class _Sums:
             self.grad_norm = max(self.grad_norm, report.grad_norm)
 
 
-@dataclass(frozen=True, slots=True)
-class ConsensusSummary:
-    """Loss and metrics of a segment over all nodes."""
-
-    loss: float
-    metrics: Mapping[str, float]
-
-
 @dataclass(slots=True)
 class _Node:
     """One replica, with nothing in common with the others but the job."""
@@ -91,6 +84,9 @@ class _Node:
 
 class GossipTrainer:
     """The nodes of one member. Used by one thread."""
+
+    is_sole_copy: Final = True
+    """No other member has these nodes."""
 
     def __init__(
         self,
@@ -130,15 +126,20 @@ class GossipTrainer:
         """Sentences about settings that are carried out in another way than they say."""
         return self._setup.notes
 
-    def train_step(self, exchange: GossipExchange, num_nodes: int) -> StepReport:
-        """A local step of each own node, then one round of mixing.
+    def train_step(
+        self, exchange: GossipExchange, owned: range, num_shards: int, *, stop: bool = False
+    ) -> StepReport:
+        """A local step of each own node, then one round of mixing. A node is a shard; nodes have no
+        step in common after which they could stop.
 
         Loss and neighbour distance are the own nodes'; the consensus distance, where the job asks
         for it, is of all nodes after mixing. After an error the nodes are at different
         steps, and the trainer is of no more use.
         """
+        if [*owned] != [*self._nodes]:
+            raise ValueError(f"the nodes here are {[*self._nodes]}, not {[*owned]}")
         epoch, indices = self._order.batch(self.step)
-        shards = split_rows(len(indices), num_nodes)
+        shards = split_rows(len(indices), num_shards)
         lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
         own = _Sums()
         for number, node in self._nodes.items():
@@ -156,10 +157,7 @@ class GossipTrainer:
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
-        if self.public is None:
-            distances = exchange.mix(tensors)
-        else:
-            distances = exchange.mix_coded(self.step + 1, tensors, self.public)
+        distances = exchange.mix(self.step + 1, tensors)
         wait_s = time.perf_counter() - waits_since_s
         for number, distance in distances.items():
             self._nodes[number].sums.moved += distance.moved
@@ -197,8 +195,9 @@ class GossipTrainer:
             node.local_step.passes.randomness.end()
 
     @torch.no_grad()
-    def end_segment(self, exchange: GossipExchange) -> ConsensusSummary:
-        """Make `model` the mean of all nodes, and say how far they are from it.
+    def end_segment(self, exchange: GossipExchange, tally: Tally) -> SegmentSummary:
+        """Makes `model` the mean of all nodes; the summary, over all nodes, says how far they are
+        from it. The sums of the own nodes are kept here, not taken from the tally.
 
         The mean is over float64 values in order of node, rounded once; integers are node 0's.
         """
@@ -224,7 +223,7 @@ class GossipTrainer:
         for node in self._nodes.values():
             node.sums = _Sums()
         self._num_segment_steps = 0
-        return ConsensusSummary(
+        return SegmentSummary(
             loss=loss / weight if weight else 0.0,
             metrics={
                 "consensus_distance": math.sqrt(square / exchange.num_nodes),
@@ -232,6 +231,7 @@ class GossipTrainer:
                 "max_grad_norm": max(by_column[-1]),
                 **({"skipped_steps": num_skipped} if self._job.window.may_skip else {}),
             },
+            traffic={} if self.public is None else asdict(self.public.take_traffic()),
         )
 
     def _average(self, exchange: GossipExchange) -> dict[int, float]:
@@ -279,9 +279,14 @@ class GossipTrainer:
         self.model.eval()
         return self._setup.evaluator
 
-    def copy_state(self, *, with_mean: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the mean."""
-        tensors: dict[str, Tensor] = state_format.model_state(self.model) if with_mean else {}
+    def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Returns the sums of the share's batches."""
+        return self.evaluator().parts_of(share)
+
+    def copy_state(self, *, is_first: bool = True) -> State:
+        """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the first
+        member's mean."""
+        tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
             moments, numbers = state_format.optimizer_state(node.optimizer, node.params)
@@ -308,7 +313,7 @@ class GossipTrainer:
 
     def fingerprint(self) -> str:
         """Returns the fingerprint of what this member holds: its nodes and the mean."""
-        return state_format.fingerprint(*self.copy_state(with_mean=True))
+        return state_format.fingerprint(*self.copy_state())
 
 
 def _node(setup: Setup, model: nn.Module) -> _Node:

@@ -7,8 +7,8 @@ Knows no gRPC, no members and no coordinator.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
-from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.objectives.losses import counts_rows
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
@@ -26,15 +26,16 @@ from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window, part
 from stratagem.worker.engine.step.model_buffers import Buffers
-from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
 from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
-from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.exchange.single_member import SingleMemberReducer
+from stratagem.worker.exchange.reducer import Reducer
 from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
 
 
@@ -89,12 +90,7 @@ class Trainer:
         self._losses: list[float] = []  # of its own micro-batches
 
     def train_step(
-        self,
-        exchange: GradientReducer | SingleMemberReducer,
-        owned: range,
-        num_shards: int,
-        *,
-        stop: bool = False,
+        self, exchange: Reducer, owned: range, num_shards: int, *, stop: bool = False
     ) -> StepReport:
         """Makes one optimizer step over the next global batch, cut into `num_shards` shards.
 
@@ -160,6 +156,10 @@ class Trainer:
         self.model.eval()
         return self.setup.evaluator
 
+    def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Returns the sums of the share's batches."""
+        return self.evaluator().parts_of(share)
+
     def state(self) -> State:
         """(live tensors by name, metadata). Valid until the next step."""
         return self._saved.live(self.step)
@@ -172,10 +172,26 @@ class Trainer:
         """
         return self._saved.copied(self.step, with_shared=is_first or not self.is_sole_copy)
 
+    @cached_property
+    def buckets(self) -> GradientBuckets:
+        """The storage of gradients that go over an exchange; it outlives memberships."""
+        bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
+        return GradientBuckets(self.params, num_extras=self.num_extras, bucket_bytes=bucket_bytes)
+
     @property
     def is_sole_copy(self) -> bool:
         """True if this member holds state that no other has: residuals of its shards."""
         return self.compressor is not None and self.compressor.keeps_state
+
+    def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
+        """Returns the summary of a segment with these sums over its steps."""
+        loss, metrics = tally.loss, tally.metrics(may_skip=self._window.may_skip)
+        if self.phases is not None:
+            metrics |= self.phases.metrics
+            if not tally.weight:  # a segment of predicted steps only
+                loss = self.phases.last_loss
+        coder = self.compressor
+        return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state that `state` gave, of this or another process."""
@@ -195,14 +211,7 @@ class Trainer:
             return scale.value if scale.is_dynamic else None
         return num_rows * scale.value if self._counts_rows else None
 
-    def _run_shard(
-        self,
-        exchange: GradientReducer | SingleMemberReducer,
-        shard: int,
-        rows: Rows,
-        *,
-        must_weigh: bool,
-    ) -> Counted:
+    def _run_shard(self, exchange: Reducer, shard: int, rows: Rows, *, must_weigh: bool) -> Counted:
         """Forward and backward of one shard. must_weigh: the divisor is not known before."""
         cuts = self._window.cut(rows.indices.shape[0])
         exchange.begin_shard(shard, num_micro_batches=len(cuts))
@@ -226,13 +235,13 @@ class Trainer:
         self._timer.end_passes()
         return counted
 
-    def _next_micro_batch(self, exchange: GradientReducer | SingleMemberReducer) -> None:
+    def _next_micro_batch(self, exchange: Reducer) -> None:
         self._timer.begin_forward()
         exchange.next_micro_batch()
 
     def _apply(
         self,
-        exchange: GradientReducer | SingleMemberReducer,
+        exchange: Reducer,
         sums: StepScalars,
         num_live: int,
         num_rows: int,
@@ -275,6 +284,7 @@ class Trainer:
             num_skipped=int(not is_applied),
             phase=phase,
             micro_batch_losses=tuple(self._losses),
+            news=() if self.phases is None else self.phases.take_news(),
             exchange_wait_s=self._wait_s,
         )
 
@@ -334,4 +344,5 @@ class Trainer:
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
             phase=phase,
+            news=phases.take_news(),
         )

@@ -73,6 +73,8 @@ class GossipExchange:
     """Mixes among the members of one membership. A failed exchange leaves parameters half mixed: a
     caller that gets ExchangeError must drop them."""
 
+    shares_memory: Final = False
+
     def __init__(
         self,
         link: Link | None,
@@ -81,14 +83,16 @@ class GossipExchange:
         weights: Sequence[Mapping[int, float]],
         *,
         deadline_s: float,
+        public: PublicCopies | None = None,
     ) -> None:
-        """nodes: of each member by rank, contiguous; weights: of each node, ascending by node.
+        """nodes: of each member by rank, contiguous; weights: of each node, ascending by node;
+        public: the copies that coded moves go to.
 
         Takes the link over; None when there is one member only.
         """
         self._link, self._rank, self._size = link, rank, len(nodes)
         self._waiter = None if link is None else Waiter(link, deadline_s=deadline_s)
-        self._own, self._weights = nodes[rank], weights
+        self._own, self._weights, self._public = nodes[rank], weights, public
         self._routes = _routes(rank, nodes, weights)
         self._pool: dict[tuple[int, int], Tensor] = {}
         self._scratch: dict[int, Tensor] = {}
@@ -97,20 +101,24 @@ class GossipExchange:
 
     @property
     def name(self) -> str:
-        return "solo" if self._link is None else self._link.name
+        link = "solo" if self._link is None else self._link.name
+        return link if self._public is None else f"{link}, {self._public.name}"
 
     @property
     def num_nodes(self) -> int:
         return len(self._weights)
 
     @_raising_anew
-    def mix(self, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
-        """Does one round: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors.
+    def mix(self, step: int, tensors: Mapping[int, Sequence[Tensor]]) -> dict[int, Distances]:
+        """Does the round of a step: x_i <- Σ_j w_ij x_j, in place, for the own nodes' tensors;
+        over public copies where there are any.
 
         Products and sums are float64, in order of j, rounded once. All members call it equally
         often, with tensors of the same shapes. Returns the distances of each own node. Raises
         ExchangeError when a neighbour is lost or silent, or after cut.
         """
+        if self._public is not None:
+            return self._mix_coded(step, tensors, self._public)
         buckets = plan_buckets(tensors[self._own[0]])
         first_tag = self._tags(len(buckets) * self.num_nodes)
         distances = {node: Distances() for node in self._own}
@@ -127,15 +135,13 @@ class GossipExchange:
             self._wait(transit.sends)
         return distances
 
-    @_raising_anew
-    def mix_coded(
+    def _mix_coded(
         self, step: int, tensors: Mapping[int, Sequence[Tensor]], public: PublicCopies
     ) -> dict[int, Distances]:
-        """Does one round over public copies, in place, for the own nodes' tensors; otherwise as
-        mix."""
         first_tag = self._tags(self.num_nodes)
-        device = next(iter(tensors.values()))[0].device
-        device = device if self.name in ON_DEVICE else torch.device("cpu")
+        device = torch.device("cpu")
+        if self._link is not None and self._link.name in ON_DEVICE:
+            device = next(iter(tensors.values()))[0].device
         payloads = {node: public.encode(node, step, tensors[node]).to(device) for node in self._own}
         for nodes in self._routes.back.values():
             for node in nodes:
