@@ -81,10 +81,10 @@ def test_gossip_nodes_equal_the_loop() -> None:
 
 @pytest.mark.parametrize("case", ["rows", "collated"])
 def test_an_evaluation_equals_the_loop(case: str) -> None:
-    metric = {"rows": "accuracy", "collated": "tests.userland.losses:confidence"}[case]
+    metrics = {"rows": ("accuracy",), "collated": ()}[case]  # its target is a whole batch
     spec = evaluating("FunctionalDropout", **CASES[case])
     spec = spec.model_copy(
-        update={"evaluation": spec.evaluation.model_copy(update={"metrics": (metric,)})}
+        update={"evaluation": spec.evaluation.model_copy(update={"metrics": metrics})}
     )
     made = build_inference(spec, ALLOWED, device=CPU, fresh=True)
     batches = made.evaluator.share(["test"], 0, 1)
