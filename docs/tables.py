@@ -21,6 +21,7 @@ from stratagem.common.job import (
     phases_section,
     sections,
 )
+from stratagem.common.job.built_in_names import LOSSES, METRICS
 from stratagem.common.job.interval import Every
 from stratagem.common.job.optimizer.optimizer_section import GroupSpec, OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
@@ -35,8 +36,6 @@ from stratagem.coordinator.core.commands import SubmitRun
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, FROM_LOSS
-from stratagem.worker.engine.objectives.losses import _LOSSES
 from stratagem.worker.models.graph_model import MODULES
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN
@@ -312,12 +311,12 @@ def _answer(strategy: dict[str, Any]) -> tuple[str, str]:
 
 
 def losses() -> str:
-    rows = ((f"`{name}`", _listed(known)) for name, (_, known) in _LOSSES.items())
+    rows = ((f"`{name}`", _listed(known)) for name, known in LOSSES.items())
     return table(("loss", "keys of `kwargs`"), rows)
 
 
 def metrics() -> str:
-    return _listed([*_METRICS, *FROM_LOSS])
+    return _listed(METRICS)
 
 
 def modules() -> str:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import (
@@ -85,7 +86,7 @@ def test_everything_that_can_be_said_is_kept() -> None:
             **MINIMAL,
             "model": {"entrypoint": "pkg.mod:Cls.build", "kwargs": {"b": None, "a": [1, 2.0]}},
             "data": {"path": "some/data.safetensors"},
-            "loss": {"name": "mse", "kwargs": {"reduction": "mean"}},
+            "loss": {"name": "cross_entropy", "kwargs": {"label_smoothing": 0.1}},
             "optimizer": {
                 "name": "adam",
                 "lr": 1,
@@ -251,6 +252,15 @@ def test_every_example_strategy_makes_a_job(example: str) -> None:
     assert job.strategy == parse_strategy(example)
 
 
+def test_names_that_an_earlier_version_accepted_are_read_from_its_journal() -> None:
+    changed = JobSpec.parse(MINIMAL).canonical_json()
+    changed = changed.replace('"cross_entropy"', '"their_loss"').replace('"sgd"', '"their_sgd"')
+    with pytest.raises(InvalidInputError, match=r"loss.name: 'their_loss'"):
+        JobSpec.from_json(changed)
+    with limits.lifted():
+        assert JobSpec.from_json(changed).loss.name == "their_loss"
+
+
 def test_all_wrong_fields_are_named_at_once() -> None:
     document = {
         **MINIMAL,
@@ -260,7 +270,9 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         "seed": 1.0,
         "model": {"entrypoint": "no colon", "kwarg": {}},
         "data": {"path": "data.pkl"},
-        "optimizer": {"lr": "fast", "schedule": {"name": "cosin"}},
+        "loss": "cros_entropy",
+        "optimizer": {"name": "sdg", "lr": "fast", "schedule": {"name": "cosin"}},
+        "evaluation": {"metrics": ["acuracy"], "best": "accuracy"},
         "strategy": {**json.loads(EXAMPLES[1]), "aggregation": {"method": "AllReduse"}},
         "execution": {"precision": "Hal", "deterministic": 1},
     }
@@ -274,7 +286,12 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "model.entrypoint: 'no colon' is not of the form package.module:name",
             "model.kwarg: unknown key; did you mean kwargs?",
             "data.path: 'data.pkl' is not a .safetensors file; other formats can run code",
-            "optimizer.name: missing",
+            "loss.name: 'cros_entropy' is not one of bce_with_logits, cross_entropy, l1, mse, nll, "
+            "token_cross_entropy; did you mean cross_entropy?",
+            "evaluation.metrics[0]: 'acuracy' is not one of accuracy, loss, perplexity, mae, mse, "
+            "top5_accuracy; did you mean accuracy?",
+            "optimizer.name: 'sdg' is not one of adadelta, adafactor, adagrad, adam, adamax, "
+            "adamw, asgd, muon, nadam, radam, rmsprop, rprop, sgd; did you mean sgd?",
             "optimizer.lr: 'fast' is not a number",
             "optimizer.schedule.name: 'cosin' is not one of constant, linear, cosine, step, "
             "multistep, exponential, polynomial, restarts, onecycle, chain; did you mean cosine?",
@@ -305,7 +322,7 @@ def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
         ({"model": 3}, "model: 3 is not a mapping of entrypoint, kwargs, graph"),
         ({"data": {"path": "a.safetensors", "kwargs": {"a": 1}}}, "data.kwargs: has a meaning"),
         ({"data": {"inline": "abc"}}, "data.inline: 'abc' is not a SHA-256 digest"),
-        ({"loss": {"name": "a", "entrypoint": "b:c"}}, "loss: needs exactly one of name, entryp"),
+        ({"loss": {"name": "mse", "entrypoint": "b:c"}}, "loss: needs exactly one of name, entryp"),
         ({"loss": "a:b:c"}, "loss.entrypoint: 'a:b:c' is not of the form package.module:name"),
         ({"optimizer": "sgd"}, "optimizer: 'sgd' is not a mapping of name, lr, kwargs, "),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer.lr: 0 is not allowed; must be > 0"),
@@ -389,7 +406,24 @@ def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
             {"evaluation": {"metrics": ["accuracy"], "keep": "task:keep", "max_bytes": 5}},
             "evaluation.keep: is for metrics of your own; evaluation.metrics names none",
         ),
-        ({"evaluation": {"metrics": ["a", "a"]}}, "evaluation.metrics[1]: 'a' is in the list al"),
+        (
+            {"evaluation": {"metrics": ["mse", "mse"]}},
+            "evaluation.metrics[1]: 'mse' is in the list already",
+        ),
+        (
+            {"evaluation": {"metrics": ["mse", "acuracy"], "best": "accuracy"}},
+            "evaluation.metrics[1]: 'acuracy' is not one of accuracy, loss, perplexity, mae, mse, "
+            "top5_accuracy; did you mean accuracy?",
+        ),
+        ({"loss": "cros_entropy"}, "loss.name: 'cros_entropy' is not one of bce_with_logits, "),
+        (
+            {"loss": {"name": "cross_entropy", "kwargs": {"weight": [1, 2]}}},
+            "loss.kwargs.weight: unknown key; known: label_smoothing",
+        ),
+        (
+            {"optimizer": {"name": "sdg", "lr": 1}},
+            "optimizer.name: 'sdg' is not one of adadelta, adafactor, ",
+        ),
         ({"evaluation": {"metrics": "accuracy"}}, "evaluation.metrics: 'accuracy' is not a list"),
         ({"strategy": "Local"}, "strategy: 'Local' is not a mapping such as {type: Local}"),
         ({"epochs": None}, "epochs: missing; Local needs epochs or steps"),

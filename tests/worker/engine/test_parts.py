@@ -1,19 +1,22 @@
 """Losses, metrics, optimizers, schedules, keyed randomness, evaluation, fingerprint, examples."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import ExecutionSpec, LossSpec, OptimizerSpec
+from stratagem.common.job.built_in_names import FROM_LOSS, LOSSES, METRICS
 from stratagem.worker.engine.numerics.fingerprint import numerics_fingerprint, processor_name
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.objectives.evaluation_metrics import _METRICS, make_metrics
+from stratagem.worker.engine.objectives.losses import _LOSSES, make_loss
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.stochastic_modules import draws_random_numbers
 from stratagem.worker.plans.supported_settings import check_supported
@@ -51,11 +54,24 @@ def test_token_loss_counts_tokens() -> None:
     assert (nothing.mean.item(), nothing.weight) == (0.0, 0)
 
 
-def test_wrong_losses_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="did you mean cross_entropy"):
-        loss("cros_entropy")
-    with pytest.raises(InvalidInputError, match=r"loss\.weight"):
-        loss({"name": "cross_entropy", "kwargs": {"weight": [1, 2]}})
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_table_of_losses_says_what_each_takes(name: str) -> None:
+    x = torch.rand(6, 3)
+    y = torch.arange(6) % 3 if name in ("cross_entropy", "token_cross_entropy", "nll") else x
+    values = {"label_smoothing": 0.1, "ignore_index": 1, "pos_weight": [1.0, 2.0, 3.0]}
+    kwargs = {key: values[key] for key in LOSSES[name]}
+    plain = loss(name)(x, y, 6)
+    assert math.isfinite(plain.mean)
+    for key, value in kwargs.items():
+        assert loss({"name": name, "kwargs": {key: value}})(x, y, 6) != plain
+
+
+def test_the_tables_of_names_are_those_of_the_functions() -> None:
+    assert set(LOSSES) == set(_LOSSES)
+    assert set(METRICS) == {*_METRICS, *FROM_LOSS}
+
+
+def test_a_loss_for_each_row_is_refused() -> None:
     with pytest.raises(ValueError, match="one number"):
         loss("tests.userland.losses:one_per_row")(torch.zeros(3), torch.zeros(3), 3)
 
@@ -77,8 +93,6 @@ def test_metrics() -> None:
     assert metrics["mae"](x, x - 2, 8) == (2.0, 8)
     user = make_metrics(["tests.userland.losses:confidence"], ALLOWED, 2)
     assert next(iter(user.values()))(torch.zeros(4, 2), y, 4) == (0.5, 4.0)
-    with pytest.raises(InvalidInputError, match="did you mean accuracy"):
-        make_metrics(["acuracy"], ALLOWED)
 
 
 def optimizer(**spec: Any) -> torch.optim.Optimizer:
@@ -150,13 +164,11 @@ def test_an_update_in_one_pass_depends_on_nothing_but_its_tensor(name: str) -> N
 
 def test_wrong_optimizers_are_refused() -> None:
     assert optimizer(name="Adam", betas=[0.8, 0.9]).param_groups[0]["betas"] == (0.8, 0.9)
-    with pytest.raises(InvalidInputError, match="did you mean adamw"):
-        optimizer(name="adamwx")
     with pytest.raises(InvalidInputError, match="did you mean momentum"):
         optimizer(name="sgd", momentumm=0.9)
     with pytest.raises(InvalidInputError, match="Invalid beta"):
         optimizer(name="adam", betas=[2.0, 0.9])
-    with pytest.raises(InvalidInputError, match="'lbfgs' is not one of adadelta, "):
+    with pytest.raises(ValidationError, match="'lbfgs' is not one of adadelta, "):
         optimizer(name="lbfgs")
 
 

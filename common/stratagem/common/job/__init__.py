@@ -7,8 +7,11 @@ from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every
 from stratagem.common.job.job_files import load_job, parse_yaml
-from stratagem.common.job.optimizer.optimizer_section import GroupSpec, OptimizerSpec
-from stratagem.common.job.optimizer.optimizers import check_optimizer
+from stratagem.common.job.optimizer.optimizer_section import (
+    GroupSpec,
+    OptimizerSpec,
+    check_optimizer,
+)
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.sections import (

@@ -12,6 +12,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
+from stratagem.common.job.built_in_names import (
+    check_loss_kwargs,
+    check_loss_name,
+    check_metric_name,
+)
 from stratagem.common.job.interval import Every, EveryField
 from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.model.graph import GraphSpec
@@ -90,7 +95,7 @@ class DataSpec(Section):
 class LossSpec(Section):
     """The loss: the name of one of ours, or an entry point. Bare text is either."""
 
-    name: Name | None = None
+    name: Annotated[Name, AfterValidator(check_loss_name)] | None = None
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
 
@@ -104,6 +109,8 @@ class LossSpec(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         one_of(self, ("name", "entrypoint"))
+        if self.name is not None and limits.are_checked():
+            refuse([*check_loss_kwargs(self.name, self.kwargs)])
         return self
 
 
@@ -127,7 +134,10 @@ class EvaluationSpec(Section):
 
     split: Name = "test"
     every: EveryField = Every(1, "epoch")
-    metrics: Annotated[Items[MetricName], BeforeValidator(_not_too_many)] = ()
+    metrics: Annotated[
+        Items[Annotated[MetricName, AfterValidator(check_metric_name)]],
+        BeforeValidator(_not_too_many),
+    ] = ()
     best: str | None = None
     mode: Literal["max", "min"] = "max"
     batch_size: Count = 256

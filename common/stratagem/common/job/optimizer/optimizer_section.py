@@ -1,24 +1,33 @@
 """The section `optimizer`: a torch optimizer by name, and groups of parameters with values of their
 own.
 
-Checks itself; that the optimizer knows a keyword is checked by `optimizers.py`.
+Checks itself, but for keywords: what a population draws may make them fit.
 """
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from stratagem.common.base.errors import Violation
+from stratagem.common.base import limits
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.job.optimizer.optimizers import KEYWORDS
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.schema.document import Section, refuse
 from stratagem.common.schema.field_types import Items, Kwargs, Name, NonEmptyText, Positive, Whole
 from stratagem.common.schema.frozen import FrozenDict
+from stratagem.common.schema.json_text import not_one_of, suggest
 
 MAX_GROUPS: Final = 64
 DEFAULT_GROUP: Final = "default"
 _RESERVED: Final = ("params", "name", "lr", "kwargs", "schedule", "clip_norm", "groups")
+
+
+def _check_optimizer_name(value: str) -> str:
+    if value.lower() not in KEYWORDS and limits.are_checked():
+        raise InvalidInputError(not_one_of(value, sorted(KEYWORDS)))
+    return value
 
 
 class GroupSpec(Section):
@@ -65,7 +74,7 @@ class OptimizerSpec(Section):
     belongs to the first group that holds it, else to the optimizer's own values.
     """
 
-    name: Name
+    name: Annotated[Name, AfterValidator(_check_optimizer_name)]
     lr: Positive
     kwargs: Kwargs = FrozenDict()
     schedule: ScheduleSpec | None = None
@@ -103,6 +112,21 @@ class OptimizerSpec(Section):
             kwargs = FrozenDict({**self.kwargs, **group.kwargs})
             own = {"lr": self.lr if group.lr is None else group.lr, "kwargs": kwargs}
             yield group.name, plain.model_copy(update=own)
+
+
+def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
+    """Yield the optimizer's name, or a keyword, that torch does not know."""
+    known = KEYWORDS.get(spec.name.lower())
+    if known is None:
+        yield Violation("optimizer.name", not_one_of(spec.name, sorted(KEYWORDS)))
+        return
+    groups = [(f"optimizer.groups[{i}]", group.kwargs) for i, group in enumerate(spec.groups or ())]
+    for path, kwargs in [("optimizer", spec.kwargs), *groups]:
+        for key, value in kwargs.items():
+            if key not in known:
+                allowed = ", ".join(sorted(known))
+                text = f"{value!r}, but {spec.name} takes no {key!r}{suggest(key, known)}"
+                yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
 
 
 def is_matched(name: str, patterns: tuple[str, ...]) -> bool:

@@ -32,16 +32,15 @@ def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Return the violations of a job. Raises InvalidInputError when its strategy is not
     installed."""
     strategy = strategies.require(job)
+    violations: list[Violation] = []
     if job.optimizer is not None and job.search_space is None:  # a population has its members'
-        violations = list(check_optimizer(job.optimizer))
-        if violations:
-            return violations
+        violations += check_optimizer(job.optimizer)
     try:
-        return strategy.check(job, strategies)
+        return [*violations, *strategy.check(job, strategies)]
     except StratagemError:
         raise
     except Exception as error:
-        return [Violation("strategy", Raised.by(error))]
+        return [*violations, Violation("strategy", Raised.by(error))]
 
 
 def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:

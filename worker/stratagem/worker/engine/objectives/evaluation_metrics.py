@@ -13,15 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job.built_in_names import FROM_LOSS
 from stratagem.common.numerics.numerics_rules import CURRENT
-from stratagem.common.schema.json_text import not_one_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 Metric = Callable[[Any, Any, int], tuple[float, float]]
 """(output, target, num_rows) -> (mean, weight)."""
 
-FROM_LOSS: Final = frozenset({"loss", "perplexity"})
 _IGNORED: Final = -100
 
 
@@ -39,9 +37,6 @@ def make_metrics(
 def _make_metric(name: str, entrypoints: EntryPoints) -> Metric:
     if ":" in name:
         return _user_metric(entrypoints.resolve(name, "evaluation.metrics"))
-    if name not in _METRICS:
-        known = sorted({*_METRICS, *FROM_LOSS})
-        raise InvalidInputError.at("evaluation.metrics", not_one_of(name, known))
     return _METRICS[name]
 
 
