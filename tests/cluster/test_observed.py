@@ -51,7 +51,7 @@ def test_a_run_shows_in_the_metrics(client: Client, exact_cluster: LocalCluster)
     assert sum(each["stratagem_stream_bytes_total"][sent] for each in after) > 0.0
     outcomes = after[0]["stratagem_worker_executions_total"]
     assert set(dict(key)["outcome"] for key in outcomes) <= {
-        *("train", "build", "client_round", "evaluate", "interrupted", "error", "defect")
+        *("train", "build", "client_round", "evaluate", "measure", "interrupted", "error", "defect")
     }
     assert coordinator["stratagem_coordinator_workers"][labelled(state="alive")] >= NUM_WORKERS
     for name in ("commits", "rounds"):
