@@ -66,8 +66,8 @@ EXECUTIONS: Final = Metric(
 ENDED: Final = Metric(
     "stratagem_worker_executions_total",
     "counter",
-    "plans that have ended, by outcome: train, build, client_round, evaluate, interrupted, error "
-    "(the user's code), defect (ours)",
+    "plans that have ended, by outcome: train, build, client_round, evaluate, measure, "
+    "interrupted, error (the user's code), defect (ours)",
     ("outcome",),
 )
 SESSIONS: Final = Metric("stratagem_worker_sessions", "gauge", "sessions of runs held")
