@@ -12,6 +12,7 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
+    model_parallel,
     outcome_of,
     train,
     wait_for,
@@ -51,3 +52,14 @@ def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
         "dropout_mlp", data={**user_data("augmented"), "collate": COLLATE}, batch_size=5
     )
     assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
+
+
+@pytest.mark.parametrize("order", ["shuffle", "sequential"])
+def test_stages_of_a_pipeline_have_the_bits_of_the_loop(client: Client, order: str) -> None:
+    """The first stage fetches the inputs, the last one the targets."""
+    cut = {"0 1": "worker-0", "2 3": "worker-1"}
+    strategy = model_parallel(cut, protocol="Pipeline", micro_batch_size=3)
+    data = {**user_data("augmented"), "collate": COLLATE, "order": order}
+    spec = job("dropout_mlp", data=data, strategy=strategy)
+    expected = sharded_loop(spec, ALLOWED, 1, micro_batch_size=3)
+    assert_same_bits(train(client, spec).state, expected.state)

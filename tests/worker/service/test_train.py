@@ -69,7 +69,7 @@ async def test_build_says_what_was_built(w0: Worker) -> None:
 @pytest.mark.parametrize(
     "variables", [{}, {"PYTHONNODEBUGRANGES": "1"}], ids=["fork of the template", "started alone"]
 )
-async def test_a_data_loader_of_the_users_has_a_process_of_its_own(
+async def test_a_data_loader_of_the_users_has_processes_of_its_own(
     rig: Rig, variables: dict[str, str]
 ) -> None:
     """A fork of a process with a live server of gRPC would soon be killed, or stand still."""
