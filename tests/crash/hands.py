@@ -4,7 +4,6 @@ a coordinator that stays away, two of them on one data folder, workers of a seco
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from stratagem.client.local import preloaded_programs
 from tests.crash.rig import until
+from tests.free_ports import free_port
 from tests.repository import ROOT
 
 EXIT_FENCED = 3
@@ -100,5 +100,4 @@ def hands(folder: Path, *coordinator_flags: str) -> Iterator[Hands]:
 
 def free_address() -> str:
     """Where nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ import docker
 import pytest
 from docker.models.containers import Container
 
+from tests.free_ports import free_port
 from tests.repository import ROOT
 
 HOW_TO_GET_AN_ENGINE = (
@@ -159,7 +159,8 @@ def running_stack(num_workers: int, certs: Path | None = None) -> Iterator[Stack
     build = [str(ROOT / "deploy" / "docker" / "build.sh")]
     done = subprocess.run(build, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    stack = Stack(client, _free_port(), certs)
+    # A fixed port, since one that the engine chooses changes when a container restarts.
+    stack = Stack(client, free_port(), certs)
     try:
         stack.up(num_workers)
         yield stack
@@ -167,10 +168,3 @@ def running_stack(num_workers: int, certs: Path | None = None) -> Iterator[Stack
         with suppress(subprocess.TimeoutExpired):
             stack.down()
         client.close()
-
-
-def _free_port() -> int:
-    """A fixed one, since a port that the engine chooses changes when a container restarts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
