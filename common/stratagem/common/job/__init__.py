@@ -2,7 +2,7 @@
 
 from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression_section import CompressionSpec
-from stratagem.common.job.derived_jobs import entry_points, with_fields
+from stratagem.common.job.derived_jobs import entry_points, entry_points_by_field, with_fields
 from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every
@@ -57,6 +57,7 @@ __all__ = [
     "check_optimizer",
     "effective_strategy",
     "entry_points",
+    "entry_points_by_field",
     "load_job",
     "parse_yaml",
     "with_fields",

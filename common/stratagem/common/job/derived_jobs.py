@@ -44,10 +44,24 @@ def _named(items: list[JSON], name: str) -> JSON:
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:
     """Exactly what the job names of the user's code; nothing else may be imported."""
-    own = job.evaluation
-    metrics = (*own.metrics, own.keep) if own else ()
-    order = job.data.order
-    data = [job.data.entrypoint, job.data.collate]
-    data += [order.entrypoint, order.weights, order.lengths] if order else []
-    named = [job.model.entrypoint, *data, job.loss.entrypoint, *metrics]
-    return tuple(dict.fromkeys(name for name in named if name is not None and ":" in name))
+    return tuple(dict.fromkeys(entry_points_by_field(job).values()))
+
+
+def entry_points_by_field(job: JobSpec) -> dict[str, str]:
+    """The entry points that the job names, by the path of the field that names each."""
+    data, order, evaluation = job.data, job.data.order, job.evaluation
+    named: dict[str, str | None] = {
+        "model.entrypoint": job.model.entrypoint,
+        "data.entrypoint": data.entrypoint,
+        "data.collate": data.collate,
+        "loss.entrypoint": job.loss.entrypoint,
+    }
+    if order is not None:
+        named["data.order.entrypoint"] = order.entrypoint
+        named["data.order.weights"] = order.weights
+        named["data.order.lengths"] = order.lengths
+    if evaluation is not None:
+        named["evaluation.keep"] = evaluation.keep
+        for place, metric in enumerate(evaluation.metrics):
+            named[f"evaluation.metrics[{place}]"] = metric
+    return {field: name for field, name in named.items() if name is not None and ":" in name}
