@@ -34,7 +34,7 @@ from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.objectives.objective import make_objective
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.exchange import SingleMemberReducer
@@ -113,13 +113,13 @@ def engine(name: str, *, num_parts: int) -> Callable[[], None]:
         }
     )
     model, gather = make_model(name), Gather(torch.float32, CPU)
-    loss = make_loss(job.loss, EntryPoints([]))
+    objective = make_objective(job, EntryPoints([]))
     randomness = KeyedRandomness(model, CPU)
     data = {"train": as_dataset(make_data(name), "train")}
     execution = prepare(model, job, CPU, randomness)
-    evaluator = Evaluator(model, data, execution, randomness, gather, loss, {}, 256)
+    evaluator = Evaluator(model, data, execution, randomness, gather, objective, {}, 256)
     setup = Setup(
-        job, model, data, loss, gather, evaluator, randomness, execution, numerics=CURRENT
+        job, model, data, objective, gather, evaluator, randomness, execution, numerics=CURRENT
     )
     trainer = Trainer(setup)
     exchange = SingleMemberReducer(trainer.params)

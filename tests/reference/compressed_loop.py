@@ -28,13 +28,13 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.decoded_update import is_coded
 from tests.reference.loops import Result, cut_rows, is_skipped
+from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
@@ -52,7 +52,7 @@ def compressed_loop(
     """Each shard keeps the state of its codec; decoded shards are added in the fixed tree."""
     assert job.compression is not None
     data = load_data(job, entrypoints, DataSources())["train"]
-    gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
+    gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in named.items())
@@ -83,7 +83,7 @@ def compressed_loop(
             for micro_batch, part in enumerate(cut_rows(job, batch[rows.start : rows.stop])):
                 place = (job.seed, step, shard, micro_batch)
                 x, y = read(gather, data, part, (job.seed, "row", epoch), place, randomness)
-                value = loss_fn(model(x), y, len(part))
+                value = loss_fn(model, x, y, len(part))
                 scale.up(value.mean * value.weight).backward()
                 found[0] += value.weight
                 found[1] += value.mean.detach().double() * value.weight

@@ -20,9 +20,9 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.reference.objective import objective_of, prediction_of
 from tests.reference.row_batches import read
 
 
@@ -42,7 +42,8 @@ def evaluation_loop(
     if state is not None:
         model.load_state_dict(state)
     model.eval()
-    loss_fn, gather = make_loss(job.loss, entrypoints), Gather(float_dtype(job), device)
+    objective, gather = objective_of(job, entrypoints), Gather(float_dtype(job), device)
+    predict = prediction_of(job, entrypoints)
     metrics = make_metrics(spec.metrics, entrypoints)
     execution = prepare(model, job, device, KeyedRandomness(model, device))
     sums: dict[str, list[float]] = {}
@@ -53,13 +54,13 @@ def evaluation_loop(
         x, y = read(gather, dataset, rows, ("row", "evaluate", spec.split), key)
         execution.begin_batch(len(rows))
         with torch.no_grad():
-            output = model(x)
+            loss = objective(model, x, y, len(rows))
+            output, target = predict(model, x, y)
             if outputs is not None:
                 outputs.append(output)
-            kept.append((output, y))
-            loss = loss_fn(output, y, len(rows))
+            kept.append((output, target))
             means = {"loss": (float(loss.mean), loss.weight)}
-            means |= {name: metric(output, y, len(rows)) for name, metric in metrics.items()}
+            means |= {name: metric(output, target, len(rows)) for name, metric in metrics.items()}
         for name, (mean, weight) in means.items():
             total = sums.setdefault(name, [0.0, 0.0])
             total[0] += mean * weight

@@ -22,7 +22,6 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
@@ -30,6 +29,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.coded_gossip import CodedMixing
 from tests.reference.decoded_update import is_coded
 from tests.reference.loops import backward, cut_rows, divide, is_skipped, trained_of
+from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
@@ -71,7 +71,7 @@ def gossip_loop(
     num_nodes = strategy.num_replicas
     weights = metropolis_hastings(graph_of(strategy.aggregation.topology, num_nodes, job.seed))
     data = load_data(job, entrypoints, DataSources())["train"]
-    gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
+    gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
     models = [build_model(job, entrypoints, device=_CPU, fresh=True) for _ in range(num_nodes)]
     params = [[p for p in model.parameters() if p.requires_grad] for model in models]
     optimizers = [
@@ -108,7 +108,7 @@ def gossip_loop(
             for micro_batch, rows in enumerate(parts := cut_rows(job, batch[_slice(shard)])):
                 key = (job.seed, step, node, micro_batch)
                 x, y = read(gather, data, rows, (job.seed, "row", epoch), key, randomness[node])
-                value = loss_fn(models[node](x), y, len(rows))
+                value = loss_fn(models[node], x, y, len(rows))
                 values.append(backward(job, value, len(parts), scale))
             loss, weight = divide(job, params[node], values, scale)
             if is_skipped(job, loss, params[node], scale):

@@ -29,7 +29,7 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
-from stratagem.worker.engine.objectives.losses import LossFunction, LossValue, make_loss
+from stratagem.worker.engine.objectives.losses import LossValue
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.engine.trainers.federated_client import client_order
@@ -37,6 +37,7 @@ from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.models.model_nodes import program_of, separate_tied
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.decoded_update import is_coded, received
+from tests.reference.objective import Objective, objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import epoch_batches, read
@@ -75,7 +76,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
                 optimizer, learning_rate_factor(job.optimizer, len(losses), total_steps)
             )
             x, y = take(rows, (job.seed, "row", epoch), (job.seed, len(losses), 0, 0))
-            loss = loss_fn(model(x), y, len(rows)).mean
+            loss = loss_fn(model, x, y, len(rows)).mean
             optimizer.zero_grad()
             loss.backward()
             if job.optimizer.clip_norm is not None:
@@ -128,7 +129,7 @@ def sharded_loop(
             for micro_batch, rows in enumerate(cut_rows(job, shard_rows, micro_batch_size)):
                 key = (job.seed, step, shard, micro_batch)
                 x, y = take(rows, (job.seed, "row", epoch), key, randomness)
-                value = loss_fn(model(x), y, len(rows))
+                value = loss_fn(model, x, y, len(rows))
                 scale.up(value.mean * value.weight).backward()
                 weight += value.weight
                 loss += value.mean.detach().double() * value.weight
@@ -263,7 +264,7 @@ def _train_client(
     data = load_data(job, entrypoints, DataSources(), ClientShare(client, strategy.num_clients))[
         "train"
     ]
-    gather, loss_fn = Gather(float_dtype(job), _CPU), make_loss(job.loss, entrypoints)
+    gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
     params = [param for _, param in trained_of(model)]
     start = [param.detach().clone() for param in params]
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
@@ -284,7 +285,7 @@ def _train_client(
                 own_key: Key = (*key, micro_batch) if micro_batch else key
                 row_key = (job.seed, "row", "client", client, epoch)
                 x, y = read(gather, data, part, row_key, own_key, randomness)
-                value = loss_fn(model(x), y, len(part))
+                value = loss_fn(model, x, y, len(part))
                 values.append(backward(job, value, len(parts), scale))
             loss, weight = divide(job, params, values, scale)
             for param, anchor in zip(params, start, strict=True):
@@ -368,12 +369,12 @@ Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness]
 
 def _setup(
     job: JobSpec, entrypoints: EntryPoints
-) -> tuple[nn.Module, LossFunction, list[nn.Parameter], Take, ModelExecution, KeyedRandomness]:
+) -> tuple[nn.Module, Objective, list[nn.Parameter], Take, ModelExecution, KeyedRandomness]:
     data = load_data(job, entrypoints, DataSources())["train"]
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
     gather = Gather(float_dtype(job), _CPU)
     params = [param for param in model.parameters() if param.requires_grad]
-    loss_fn = make_loss(job.loss, entrypoints)
+    loss_fn = objective_of(job, entrypoints)
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
     take = partial(read, gather, data)

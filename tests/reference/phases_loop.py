@@ -22,12 +22,12 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped, trained_of
+from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
@@ -261,7 +261,7 @@ class _Loop:
         self._job, self._num_shards, self._numerics = job, num_shards, numerics
         self._data = load_data(job, entrypoints, DataSources())["train"]
         self._model = build_model(job, entrypoints, device=_CPU, fresh=True)
-        self._loss = make_loss(job.loss, entrypoints)
+        self._loss = objective_of(job, entrypoints)
         self._gather = Gather(float_dtype(job), _CPU)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
         named = trained_of(self._model)
@@ -289,7 +289,7 @@ class _Loop:
             for micro_batch, indices in enumerate(micro_batches):
                 key = (self._job.seed, step, shard, micro_batch)
                 x, y = read(self._gather, self._data, indices, row_key, key, self._randomness)
-                value = self._loss(self._model(x), y, len(indices))
+                value = self._loss(self._model, x, y, len(indices))
                 root = value.mean * value.weight
                 self._scale.up(root).backward()
                 weight += value.weight

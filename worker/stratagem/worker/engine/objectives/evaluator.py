@@ -20,7 +20,13 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluation_metrics import Metric, make_metrics
 from stratagem.worker.engine.objectives.kept_batches import KeptBatch
-from stratagem.worker.engine.objectives.losses import LossFunction, make_loss
+from stratagem.worker.engine.objectives.losses import LossFunction
+from stratagem.worker.engine.objectives.objective import (
+    Assessment,
+    Objective,
+    OutputLoss,
+    make_objective,
+)
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -71,11 +77,17 @@ class Evaluator:
     execution: ModelExecution
     randomness: KeyedRandomness
     gather: Gather
-    loss: LossFunction
+    objective: Objective
     metrics: Mapping[str, Metric]
     batch_size: int
     own: OwnMetrics | None = None
     """The user's own metrics."""
+
+    @property
+    def loss(self) -> LossFunction:
+        """The loss of an output that was computed elsewhere, such as by a pipeline's stages."""
+        assert isinstance(self.objective, OutputLoss)  # others are refused in pipelines
+        return self.objective.loss
 
     def dataset(self, split: str) -> Dataset:
         """A split's rows; raises InvalidInputError naming evaluation.split."""
@@ -119,11 +131,12 @@ class Evaluator:
         keep: gets the output and the number of rows.
         """
         x, y, num_rows = self.load(split, batch)
+        wants_output = bool(self.metrics) or self.own is not None or keep is not None
         with user_code(f"evaluating {split}"):
-            output = self.model(x)
-        part = self.measure(split, batch, output, y, num_rows)
+            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
+        part = self._part(split, batch, found, num_rows)
         if keep is not None:
-            keep(output, num_rows)
+            keep(found.output, num_rows)
         self.randomness.end()
         return part
 
@@ -143,17 +156,22 @@ class Evaluator:
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
         """Computes loss and metrics of a batch from the model's output, and keeps what the user's
         own metrics need of it."""
-        kept = None
         with user_code(f"evaluating {split}"):
-            loss = self.loss(output, y, num_rows)
+            found = Assessment(self.loss(output, y, num_rows), output, y)
+        return self._part(split, batch, found, num_rows)
+
+    def _part(self, split: str, batch: int, found: Assessment, num_rows: int) -> EvaluationPart:
+        kept, loss = None, found.loss
+        with user_code(f"evaluating {split}"):
             sums = {"loss": float(loss.mean) * loss.weight}
             for name, metric in self.metrics.items():
-                mean, weight = metric(output, y, num_rows)
+                mean, weight = metric(found.output, found.target, num_rows)
                 sums[name] = mean * weight
                 if weight != loss.weight:
                     sums[f"weight:{name}"] = weight
             if self.own is not None:
-                kept = self.own.keep(output, y, num_rows, len(self.dataset(split)))
+                num_all = len(self.dataset(split))
+                kept = self.own.keep(found.output, found.target, num_rows, num_all)
         if loss.weight == 0:  # nothing was counted, so its mean may be anything
             sums["loss"] = 0.0
         return EvaluationPart(split, batch, loss.weight, sums, kept)
@@ -170,8 +188,10 @@ def make_evaluator(  # noqa: PLR0913  (the one place that puts all of them toget
     numerics: int = CURRENT,
 ) -> Evaluator:
     """Makes the evaluator of a job's model, with the loss, metrics and batches of the job."""
-    spec, loss = job.evaluation, make_loss(job.loss, entrypoints)
+    spec, objective = job.evaluation, make_objective(job, entrypoints)
     metrics = make_metrics(spec.metrics if spec else [], entrypoints, numerics)
     batch_size = spec.batch_size if spec else _BATCH_SIZE
     own = make_own_metrics(spec, entrypoints, numerics)
-    return Evaluator(model, data, execution, randomness, gather, loss, metrics, batch_size, own)
+    return Evaluator(
+        model, data, execution, randomness, gather, objective, metrics, batch_size, own
+    )

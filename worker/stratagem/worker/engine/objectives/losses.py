@@ -6,7 +6,7 @@ mean × weight and divided once by the total weight. Must not know shards.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,21 @@ from stratagem.common.schema.frozen import thawed
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
+class Logged(NamedTuple):
+    """A number that is shown beside the loss: a mean over `weight` rows, tokens or the like."""
+
+    name: str
+    mean: float | Tensor
+    weight: float
+
+
 @dataclass(frozen=True, slots=True)
 class LossValue:
     """A scalar mean that can be differentiated, and the rows or tokens it is a mean over."""
 
     mean: Tensor
     weight: float
+    log: tuple[Logged, ...] = ()
 
 
 LossFunction = Callable[[Any, Any, int], LossValue]

@@ -15,7 +15,7 @@ from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
-from stratagem.worker.engine.objectives.losses import LossFunction, NamedLoss
+from stratagem.worker.engine.objectives.objective import Objective
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
 from stratagem.worker.user_code.entrypoints import user_code
 
@@ -97,7 +97,7 @@ class Passes:
     """
 
     model: nn.Module
-    loss: LossFunction
+    objective: Objective
     gather: Gather
     randomness: KeyedRandomness
     execution: ModelExecution
@@ -121,9 +121,7 @@ class Passes:
         return counted
 
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
-        is_users = not (
-            isinstance(rows.dataset, TensorDataset) and isinstance(self.loss, NamedLoss)
-        )
+        is_users = self.objective.is_users or not isinstance(rows.dataset, TensorDataset)
         counted_losses: list[tuple[Tensor, float]] = []
         weight = 0.0
 
@@ -155,7 +153,7 @@ class Passes:
         """Forward and backward of one micro-batch; (its mean loss, its weight)."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity, keys)
         with user_code(rows.activity):
-            loss = self.loss(self.model(x), y, rows.indices.shape[0])
+            loss = self.objective(self.model, x, y, rows.indices.shape[0])
         before_backward(float(loss.weight))
         with user_code(rows.activity):
             root, mean = self.execution.scale.up(loss.mean), loss.mean

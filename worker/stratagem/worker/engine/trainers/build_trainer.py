@@ -1,4 +1,4 @@
-"""Puts a trainer together from a job: model, data, loss, metrics.
+"""Puts a trainer together from a job: model, data, objective, metrics.
 
 The only place that knows all of them by name.
 """
@@ -105,5 +105,14 @@ def make_setup(
     )
     order = epoch_rows_of(job, data, entrypoints)
     return Setup(
-        job, model, data, evaluator.loss, gather, evaluator, randomness, execution, numerics, order
+        job,
+        model,
+        data,
+        evaluator.objective,
+        gather,
+        evaluator,
+        randomness,
+        execution,
+        numerics,
+        order,
     )

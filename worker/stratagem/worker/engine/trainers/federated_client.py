@@ -24,7 +24,7 @@ from stratagem.worker.data.sampler import epoch_order
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.losses import make_loss
+from stratagem.worker.engine.objectives.objective import make_objective
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
@@ -78,10 +78,10 @@ class ClientRunner:
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._params = [param for _, param in self._named]
-        loss, gather = make_loss(job.loss, entrypoints), make_gather(job, device)
+        objective, gather = make_objective(job, entrypoints), make_gather(job, device)
         randomness = KeyedRandomness(self._model, device)
         self._execution = prepare(self._model, job, device, randomness)
-        self._passes = Passes(self._model, loss, gather, randomness, self._execution)
+        self._passes = Passes(self._model, objective, gather, randomness, self._execution)
         self._randomness = randomness
         self._buffers, self._numerics = Buffers(self._model, device), numerics
         live = self._model.state_dict(keep_vars=True).items()

@@ -321,7 +321,7 @@ def _node(setup: Setup, model: nn.Module) -> _Node:
     optimizer = make_optimizer(setup.job.optimizer, params, fused=setup.job.execution.fusion)
     randomness = KeyedRandomness(model, setup.gather.device)
     execution = prepare(model, setup.job, setup.gather.device, randomness)
-    passes = Passes(model, setup.loss, setup.gather, randomness, execution)
+    passes = Passes(model, setup.objective, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
     policy = StepPolicy(setup.job, execution, [p for _, p in params], optimizer, buffers)
     local_step = LocalStep(policy, passes, setup.job.window.must_divide, setup.numerics)

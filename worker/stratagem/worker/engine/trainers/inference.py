@@ -37,12 +37,12 @@ class Inference:
         """
 
         def keep(output: Any, num_rows: int) -> None:
-            if outputs is not None:
-                outputs.update(_copies("output", output, num_rows))
+            assert outputs is not None
+            outputs.update(_copies("output", output, num_rows))
 
         # A model that is trained may compute gradients of its own inside its forward pass.
         with torch.inference_mode(self.job.only_evaluates):
-            return self.evaluator.part(split, batch, keep)
+            return self.evaluator.part(split, batch, None if outputs is None else keep)
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """(the model's tensors by name, metadata), copied to the CPU; step 0."""

@@ -18,7 +18,6 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.engine.objectives.losses import counts_rows
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
@@ -46,7 +45,9 @@ class Trainer:
         self.setup, job, self.model = setup, setup.job, setup.model
         self.job, self._data = job, setup.data
         self._execution = execution = setup.execution
-        self._passes = Passes(setup.model, setup.loss, setup.gather, setup.randomness, execution)
+        self._passes = Passes(
+            setup.model, setup.objective, setup.gather, setup.randomness, execution
+        )
         if "train" not in setup.data:
             known = ", ".join(setup.data) or "none"
             raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
@@ -84,7 +85,7 @@ class Trainer:
         params = [param for _, param in self.params]
         self._policy = StepPolicy(job, execution, params, self.optimizer, self._buffers)
         self.step = 0
-        self._window, self._counts_rows = job.window, counts_rows(job.loss)
+        self._window, self._counts_rows = job.window, setup.objective.counts_rows
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
         self._losses: list[float] = []  # of its own micro-batches

@@ -11,17 +11,17 @@ from stratagem.worker.data.sampler import EpochRows
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.objectives.losses import LossFunction
+from stratagem.worker.engine.objectives.objective import Objective
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The parts of one trainer: job, model, data, loss, evaluator, randomness, and execution."""
+    """The parts of one trainer: job, model, data, objective, evaluator, randomness, execution."""
 
     job: JobSpec
     model: nn.Module
     data: Mapping[str, Dataset]
-    loss: LossFunction
+    objective: Objective
     gather: Gather
     evaluator: Evaluator
     randomness: KeyedRandomness

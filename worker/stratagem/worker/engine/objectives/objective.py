@@ -1,0 +1,79 @@
+"""Objectives: what a model is trained for, as (mean loss, weight, log) of one micro-batch.
+
+An objective calls the model itself, so it may be a loss of the model's output, or any function of
+model and batch. Everything that trains or evaluates a whole model knows objectives only; a
+pipeline, whose model is in stages, needs the loss of an output. Must not know shards.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from stratagem.common.job import JobSpec
+from stratagem.worker.engine.objectives.losses import (
+    LossFunction,
+    LossValue,
+    NamedLoss,
+    counts_rows,
+    make_loss,
+)
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+
+class Assessment(NamedTuple):
+    """What an objective finds in one batch of an evaluation; output and target are for metrics."""
+
+    loss: LossValue
+    output: Any
+    target: Any
+
+
+class Objective(Protocol):
+    """What a model is trained for. num_rows: of the micro-batch, as the plan asked for."""
+
+    @property
+    def is_users(self) -> bool:
+        """True if code of the user's runs in it, which may draw from any generator."""
+
+    @property
+    def counts_rows(self) -> bool:
+        """True if the weight is always the number of rows, so that it is known beforehand."""
+
+    def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
+        """Computes the forward pass and the loss of a micro-batch; the caller goes backward."""
+
+    def evaluate(
+        self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
+    ) -> Assessment:
+        """Computes the loss of a batch, without a gradient. wants_output: else output and target
+        may be left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLoss:
+    """The objective of a job with a `loss`: that of the model's output and the target."""
+
+    loss: LossFunction
+    counts_rows: bool
+
+    @property
+    def is_users(self) -> bool:
+        """True for a loss by entry point."""
+        return not isinstance(self.loss, NamedLoss)
+
+    def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
+        """An `Objective`."""
+        return self.loss(model(x), y, num_rows)
+
+    def evaluate(
+        self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
+    ) -> Assessment:
+        """Computes output and loss of a batch."""
+        output = model(x)
+        return Assessment(self.loss(output, y, num_rows), output, y)
+
+
+def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
+    """Makes the objective that a job names."""
+    return OutputLoss(make_loss(job.loss, entrypoints), counts_rows(job.loss))
