@@ -22,6 +22,7 @@ from stratagem.common.job import (
     sections,
 )
 from stratagem.common.job.built_in_names import LOSSES, METRICS
+from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every
 from stratagem.common.job.optimizer.optimizer_section import GroupSpec, OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
@@ -57,6 +58,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         GroupSpec,
         ScheduleSpec,
         sections.EvaluationSpec,
+        StopSpec,
         sections.CheckpointSpec,
         AccumulationSpec,
         ExecutionSpec,

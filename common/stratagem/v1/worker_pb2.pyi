@@ -814,6 +814,7 @@ class TrainResult(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
     OWN_METRICS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -825,6 +826,10 @@ class TrainResult(_message.Message):
     engine: _builtins.str
     num_redone_steps: _builtins.int
     """Steps that were done again because the party re-formed."""
+    stop_reason: _builtins.str
+    """Why the user's code has ended the training with this step, which may be before to_step; equal on
+    all members. Empty: it has not.
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
     @_builtins.property
@@ -859,10 +864,11 @@ class TrainResult(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         traffic: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         own_metrics: Global___OwnMetrics | None = ...,
+        stop_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

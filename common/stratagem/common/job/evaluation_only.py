@@ -50,6 +50,8 @@ def _evaluation(job: "JobSpec") -> list[Violation]:
     violations = []
     if own.best is not None:
         violations.append(Violation("evaluation.best", f"{_WHY}: there is one state; leave it out"))
+    if own.stop is not None:
+        violations.append(Violation("evaluation.stop", f"{_WHY}: there is one state; leave it out"))
     if own.every != Every(1, "epoch"):
         text = f"{_WHY}: it is evaluated once; leave it out"
         violations.append(Violation("evaluation.every", text))

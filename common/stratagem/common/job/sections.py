@@ -17,6 +17,7 @@ from stratagem.common.job.built_in_names import (
     check_loss_name,
     check_metric_name,
 )
+from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every, EveryField
 from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.model.graph import GraphSpec
@@ -129,7 +130,8 @@ class EvaluationSpec(Section):
     `every` is 1 epoch unless set; in a federated job, 1 round. predictions: keep the model's
     outputs, in a job that only evaluates. keep: makes of a batch's (output, target) the pair that
     is kept for metrics of your own, which get those of the whole split; max_bytes: of what is kept,
-    1 GiB unless set. best may name one value of such a metric, "module:metric.key".
+    1 GiB unless set. best may name one value of such a metric, "module:metric.key". stop: ends the
+    training when a metric does not improve any more.
     """
 
     split: Name = "test"
@@ -144,6 +146,7 @@ class EvaluationSpec(Section):
     predictions: bool = False
     keep: EntrypointName | None = None
     max_bytes: Count | None = None
+    stop: StopSpec | None = None
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:
@@ -152,8 +155,8 @@ class EvaluationSpec(Section):
             for i, name in enumerate(self.metrics)
             if name in self.metrics[:i]
         ]
-        if self.best is not None and self.best not in (*self.metrics, "loss"):
-            violations += self._best_of_several(self.best)
+        if self.best is not None and (problem := self.why_not_measured(self.best)):
+            violations.append(Violation("best", problem))
         if not any(":" in name for name in self.metrics):
             violations += [
                 Violation(name, "is for metrics of your own; evaluation.metrics names none")
@@ -163,16 +166,17 @@ class EvaluationSpec(Section):
         refuse(violations)
         return self
 
-    def _best_of_several(self, best: str) -> list[Violation]:
-        """Return what is wrong with a best value that is one of several of a metric."""
-        own = next((n for n in self.metrics if ":" in n and best.startswith(f"{n}.")), None)
+    def why_not_measured(self, metric: str) -> str:
+        """Return why no evaluation gives a value of this name; "" where it does."""
+        if metric in (*self.metrics, "loss"):
+            return ""
+        own = next((n for n in self.metrics if ":" in n and metric.startswith(f"{n}.")), None)
         if own is None:
             known = ", ".join(dict.fromkeys((*self.metrics, "loss")))
-            return [Violation("best", f"{best!r} is not measured; one of {known}")]
-        if any(key.isdecimal() for key in best.removeprefix(own).split(".")):
-            text = f"{best!r} is an entry of a vector; a mapping gives its values names"
-            return [Violation("best", text)]
-        return []
+            return f"{metric!r} is not measured; one of {known}"
+        if any(key.isdecimal() for key in metric.removeprefix(own).split(".")):
+            return f"{metric!r} is an entry of a vector; a mapping gives its values names"
+        return ""
 
 
 class CheckpointSpec(Section):

@@ -14,6 +14,7 @@ from stratagem.common.base import limits
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
+from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
 from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
@@ -114,6 +115,7 @@ class JobSpec(Section):
                 *_federated_only(self),
                 *_population_only(self),
                 *_units(self),
+                *check_followed(self.strategy, self.evaluation),
                 *_graph_strategy(self),
                 *_order_of_sums(self),
                 *_compression(self),

@@ -121,6 +121,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "RunResumed": lambda e: _by(_resumed(e), e),
     "RunFailed": lambda e: f"failed: {e.reason}",
     "RunCompleted": lambda e: f"completed: {e.reason}",
+    "StoppedEarly": lambda e: f"completed: {e.reason}",
     "RunReleased": lambda e: "its workers are free again",
     "RunDeleted": lambda e: _by("deleted", e),
     "RunExpired": lambda e: f"deleted: {e.reason}",

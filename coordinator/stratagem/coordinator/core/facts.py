@@ -109,6 +109,12 @@ class RunCompleted(Value):
     reason: str
 
 
+class StoppedEarly(RunCompleted):
+    """The run has completed before its last step, as an evaluation or the user's code has asked."""
+
+    step: int = 0
+
+
 class RunReleased(Value):
     """The workers have dropped the sessions of an ended run."""
 
@@ -211,6 +217,8 @@ class SegmentFinished(Value):
     num_redone_steps: int = 0
     traffic: Mapping[str, int] = {}
     """With a codec: "sent_bytes" of all members in the segment, and "uncompressed_bytes"."""
+    stop_reason: str = ""
+    """Why the user's code has ended the training with this segment, at whatever step it was."""
 
 
 class SegmentCommitted(Value):
@@ -439,6 +447,7 @@ Fact = (
     | RunResumed
     | RunFailed
     | RunCompleted
+    | StoppedEarly
     | RunReleased
     | RunDeleted
     | RunExpired

@@ -38,6 +38,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
     WorkersForgotten,
 )
+from stratagem.coordinator.core.metric_course import with_course
 from stratagem.coordinator.core.state import (
     CommittedState,
     CoordinatorState,
@@ -226,7 +227,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_metrics(record, metrics)
         case Evaluated():
             commits = tuple(
-                replace(c, metrics={**c.metrics, **fact.metrics})
+                replace(c, metrics=_evaluated(record.job, c.metrics, fact.metrics))
                 if c.segment == fact.segment
                 else c
                 for c in record.commits
@@ -247,6 +248,13 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_metrics(record, fact.metrics)
         case _:
             return record
+
+
+def _evaluated(
+    job: JobSpec, metrics: Mapping[str, float], evaluated: Mapping[str, float]
+) -> Mapping[str, float]:
+    """Return the metrics of a commit that is evaluated later than it is made."""
+    return {**metrics, **with_course(job, metrics, evaluated)}
 
 
 def _traffic(fact: SegmentFinished | UpdateReceived) -> dict[str, float]:

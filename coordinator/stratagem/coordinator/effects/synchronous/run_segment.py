@@ -145,6 +145,7 @@ async def _report(
         traffic={
             name: sum(result.traffic[name] for result in results) for name in sorted(first.traffic)
         },
+        stop_reason=first.stop_reason,
     )
     await env.report(effect.run_id, fact)
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, Metrics, RunFailed
+from stratagem.coordinator.core.metric_course import with_course
 from stratagem.coordinator.strategies.evaluation.metric_sums import added, means
 from stratagem.coordinator.strategies.federated.client_crashes import task_of_evaluator
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
@@ -28,14 +29,15 @@ def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
     return [client for client in value.evaluators.get(segment, ()) if client not in done]
 
 
-def with_metrics(value: FederatedRun, fact: Evaluated) -> FederatedRun:
+def with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> FederatedRun:
     segment = fact.segment
+    metrics = with_course(job, value.metrics, fact.metrics)
     return replace(
         value,
         to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
         evaluators={n: members for n, members in value.evaluators.items() if n != segment},
         evaluations={n: received for n, received in value.evaluations.items() if n != segment},
-        metrics=value.metrics if fact.without else fact.metrics,
+        metrics=value.metrics if fact.without else metrics,
     )
 
 

@@ -45,6 +45,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
+from stratagem.coordinator.core.metric_course import course_of
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
@@ -86,7 +87,7 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
     complete,
     form_roster,
     new_helper,
-    open_round,
+    next_round_or_end,
 )
 from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
@@ -128,7 +129,7 @@ def decide_round(
     if given_up := late_updates.give_up(value, workers):
         return given_up
     if not value.selected:
-        return open_round(job, value, now_s)
+        return next_round_or_end(job, value, now_s)
     if value.accepted:
         return None
     ended = crashed(value) or close(job, value, now_s)
@@ -155,7 +156,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case RoundClosed():
             return late_updates.after_close(job, value, in_round(value, fact))
         case Evaluated():
-            return with_metrics(value, fact)
+            return with_metrics(job, value, fact)
         case ClientEvaluated():
             return with_evaluation(value, fact)
         case RunResumed():
@@ -224,6 +225,7 @@ def _evaluating(
 
 def _fold(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> AggregateRound:
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
+    trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     metrics = commit_metrics(job, trained)
     return AggregateRound(
         run_id, value.party, value.round_num, base, value.accepted, value.server_state, metrics
@@ -280,8 +282,15 @@ def returned(
     evaluations that are still owed."""
     fresh = replace(
         rebase(job, value, base, value.num_rows),
-        trained={name: n for name, n in metrics.items() if not is_evaluated(job, name)},
-        metrics={name: n for name, n in metrics.items() if is_evaluated(job, name)},
+        trained={
+            name: n
+            for name, n in metrics.items()
+            if not is_evaluated(job, name) and name not in course_of(metrics)
+        },
+        metrics={
+            **{name: n for name, n in metrics.items() if is_evaluated(job, name)},
+            **course_of(metrics),
+        },
     )
     return with_owed(fresh, value, base.segment)
 

@@ -19,7 +19,9 @@ from stratagem.coordinator.core.facts import (
     MembersFormed,
     RosterFormed,
     RunCompleted,
+    StoppedEarly,
 )
+from stratagem.coordinator.core.metric_course import follows_evaluations, why_stopped
 from stratagem.coordinator.core.state import WorkerRecord
 from stratagem.coordinator.strategies.federated.client_selection import quorum_of, select
 from stratagem.coordinator.strategies.federated.federated_run import (
@@ -84,6 +86,22 @@ def form_roster(
     if not select(strategy.client_selection, bindings, job.seed, 1):
         return None
     return RosterFormed(party=value.party, clients=bindings)
+
+
+def next_round_or_end(
+    job: JobSpec, value: FederatedRun, now_s: float
+) -> ClientsSelected | StoppedEarly | None:
+    """Open the next round, or end the run where the evaluations say so; None while one that the job
+    follows is missing."""
+    if follows_evaluations(job) and value.to_evaluate:
+        return None
+    why = why_stopped(job, value.metrics)
+    if not why:
+        return open_round(job, value, now_s)
+    assert value.committed is not None
+    num_rounds = value.committed.segment
+    done = f"stopped early after {counted(num_rounds, 'round')}: {why}"
+    return StoppedEarly(reason=_with_rejections(job, value, done), step=num_rounds)
 
 
 def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
@@ -170,6 +188,8 @@ def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
         return None
     assert value.committed is not None
     done = f"{counted(value.committed.segment, 'round')} committed"
-    return RunCompleted(
-        reason="; ".join(filter(None, (done, in_all(job, in_closed_rounds(value)))))
-    )
+    return RunCompleted(reason=_with_rejections(job, value, done))
+
+
+def _with_rejections(job: JobSpec, value: FederatedRun, done: str) -> str:
+    return "; ".join(filter(None, (done, in_all(job, in_closed_rounds(value)))))

@@ -45,7 +45,7 @@ def _decide(job: JobSpec, value: PartyRun, world: World, _now_s: float) -> Fact 
 def _transition(job: JobSpec, value: PartyRun, fact: Fact, now_s: float) -> PartyRun:
     if isinstance(fact, Evaluated):
         return replace(value, metrics=fact.metrics, open_segment=_DONE, is_recovering=False)
-    return synchronous_run.transition(value, fact, _shape(job), now_s)
+    return synchronous_run.transition(job, value, fact, _shape(job), now_s)
 
 
 def _reject_reason(_job: JobSpec, value: PartyRun, fact: Fact) -> str:

@@ -12,6 +12,8 @@ from stratagem.coordinator.strategies.scheduling.segment_schedule import (
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
     SegmentRules,
+    latest_metrics,
+    stop_reason,
 )
 
 MAX_UNCOMMITTED = 2
@@ -44,6 +46,7 @@ def pending(
     may_begin = horizon is None or run.open_segment <= horizon
     has_open = 0 < run.open_segment <= len(schedule.ends())
     has_room = len(run.finished) < MAX_UNCOMMITTED
+    may_begin = may_begin and not stop_reason(job, run)
     if run.members and may_begin and has_open and has_room:
         effects.add(_segment(run_id, job, run, shape, schedule))
     return frozenset(effects)
@@ -55,7 +58,6 @@ def _segment(
     assert run.committed is not None
     to_step = schedule.ends()[run.open_segment - 1]
     evaluation = job.evaluation
-    before = run.finished[-1].metrics if run.finished else run.metrics
     splits = (evaluation.split,) if evaluation and schedule.evaluates_at(to_step) else ()
     return RunSegment(
         run_id=run_id,
@@ -71,5 +73,5 @@ def _segment(
         parts=shape.parts_of(run.members, run.ranks),
         ranks=run.ranks,
         evaluate=splits,
-        num_skipped=int(before.get(SKIPPED_STEPS, 0)),
+        num_skipped=int(latest_metrics(run).get(SKIPPED_STEPS, 0)),
     )

@@ -6,7 +6,14 @@ from stratagem.common.base.ids import Party
 from stratagem.common.base.wording import counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.crash_loops import why
-from stratagem.coordinator.core.facts import Fact, Member, MembersFormed, RunCompleted, RunFailed
+from stratagem.coordinator.core.facts import (
+    Fact,
+    Member,
+    MembersFormed,
+    RunCompleted,
+    RunFailed,
+    StoppedEarly,
+)
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.scheduling.placement import eligible
@@ -15,6 +22,7 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     Placed,
     SegmentRules,
     num_segments,
+    stop_reason,
 )
 
 
@@ -25,6 +33,9 @@ def decide(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> Fa
         return RunFailed(reason=reason, cause=Cause.CRASHED)
     if run.committed is not None and run.committed.segment == num_segments(job, run):
         return RunCompleted(reason=_what_was_done(job, run, run.committed.step))
+    if run.committed is not None and not run.finished and (why_now := stop_reason(job, run)):
+        reason = f"stopped early after {counted(run.committed.step, 'step')}: {why_now}"
+        return StoppedEarly(reason=reason, step=run.committed.step)
     return members_due(job, run, shape, world)
 
 

@@ -13,6 +13,7 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     PartyRun,
     SegmentRules,
     num_segments,
+    stop_reason,
 )
 
 
@@ -47,7 +48,10 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
         ends = schedule_of(job, run.num_rows).ends()
     trained = run.finished[-1] if run.finished else run.committed
     phase, strategy_phase, reason = phase_of(job, run, shape, world)
-    if strategy_phase == "TRAINING" and run.open_segment > num_segments(job, run):
+    is_over = run.open_segment > 0 and (
+        run.open_segment > num_segments(job, run) or bool(stop_reason(job, run))
+    )
+    if strategy_phase == "TRAINING" and is_over:
         phase, strategy_phase = RunPhase.RUNNING, "COMMITTING"
     return Status(
         phase=phase,

@@ -17,6 +17,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
 )
+from stratagem.coordinator.core.metric_course import why_stopped, with_course
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
@@ -29,6 +30,8 @@ class Finished:
     sources: tuple[Member, ...]
     loss: float
     """Mean training loss of the segment."""
+    stop_reason: str = ""
+    """See SegmentFinished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class PartyRun:
     """Worker processes that have ended inside the open segment."""
     is_recovering: bool = False
     why: str = ""
+    stop_reason: str = ""
+    """Why the user's code has ended the training with the committed segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,9 @@ class SegmentRules:
     any change of members, and any failed exchange, returns the party to its last commit."""
 
 
-def transition(run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float) -> PartyRun:
+def transition(
+    job: JobSpec, run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float
+) -> PartyRun:
     """Fold a fact; facts of other kinds leave the party as it is."""
     match fact:
         case MembersFormed():
@@ -121,7 +128,10 @@ def transition(run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float) -> 
                 deaths=Deaths(),
             )
         case SegmentFinished():
-            done = Finished(fact.segment, fact.step, fact.metrics, run.members, fact.loss)
+            metrics = with_course(job, latest_metrics(run), fact.metrics)
+            done = Finished(
+                fact.segment, fact.step, metrics, run.members, fact.loss, fact.stop_reason
+            )
             return replace(
                 run,
                 finished=(*run.finished, done),
@@ -134,8 +144,11 @@ def transition(run: PartyRun, fact: Fact, shape: SegmentRules, now_s: float) -> 
             )
         case SegmentCommitted():
             left = tuple(f for f in run.finished if f.segment > fact.segment)
+            asked = next((f.stop_reason for f in run.finished if f.segment == fact.segment), "")
             base = Base(fact.segment, fact.step, fact.digest)
-            return replace(run, finished=left, committed=base, metrics=fact.metrics)
+            return replace(
+                run, finished=left, committed=base, metrics=fact.metrics, stop_reason=asked
+            )
         case RunResumed():
             stopped = replace(run, members=(), left=frozenset(), deaths=Deaths())
             return _returned_to_commit(replace(stopped, is_recovering=False))
@@ -210,6 +223,7 @@ def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]
         left=frozenset(),
         deaths=Deaths(),
         is_recovering=False,
+        stop_reason="",
     )
 
 
@@ -217,6 +231,17 @@ def returned(job: JobSpec, run: PartyRun, base: Base, metrics: Mapping[str, floa
     """Return the party to a commit of its own, whose metrics count on: such as the steps that were
     skipped up to it."""
     return replace(rebase(job, run, base, run.num_rows), metrics=metrics)
+
+
+def latest_metrics(run: PartyRun) -> Mapping[str, float]:
+    """Return the metrics of the newest segment that was trained, committed or not."""
+    return run.finished[-1].metrics if run.finished else run.metrics
+
+
+def stop_reason(job: JobSpec, run: PartyRun) -> str:
+    """Return why no segment is trained after the newest one, before the last step; "" otherwise."""
+    asked = run.finished[-1].stop_reason if run.finished else run.stop_reason
+    return asked or why_stopped(job, latest_metrics(run))
 
 
 def num_segments(job: JobSpec, run: PartyRun) -> int:

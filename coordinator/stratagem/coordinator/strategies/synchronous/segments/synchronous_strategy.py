@@ -33,7 +33,9 @@ def synchronous(
         check=lambda job, _strategies: check(job),
         init=lambda _job, party, _strategies: PartyRun(party),
         decide=lambda job, value, world, _now_s: decisions.decide(job, value, shape(job), world),
-        transition=lambda job, value, fact, now_s: run.transition(value, fact, shape(job), now_s),
+        transition=lambda job, value, fact, now_s: run.transition(
+            job, value, fact, shape(job), now_s
+        ),
         reject_reason=lambda _job, value, fact: run.reject_reason(value, fact),
         pending=lambda run_id, job, value, horizon: due_effects.pending(
             run_id, job, value, shape(job), horizon

@@ -1,0 +1,1 @@
+"""The parts of the section `evaluation` that decide how a run goes on."""
