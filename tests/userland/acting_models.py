@@ -122,6 +122,33 @@ class Failing(nn.Module):
         return output
 
 
+class Forgetful(nn.Module):
+    """Computes with a number of calls that is in no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        output: Tensor = self.linear(x) * self.num_calls
+        return output
+
+
+class Idle(nn.Module):
+    """Has a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        return output
+
+
 class Exploding(Failing):
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1

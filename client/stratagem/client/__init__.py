@@ -7,6 +7,7 @@ starts everything on this machine. Imports neither torch nor the server parts.
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
 from stratagem.client.sdk.blocking_client import Client, RunHandle, RunResult
+from stratagem.client.sdk.job_check import check_job
 from stratagem.client.sdk.planning import MemoryEstimate, Recommendation, estimate_memory, recommend
 from stratagem.client.sdk.views import (
     Commit,
@@ -62,6 +63,7 @@ __all__ = [
     "UserCodeError",
     "UserError",
     "Worker",
+    "check_job",
     "estimate_memory",
     "recommend",
 ]

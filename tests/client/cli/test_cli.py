@@ -21,7 +21,7 @@ from stratagem.client.cli.reporting import complain_of_warnings, describe
 from stratagem.client.cli.run_commands import LocalRun
 from stratagem.client.cli.tables import amount_text
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.planning import import_folders
+from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
 from stratagem.client.cli.planning_commands import parse_size
-from stratagem.client.sdk import planning
+from stratagem.client.sdk import planning, torch_process
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.job import load_job
 from tests.repository import ROOT
@@ -52,7 +52,7 @@ def test_a_refusal_there_is_a_refusal_here() -> None:
 
 
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    monkeypatch.setattr(torch_process, "find_spec", lambda _: None)
     with pytest.raises(UnavailableError, match="torch is not installed here"):
         planning.estimate_memory(EXAMPLE)
 

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperCommand
 
 from stratagem.client.cli import tables
@@ -22,7 +19,6 @@ from stratagem.client.sdk.cluster_doctor import examine
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
-COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 WORKER_SETTINGS: Final = "--worker-settings"
 
 
@@ -70,7 +66,7 @@ def doctor(
     if form is Format.JSON:
         print(tables.many_to_json(findings))
     else:
-        make_console().print(_table(findings))
+        make_console().print(tables.findings_table(findings))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(FAILED)
 
@@ -90,15 +86,3 @@ def _of_worker(options: Sequence[str]) -> list[Finding]:
         Finding(**{**finding, "level": Level(finding["level"])})
         for finding in json.loads(ended.stdout)
     ]
-
-
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table("check", "of", "", "found, and what to do", box=box.SIMPLE)
-    for finding in findings:
-        told = Text(finding.found)
-        if finding.advice:
-            told.append(f"\n-> {finding.advice}", style="bold")
-        table.add_row(
-            finding.check, finding.about, Text(finding.level, style=COLOURS[finding.level]), told
-        )
-    return table

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli import (
+    check_command,
     doctor_commands,
     identity_commands,
     planning_commands,
@@ -34,6 +35,7 @@ app = typer.Typer(
 PASS_THROUGH: Final = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command()(with_proof(run_commands.run))
+app.command()(with_proof(check_command.check))
 app.command("list")(with_proof(query_commands.list_runs))
 app.command()(with_proof(query_commands.status))
 app.command()(with_proof(query_commands.logs))

@@ -14,8 +14,9 @@ from stratagem.client.cli.options import Format, FormatOption
 from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
-from stratagem.client.sdk.planning import estimate_memory, import_folders
+from stratagem.client.sdk.planning import estimate_memory
 from stratagem.client.sdk.planning import recommend as recommend_settings
+from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Worker
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import load_job

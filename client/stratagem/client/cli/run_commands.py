@@ -31,7 +31,7 @@ from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle
-from stratagem.client.sdk.planning import import_folders
+from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id

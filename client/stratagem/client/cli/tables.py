@@ -17,10 +17,12 @@ from rich.text import Text
 
 from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
 from stratagem.common.base.wording import values_text
+from stratagem.common.diagnostics.findings import Finding, Level
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+LEVEL_COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 COLOURS = {
     Phase.COMPLETED: "green",
     Phase.FAILED: "red",
@@ -189,3 +191,19 @@ def _table(*columns: str) -> Table:
 
 def _time_text(time_s: float) -> str:
     return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S") if time_s else ""
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return what checks have found as a table for people."""
+    table = Table("check", "of", "", "found, and what to do", box=box.SIMPLE)
+    for finding in findings:
+        told = Text(finding.found)
+        if finding.advice:
+            told.append(f"\n-> {finding.advice}", style="bold")
+        table.add_row(
+            finding.check,
+            finding.about,
+            Text(finding.level, style=LEVEL_COLOURS[finding.level]),
+            told,
+        )
+    return table

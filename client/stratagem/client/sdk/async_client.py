@@ -21,8 +21,9 @@ import grpc
 from stratagem.client.sdk import downloads, uploads, views
 from stratagem.client.sdk.initial_source import resolve_initial
 from stratagem.client.sdk.job_input import Job, parse_job
-from stratagem.client.sdk.planning import import_folders, resolve_parallelism
+from stratagem.client.sdk.planning import resolve_parallelism
 from stratagem.client.sdk.retrying_calls import Connection
+from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.uploads import InlineData
 from stratagem.client.sdk.views import Event, LogLine, Phase, Progress, RunStatus, Worker
 from stratagem.common.base.errors import RunFailedError, UnavailableError, UserCodeError

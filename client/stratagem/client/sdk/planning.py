@@ -1,37 +1,16 @@
-"""Asks a process that has torch how much memory a job will need and which settings fit.
+"""Asks a process that has torch how much memory a job will need and which settings fit."""
 
-The questions build the user's model, so they are answered by `stratagem.tools.planning` in a
-process of its own: this one loads neither torch nor the user's code.
-"""
-
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from os import PathLike
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from stratagem.client.sdk.job_input import Job, parse_job
+from stratagem.client.sdk.job_input import Job
+from stratagem.client.sdk.torch_process import ask
 from stratagem.client.sdk.views import Worker
 from stratagem.common import strategy as strategies
-from stratagem.common.base.errors import (
-    InvalidInputError,
-    StratagemError,
-    UnavailableError,
-    UserCodeError,
-    Violation,
-)
-from stratagem.common.job import JobSpec, entry_points
+from stratagem.common.job import JobSpec
 from stratagem.common.job.execution_section import DataParallel
-
-_PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.planning")
-NO_TORCH: Final = (
-    "the model has to be built for this, and torch is not installed here; "
-    "pip install 'stratagem[worker]', or ask on a worker"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +71,7 @@ def estimate_memory(
     or cuda, if it is here; unless given, what is here. import_path: folders of the user's modules;
     unless given, this folder and that of the job file.
     """
-    answer = _ask(
+    answer = ask(
         "estimate",
         job,
         import_path=import_path,
@@ -124,7 +103,7 @@ def recommend(
         "device": device,
         "members": None if workers is None else _members(workers),
     }
-    answer = _ask("recommend", job, import_path=import_path, **asked)
+    answer = ask("recommend", job, import_path=import_path, **asked)
     text = answer.pop("text")
     answer["estimate"] = _to_estimate({**answer["estimate"], "text": text})
     return Recommendation(**{**answer, "reasons": tuple(answer["reasons"])})
@@ -144,7 +123,7 @@ def resolve_parallelism(
             return changed, f"DataParallel over {number} workers, as asked for"
         case "Automatic" if job.only_evaluates:
             return _over_all(job, sum(worker.is_alive for worker in workers))
-    answer = _ask("resolve", job, import_path=import_path, members=_members(workers))
+    answer = ask("resolve", job, import_path=import_path, members=_members(workers))
     return JobSpec.from_json(answer["job_json"]), answer["reason"]
 
 
@@ -172,51 +151,6 @@ def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
         reason = f"DataParallel over {num_workers} workers: nothing is exchanged in an evaluation"
     execution = job.execution.with_changes(parallelism="None")
     return job.model_copy(update={"strategy": chosen, "execution": execution}), reason
-
-
-def import_folders(job: Job) -> tuple[Path, ...]:
-    """Return the folders in which user code is looked for: the current folder, and that of the job
-    file."""
-    folders = [Path.cwd()]
-    if isinstance(job, str | PathLike):
-        folders.append(Path(job).absolute().parent)
-    return tuple(dict.fromkeys(folders))
-
-
-def _ask(
-    question: str, job: Job, *, import_path: Sequence[Path] = (), **asked: Any
-) -> dict[str, Any]:
-    if find_spec("torch") is None:
-        raise UnavailableError(NO_TORCH)
-    spec = parse_job(job)
-    request = {
-        "question": question,
-        "job_json": spec.canonical_json(),
-        "allow": entry_points(spec),
-        "import_path": [str(path) for path in import_path or import_folders(job)],
-        **asked,
-    }
-    done = subprocess.run(
-        _PROGRAM, input=json.dumps(request), capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise StratagemError(f"the question {question!r} could not be answered: {last}")
-    reply = json.loads(done.stdout)
-    if "error" in reply:
-        raise _error(reply["error"])
-    answer: dict[str, Any] = reply["answer"]
-    return answer
-
-
-def _error(told: Mapping[str, Any]) -> StratagemError:
-    if "violations" in told:
-        return InvalidInputError(
-            violations=[Violation(**violation) for violation in told["violations"]]
-        )
-    if "traceback" in told:
-        return UserCodeError(told["type"], told["message"], told["traceback"], "this machine")
-    return StratagemError(told["text"])
 
 
 def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:

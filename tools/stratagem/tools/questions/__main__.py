@@ -1,4 +1,4 @@
-"""`python -m stratagem.tools.planning`: answers one question about a job, as JSON.
+"""`python -m stratagem.tools.questions`: answers one question about a job, as JSON.
 
 The SDK and the command line ask here, in a process of its own, because they load neither torch nor
 the user's code. One request on standard input, one answer on standard output; what user code
@@ -17,7 +17,8 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.common.schema.json_text import not_one_of
-from stratagem.tools.planning.memory_estimate import estimate_memory
+from stratagem.tools.check.job_check import check_job
+from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
 from stratagem.tools.planning.simulated_step import Site
@@ -34,6 +35,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    memory, reason = _memory_of(job, site, request)
+    notes = [*memory.notes, *([reason] if reason else [])]
+    return {**memory.document(), "notes": notes, "text": str(memory)}
+
+
+def _memory_of(job: JobSpec, site: Site, request: Mapping[str, Any]) -> tuple[StepMemory, str]:
     num_workers = request.get("num_workers")
     fleet = Fleet.of_equals(num_workers or job.execution.num_workers, site.device.type)
     resolved, reason = (alone(job), "") if job.only_evaluates else resolve(job, site, fleet)
@@ -44,8 +51,16 @@ def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str,
         inference=bool(request.get("inference")),
         measure=bool(request.get("measure")),
     )
-    notes = [*memory.notes, *([reason] if reason else [])]
-    return {**memory.document(), "notes": notes, "text": str(memory)}
+    return memory, reason
+
+
+def _check(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    def memory() -> str:
+        needed, reason = _memory_of(job, site, request)
+        text = f"{text_of(needed.needed)} on {needed.device} of each worker, {needed.rows} rows"
+        return "; ".join([f"{text} in a pass", *needed.notes, *([reason] if reason else [])])
+
+    return {"findings": [asdict(finding) for finding in check_job(job, site, memory)]}
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,6 +82,7 @@ def _resolve(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, 
 
 
 _QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict[str, Any]]]] = {
+    "check": _check,
     "estimate": _estimate,
     "recommend": _recommend,
     "resolve": _resolve,

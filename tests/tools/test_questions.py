@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.tools.planning.__main__ import answer
+from stratagem.tools.questions.__main__ import answer
 from tests.tools.planning.support import kind_job
 
 

@@ -1,0 +1,57 @@
+"""The command that looks for faults of a job before it is submitted."""
+
+from typing import Annotated
+
+import typer
+
+from stratagem.client.cli import tables
+from stratagem.client.cli.options import Format, FormatOption
+from stratagem.client.cli.planning_commands import DeviceOption
+from stratagem.client.cli.query_commands import client_of
+from stratagem.client.cli.reporting import FAILED, make_console, reporting
+from stratagem.client.cli.run_commands import JobArgument, SetOption
+from stratagem.client.sdk.job_check import check_job
+from stratagem.client.sdk.torch_process import import_folders
+from stratagem.common.diagnostics.findings import Level
+from stratagem.common.job import load_job
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+
+
+def check(
+    job_path: JobArgument,
+    overrides: SetOption = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator", metavar="HOST:PORT", help="Also see whether its workers fit the job."
+        ),
+    ] = None,
+    proof: Proof = PLAINTEXT,
+    device: DeviceOption = "",
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Find the faults of a job, all at once, before it is submitted.
+
+    Tries a little of each part here, in a process of its own: all fields, all entry points, the
+    model with its groups, some rows of each split (twice, and collated), one real step, a step
+    from a saved state, the metrics, and how much memory is needed. Submits nothing.
+
+    Exit code: 0 without a fault (there may be warnings), else 1.
+    """
+    with reporting():
+        workers = None
+        if coordinator is not None:
+            with client_of(coordinator, proof) as client:
+                workers = client.workers()
+        findings = check_job(
+            lambda: load_job(job_path, overrides or []),
+            workers=workers,
+            device=device,
+            import_path=import_folders(job_path),
+        )
+    if form is Format.JSON:
+        print(tables.many_to_json(findings))
+    else:
+        make_console().print(tables.findings_table(findings))
+    if any(finding.level is Level.FAIL for finding in findings):
+        raise typer.Exit(FAILED)

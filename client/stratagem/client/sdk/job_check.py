@@ -1,0 +1,95 @@
+"""Looks for faults of a job before it is submitted: in its document, its code, its data, and what
+a cluster has for it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from stratagem.client.sdk.job_input import Job, parse_job
+from stratagem.client.sdk.torch_process import ask
+from stratagem.client.sdk.views import Worker
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import ModelParallel, Partition, RemoteTarget, Strategy, Tag
+
+_CHECK: Final = "check"
+_NUM_NAMES: Final = 5
+"""How many workers a finding lists."""
+
+
+def check_job(
+    job: Job | Callable[[], JobSpec],
+    *,
+    workers: Sequence[Worker] | None = None,
+    device: str = "",
+    import_path: Sequence[Path] = (),
+) -> list[Finding]:
+    """Return what is found about a job; those of level FAIL are faults. Nothing is submitted.
+
+    job: as for `Client.submit`, or what reads it. workers: of the coordinator that it is meant for.
+    device: cpu or cuda, if it is here; unless given, what is here. import_path: folders of the
+    user's modules; unless given, this folder and that of the job file.
+    """
+    try:
+        spec = job() if callable(job) else parse_job(job)
+    except InvalidInputError as error:
+        return list(_document_faults(error))
+    findings = [Finding("document", spec.name, Level.OK, "all fields are valid")]
+    try:
+        answer = ask(_CHECK, spec, import_path=import_path, device=device)
+        findings += [
+            Finding(**{**found, "level": Level(found["level"])}) for found in answer["findings"]
+        ]
+    except UnavailableError as error:
+        found = "code, model and data are not checked"
+        findings.append(Finding("code", "", Level.WARN, found, str(error)))
+    if workers is not None:
+        findings += _of_cluster(spec, workers)
+    return findings
+
+
+def _document_faults(error: InvalidInputError) -> Iterator[Finding]:
+    for violation in error.violations:
+        yield Finding("document", violation.field, Level.FAIL, violation.message)
+    if not error.violations:
+        yield Finding("document", "", Level.FAIL, str(error))
+    advice = "mend the document first, and check again"
+    yield Finding("code", "", Level.WARN, "code, model and data are not checked", advice)
+
+
+def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
+    """Yield whether the cluster has workers that fit the job."""
+    alive = sorted((w for w in workers if w.is_alive), key=lambda worker: worker.worker_id)
+    waits = "until there is one the run waits, up to placement_timeout_s"
+    if not alive:
+        yield Finding("workers", "", Level.WARN, "none is alive", waits)
+        return
+    listed = ", ".join(worker.worker_id for worker in alive[:_NUM_NAMES])
+    yield Finding("workers", "", Level.OK, f"{len(alive)} are alive: {listed}")
+    for field, partition in _partitions(spec.strategy, "strategy"):
+        target = partition.target
+        if not any(_fits(target, worker) for worker in alive):
+            found = f"no worker that is alive is {target}"
+            yield Finding("workers", f"{field}.target", Level.WARN, found, waits)
+    local = spec.data.worker_local
+    if local is not None and not any(local in worker.local_data for worker in alive):
+        found = f'no worker that is alive has "{local}"'
+        yield Finding("workers", "data.worker_local", Level.WARN, found, waits)
+
+
+def _partitions(strategy: Strategy, field: str) -> Iterator[tuple[str, Partition]]:
+    """Yield the partitions of the pipeline that the strategy or its replicas are, with fields."""
+    if isinstance(strategy, ModelParallel):
+        for place, partition in enumerate(strategy.partitions):
+            yield f"{field}.partitions[{place}]", partition
+        return
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    if inner is not None:
+        yield from _partitions(inner, f"{field}.options.inner")
+
+
+def _fits(target: RemoteTarget, worker: Worker) -> bool:
+    if isinstance(target, Tag):
+        return target.tag in worker.tags
+    return target.worker_id == worker.worker_id

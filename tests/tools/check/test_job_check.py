@@ -1,0 +1,139 @@
+"""`stratagem check`: jobs without a fault, and each kind of fault."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.client.sdk.job_check import check_job as check_file
+from stratagem.client.sdk.views import Worker
+from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.job import JobSpec
+from stratagem.tools.check.job_check import check_job
+from tests.jobs import document, job, user_data, user_model
+from tests.repository import ROOT
+from tests.tools.planning.support import SITE, kind_job, replicas
+
+EXAMPLE = ROOT / "examples" / "digits_local.yaml"
+
+
+def found(spec: JobSpec) -> list[Finding]:
+    return check_job(spec, SITE, lambda: "little")
+
+
+def faults(spec: JobSpec) -> dict[str, str]:
+    """The faults of a job: what is found, by the field."""
+    return {f.about: f.found for f in found(spec) if f.level is Level.FAIL}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        job(),
+        kind_job("cnn", execution={"precision": "Mixed", "amp_dtype": "bfloat16"}),
+        kind_job("transformer", strategy=replicas(2)),
+        job(data=user_data("noisy_rows")),
+        job(model=user_model("tied"), data=user_data("tokens"), loss="token_cross_entropy"),
+        job(model=user_model("dropout_mlp"), compression={"codec": "int8"}, strategy=replicas(3)),
+        job(model=user_model("batch_norm_mlp"), evaluation={"split": "test"}),
+        job(execution={"gradient": {"Accumulated": 4}}, phases={}),
+    ],
+)
+def test_a_good_job_has_no_fault(spec: JobSpec) -> None:
+    findings = found(spec)
+    assert [f for f in findings if f.level is not Level.OK] == []
+    assert {f.check for f in findings} >= {"code", "model", "data", "order", "step", "resume"}
+
+
+BAD_CODE = {
+    "evaluation": {"split": "test", "metrics": ["tests.userland.metrics:gone"]},
+    "data": {**user_data("noisy_rows"), "collate": "tests.userland.data:gone"},
+}
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("model", {"model": user_model("gone")}, "model.entrypoint", 'no attribute "gone"'),
+    (
+        "group",
+        {"optimizer": {"name": "sgd", "lr": 0.1, "groups": [{"name": "g", "match": ["nope.*"]}]}},
+        "optimizer.groups[0]",
+        "",
+    ),
+    ("freeze", {"model": {**user_model("mlp"), "freeze": ["nope"]}}, "model.freeze[0]", "fits no"),
+    ("rows", {"data": user_data("impure_rows")}, "data.train", "row 0 is not the same"),
+    ("split", {"evaluation": {"split": "dev"}}, "evaluation.split", 'no split "dev"'),
+    ("loss", {"loss": "tests.userland.losses:broken_loss"}, "loss", ""),
+    ("finite", {"loss": "tests.userland.losses:infinite_loss"}, "loss", "non-finite"),
+    ("order", {"data": {**user_data("classes"), "order": "tests.userland.orders:gone"}}, "", ""),
+    (
+        "metric",
+        {"evaluation": {"split": "test", "metrics": ["tests.userland.metrics:with_weight"]}},
+        "evaluation.metrics",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "text"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: str) -> None:
+    told = faults(job(**changes))
+    assert any(about.startswith(field) and text in said for about, said in told.items()), told
+
+
+def test_all_faults_are_found_at_once() -> None:
+    told = faults(job(model=user_model("gone"), **BAD_CODE))
+    assert {"model.entrypoint", "data.collate", "evaluation.metrics[0]"} <= told.keys()
+
+
+def test_a_model_that_keeps_something_elsewhere_is_found() -> None:
+    telling = job(model=user_model("acting_models:Forgetful"))
+    assert "other bits" in faults(telling)[""]
+    allowed = job(model=telling.model.document(), execution={"deterministic": False})
+    assert not faults(allowed)
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    (warning,) = (
+        f for f in found(job(model=user_model("acting_models:Idle"))) if f.level == "warn"
+    )
+    assert warning.check == "step"
+    assert "idle.weight, idle.bias got no gradient" in warning.found
+
+
+def test_the_command_says_all_and_ends_with_1_for_a_fault() -> None:
+    good = CliRunner().invoke(app, ["check", str(EXAMPLE), "--format", "json"])
+    assert good.exit_code == 0, good.output
+    checks = [finding["check"] for finding in json.loads(good.stdout)]
+    assert checks[0] == "document"
+    assert checks[-1] == "memory"
+    bad = CliRunner().invoke(
+        app, ["check", str(EXAMPLE), "--set", "batch_size=0", "--set", "loss=x"]
+    )
+    assert bad.exit_code == 1
+    assert "batch_size" in bad.stdout
+    assert "loss.name" in bad.stdout
+
+
+def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.client.sdk.torch_process.find_spec", lambda _: None)
+    target = {"Tag": "big"}
+    stages = [{"node_ids": ["0"], "target": target}, {"node_ids": ["1", "2"], "target": target}]
+    strategy = {
+        "type": "ModelParallel",
+        "partitions": stages,
+        "communication": {"protocol": "Direct"},
+    }
+    spec = document("tower", strategy=strategy)
+    worker = Worker("w", "i", "h:1", True, 0, "cpu", "", 1, 1, "", (), ("small",), (), "")
+    told = {f.about: f.found for f in check_file(spec, workers=[worker]) if f.check == "workers"}
+    assert told[""] == "1 are alive: w"
+    assert told["strategy.partitions[0].target"].startswith("no worker that is alive is")
+    clients = {"type": "Federated", "num_clients": 1, "rounds": 1}
+    clients |= {"aggregation": {"method": "FedAvg"}, "client_selection": {"method": "All"}}
+    local = document(data={"worker_local": "clinic"}, strategy=clients)
+    (_, lacking) = (f for f in check_file(local, workers=[worker]) if f.check == "workers")
+    assert lacking.found == 'no worker that is alive has "clinic"'
+    (none,) = (f for f in check_file(spec, workers=[]) if f.check == "workers")
+    assert none.found == "none is alive"

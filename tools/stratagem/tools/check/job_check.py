@@ -1,0 +1,195 @@
+"""Tries a job as workers would use it, a little of each part: code, model, data, a step, metrics.
+
+Every check that can be made is made, whatever the others have found. Must not know the network.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from stratagem.common.diagnostics.findings import Finding
+from stratagem.common.job import JobSpec, entry_points_by_field
+from stratagem.tools.check.check_report import CheckReport
+from stratagem.tools.check.tried_step import TriedStep, head_of, try_evaluation, try_step
+from stratagem.tools.planning.simulated_step import Site
+from stratagem.worker.data.data_sources import load_data
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.row_datasets import RowDataset
+from stratagem.worker.data.row_order import epoch_rows_of
+from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
+from stratagem.worker.plans.built_job_checks import check_built
+from stratagem.worker.plans.supported_settings import check_supported
+
+_NUM_ROWS: Final = 2
+_NUM_NAMES: Final = 5
+"""How many names a finding lists."""
+
+
+def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Finding]:
+    """Return what is found about a job whose document is valid, where faults are of level FAIL.
+
+    memory: says how much the job needs, or raises.
+    """
+    checks = _JobChecks(job, site, CheckReport())
+    checks.code()
+    checks.report.attempt("settings", "execution", lambda: check_supported(job.execution))
+    model, data = checks.model(), checks.data()
+    if model is None or not data:
+        reason = "needs the model and the data, which failed"
+        checks.report.warn("step", "", f"not tried: {reason}")
+        return checks.report.findings
+    checks.together(model, data)
+    tried = checks.step(data)
+    if tried is not None:
+        checks.evaluation(tried)
+    needed = checks.report.attempt("memory", "", memory)
+    if needed is not None:
+        checks.report.ok("memory", "", needed)
+    return checks.report.findings
+
+
+@dataclass(frozen=True, slots=True)
+class _JobChecks:
+    job: JobSpec
+    site: Site
+    report: CheckReport
+
+    def code(self) -> None:
+        """Whether every entry point can be imported and called."""
+        named = entry_points_by_field(self.job)
+        found = [
+            self.report.attempt("code", field, lambda: self._resolves(name, field))  # noqa: B023
+            for field, name in named.items()
+        ]
+        if named and all(found):
+            self.report.ok("code", "", f"{len(named)} entry points can be imported")
+
+    def _resolves(self, name: str, field: str) -> bool:
+        return callable(self.site.entrypoints.resolve(name, field))
+
+    def model(self) -> nn.Module | None:
+        """Whether the model can be built, on the meta device and for real; with its groups."""
+        job, entrypoints = self.job, self.site.entrypoints
+        if self.report.attempt("model", "model", self._build_shapes) is None:
+            return None
+        model = self.report.attempt(
+            "model",
+            "model",
+            lambda: build_model(job, entrypoints, device=self.site.device, fresh=True),
+        )
+        if model is not None:
+            sizes = [param.numel() for param in model.parameters()]
+            trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+            found = f"{type(model).__name__}, {sum(sizes):,} parameters in {len(sizes)} tensors"
+            if trained != sum(sizes):
+                found += f", {trained:,} of them trained"
+            self.report.ok("model", "model", found)
+        return model
+
+    def _build_shapes(self) -> nn.Module:
+        meta = torch.device("meta")
+        return build_shapes(self.job, self.site.entrypoints, device=meta)
+
+    def data(self) -> dict[str, Dataset]:
+        """Whether each split can be loaded, its rows read twice, and collated."""
+        job, site = self.job, self.site
+        data = self.report.attempt(
+            "data", "data", lambda: load_data(job, site.entrypoints, site.sources)
+        )
+        for split, dataset in (data or {}).items():
+            if len(dataset):
+                self.report.attempt("data", f"data.{split}", lambda: self._batch(split, dataset))  # noqa: B023
+            else:
+                self.report.warn("data", f"data.{split}", "has no rows")
+        return data or {}
+
+    def _batch(self, split: str, dataset: Dataset) -> None:
+        rows = min(_NUM_ROWS, len(dataset))
+        gather = Gather(float_dtype(self.job), self.site.device)
+        x, y = gather(head_of(dataset, rows), torch.arange(rows), f"reading {split}")
+        how = "fetched one by one" if isinstance(dataset, RowDataset) else "read as slices"
+        batch = text_of(x) if y is None or y is x else f"({text_of(x)}, {text_of(y)})"
+        found = f"{len(dataset):,} rows, {how}; a batch of {rows}: {batch}"
+        self.report.ok("data", f"data.{split}", found)
+
+    def together(self, model: nn.Module, data: Mapping[str, Dataset]) -> None:
+        """Whether model, data and the rest of the job fit each other."""
+        num_rows = {split: len(dataset) for split, dataset in data.items()}
+        self.report.attempt("model", "strategy", lambda: check_built(self.job, model, num_rows))
+        if "train" not in data or self.job.only_evaluates:
+            return
+        steps = self.report.attempt("order", "data.order", lambda: self._steps_of(data))
+        if steps is not None:
+            total = self.job.steps or (self.job.epochs or 0) * steps
+            found = f"{steps:,} steps to an epoch, {total:,} in all"
+            self.report.ok("order", "data.order", found)
+
+    def _steps_of(self, data: Mapping[str, Dataset]) -> int:
+        order = epoch_rows_of(self.job, data, self.site.entrypoints)
+        num_rows = len(data["train"])
+        return BatchOrder(num_rows, self.job.batch_size, self.job.seed, order).steps_per_epoch
+
+    def step(self, data: Mapping[str, Dataset]) -> TriedStep | None:
+        """Whether a step can be made, is finite, reaches all parameters, and can be repeated from a
+        saved state."""
+        tried = self.report.attempt("step", "loss", lambda: try_step(self.job, self.site, data))
+        if tried is None or tried.report is None:
+            return tried
+        if tried.report.num_skipped:
+            found = f"the gradient over {tried.num_rows} rows is not finite: the step is skipped"
+            advice = "in float16 the scale of the loss comes down in the first steps; else see why"
+            self.report.warn("step", "loss", found, advice)
+        else:
+            found = f"loss {tried.report.loss:.6g} over {tried.num_rows} rows; gradient norm "
+            self.report.ok("step", "loss", f"{found}{tried.report.grad_norm:.3g}")
+        if tried.untouched:
+            listed = ", ".join(tried.untouched[:_NUM_NAMES])
+            more = len(tried.untouched) - _NUM_NAMES
+            found = f"{listed}{f' and {more} more' if more > 0 else ''} got no gradient"
+            advice = "freeze them with model.freeze if that is meant"
+            self.report.warn("step", "model", found, advice)
+        if tried.resumes:
+            self.report.ok("resume", "", "a step from a saved state has the same bits")
+        elif self.job.execution.deterministic:
+            found = "a step from a saved state has other bits than the step it repeats"
+            advice = (
+                "the model, the loss or the rows keep something that is in no state_dict, or draw "
+                "from a generator of their own; execution.deterministic: false allows it"
+            )
+            self.report.fail("resume", "", found, advice)
+        return tried
+
+    def evaluation(self, tried: TriedStep) -> None:
+        """Whether loss and metrics can be computed."""
+        spec = self.job.evaluation
+        if spec is None or spec.split not in tried.setup.data:
+            return
+        split = spec.split
+        found = self.report.attempt(
+            "evaluation", "evaluation", lambda: try_evaluation(tried, split)
+        )
+        if found is not None:
+            values = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            num_rows = len(tried.setup.data[split])
+            self.report.ok("evaluation", "evaluation", f"over {num_rows} rows: {values}")
+
+
+def text_of(batch: Any) -> str:
+    """Return a batch as text: the type and shape of each tensor, in its nesting."""
+    return str(tree_map_only(Tensor, _Shape, batch))
+
+
+class _Shape:
+    """A tensor's type and shape, as text."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._text = f"{dtype}{list(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self._text

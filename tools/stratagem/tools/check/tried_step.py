@@ -1,0 +1,140 @@
+"""Makes one real step of a job, and one evaluation, on a few of its rows, in this process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Local
+from stratagem.tools.planning.simulated_step import Site
+from stratagem.worker.data.datasets import Dataset, Subset
+from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.objectives.evaluator import EvaluationShare
+from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.trainers.build_trainer import make_setup
+from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
+from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.reducer import GradientReducer
+from stratagem.worker.models.model_builder import build_model
+
+_NUM_ROWS: Final = 2
+"""Of the step that is tried."""
+_EVALUATED_ROWS: Final = 64
+"""From all over the split, for metrics that want rows of several classes."""
+_EVALUATED_BATCH: Final = 32
+_ALONE: Final = ShardOwners(0, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TriedStep:
+    """One real step of a job: its report, and what else was seen."""
+
+    setup: Setup
+    num_rows: int
+    report: StepReport | None
+    """None where the job trains nothing."""
+    untouched: tuple[str, ...] = ()
+    """Trained parameters that got no gradient."""
+    resumes: bool = True
+    """Whether the next step has the same bits when it starts from a saved state."""
+
+
+def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep:
+    """Make a step of the job as one worker alone would, on the first rows of each split's few.
+
+    Raises what training raises.
+    """
+    few = {split: spread_over(dataset, _EVALUATED_ROWS) for split, dataset in data.items()}
+    num_rows = min(_NUM_ROWS, len(few.get("train", ())))
+    short = _shortened(job, max(num_rows, 1))
+    if job.only_evaluates:
+        return TriedStep(_setup(short, site, few, fresh=True), 0, None)
+    trainer = Trainer(_setup(short, site, few, fresh=True))
+    touched: set[str] = set()
+    hooks = [
+        param.register_post_accumulate_grad_hook(lambda _, name=name: touched.add(name))
+        for name, param in trainer.params
+    ]
+    exchange = _exchange(trainer)
+    report = trainer.train_step(exchange, range(1), 1)
+    for hook in hooks:
+        hook.remove()
+    saved = trainer.copy_state()
+    trainer.train_step(exchange, range(1), 1)
+    again = Trainer(_setup(short, site, few, fresh=False))
+    again.load_state(*saved)
+    again.train_step(_exchange(again), range(1), 1)
+    return TriedStep(
+        trainer.setup,
+        num_rows,
+        report,
+        tuple(name for name, _ in trainer.params if name not in touched),
+        again.fingerprint() == trainer.fingerprint(),
+    )
+
+
+def try_evaluation(tried: TriedStep, split: str) -> dict[str, float]:
+    """Return the loss and the metrics over the split's few rows."""
+    evaluator = tried.setup.evaluator
+    evaluator.model.eval()
+    share = EvaluationShare([split], 0, 1, lambda *_: None, {})
+    parts = evaluator.parts_of(share)
+    names = dict.fromkeys(name for part in parts for name in part.sums if ":" not in name)
+    found = {}
+    for name in names:
+        weights = [part.sums.get(f"weight:{name}", part.weight) for part in parts]
+        found[name] = sum(part.sums[name] for part in parts) / (sum(weights) or 1.0)
+    if evaluator.own is not None:
+        kept = [part.kept for part in parts if part.kept is not None]
+        found |= evaluator.own.measured(split, kept)
+    return found
+
+
+def head_of(dataset: Dataset, num_rows: int) -> Dataset:
+    """Return the first rows of a data set."""
+    return Subset(dataset, torch.arange(min(num_rows, len(dataset))))
+
+
+def spread_over(dataset: Dataset, num_rows: int) -> Dataset:
+    """Return at most so many rows from all over a data set, in order."""
+    size = len(dataset)
+    if size <= num_rows:
+        return head_of(dataset, size)
+    return Subset(dataset, torch.arange(num_rows) * size // num_rows)
+
+
+def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
+    """Return the job with steps of so many rows, which one worker makes at once."""
+    window = job.window.model_copy(update={"micro_batch_size": None, "steps": None})
+    execution = job.execution.with_changes(mode="Eager", profiling=False, parallelism="None")
+    if execution.accumulation_steps is not None:
+        execution = execution.with_changes(gradient="Full")
+    evaluation = job.evaluation
+    if evaluation is not None:
+        batch_size = min(evaluation.batch_size, _EVALUATED_BATCH)
+        evaluation = evaluation.model_copy(update={"batch_size": batch_size})
+    changes = {
+        "strategy": Local(),
+        "batch_size": num_rows,
+        "accumulation": window,
+        "execution": execution,
+        "evaluation": evaluation,
+        "data": job.data.model_copy(update={"order": None}),
+        "compression": None,
+        "phases": None,
+    }
+    return job.model_copy(update=changes)
+
+
+def _setup(job: JobSpec, site: Site, data: Mapping[str, Dataset], *, fresh: bool) -> Setup:
+    model = build_model(job, site.entrypoints, device=site.device, fresh=fresh)
+    setup = make_setup(job, site.entrypoints, model, data, make_gather(job, site.device))
+    return replace(setup, epoch_rows=None)
+
+
+def _exchange(trainer: Trainer) -> GradientReducer:
+    return GradientReducer(trainer.buckets, _ALONE, SoloTransport(), trainer.compressor)

@@ -1,0 +1,1 @@
+"""The process that answers a question about a job: memory, settings, faults."""
