@@ -26,6 +26,7 @@ from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every
 from stratagem.common.job.optimizer.optimizer_section import GroupSpec, OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
+from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
 from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.model.graph import EdgeSpec, GraphSpec, NodeSpec, SubgraphSpec
 from stratagem.common.schema.document import DocumentValue
@@ -56,6 +57,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.LossSpec,
         OptimizerSpec,
         GroupSpec,
+        WeightAverageSpec,
         ScheduleSpec,
         sections.EvaluationSpec,
         StopSpec,

@@ -140,11 +140,13 @@ def test_phases_have_the_bits_of_their_reference(client: Client, method: str) ->
         "max_relative_error": 100,
         "min_correlation": -1,
     }
-    spec = job(strategy=strategy, phases=phases, optimizer=ADAMW)
+    sections = {"optimizer": ADAMW, "weight_average": {"kind": "swa", "every": 3}}
+    spec = job(strategy=strategy, phases=phases, **sections)
     run = train(client, spec)
     expected = phases_loop(spec, ALLOWED, 1 if method == "Local" else 3, 10)
     assert expected.phases == "FFPPPCPFFP"
     assert_same_bits(run.state, expected.result.state)
+    assert_same_bits(run.run.state_dict("average"), expected.result.average)
     finished = [event.payload for event in run.of("SegmentFinished")]
     # The second of the five segments has predicted steps only: nobody has sent anything.
     assert [each["num_rows"] for each in finished] == [32, 0, 16, 2, 16]

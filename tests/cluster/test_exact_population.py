@@ -39,6 +39,7 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.jobs import job, user_data, user_model
+from tests.reference.weight_average import RunningAverage
 
 pytestmark = pytest.mark.cluster
 
@@ -51,12 +52,15 @@ class Member:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     params: dict[str, Any]
+    average: RunningAverage
     step: int = 0
 
     @classmethod
     def begin(cls, spec: JobSpec, params: dict[str, Any]) -> "Member":
         model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
-        return cls(spec, model, make_optimizer(spec.optimizer, model.named_parameters()), params)
+        optimizer = make_optimizer(spec.optimizer, model.named_parameters())
+        average = RunningAverage(spec.weight_average, list(model.parameters()))
+        return cls(spec, model, optimizer, params, average)
 
     def train(self, num_steps: int) -> None:
         data = load_data(self.spec, ALLOWED, DataSources())["train"]
@@ -82,14 +86,16 @@ class Member:
             set_learning_rates(self.optimizer, factor)
             self.optimizer.step()
             self.step += 1
+            self.average.update(self.step)
 
     def loss(self) -> float:
         data = load_data(self.spec, ALLOWED, DataSources())["test"]
         gather = Gather(float_dtype(self.spec), torch.device("cpu"))
         x, y = gather(data, torch.arange(len(data)), "reference")
-        self.model.eval()
+        measured = copy.deepcopy(self.model).eval()
+        measured.load_state_dict(self.average.model_state(self.model) or self.model.state_dict())
         with torch.no_grad():
-            value = make_loss(self.spec.loss, ALLOWED)(self.model(x), y, len(data))
+            value = make_loss(self.spec.loss, ALLOWED)(measured(x), y, len(data))
         return float(value.mean)
 
     def copy_of(self, spec: JobSpec, params: dict[str, Any]) -> "Member":
@@ -99,7 +105,8 @@ class Member:
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         for old, new in pairs:
             optimizer.state[new] = copy.deepcopy(self.optimizer.state[old])
-        return Member(spec, model, optimizer, params, self.step)
+        average = self.average.copied(list(model.parameters()))
+        return Member(spec, model, optimizer, params, average, self.step)
 
 
 def population_loop(
@@ -144,6 +151,10 @@ def copies_of(outcome: Outcome) -> list[dict[int, int]]:
 
 CASES: dict[str, dict[str, Any]] = {
     "truncation and perturbation": {},
+    "compared by averages": {
+        "weight_average": {"kind": "ema", "decay": 0.9},
+        "evaluation": {"of": "average", "best": "loss", "mode": "min"},
+    },
     "binary and resample": {
         "exploit": {"method": "Binary", "threshold": 0.01},
         "explore": {"method": "Resample"},

@@ -132,7 +132,15 @@ JOBS: dict[str, Job] = {
     "Local": crash_job(LOCAL),
     # Its metrics are shared: three of the four members have batches.
     "AllReduce": crash_job(ALL_REDUCE)
-    | {"evaluation": {"every": "2 steps", "metrics": ["accuracy", RANK_SUM], "batch_size": 8}},
+    | {
+        "evaluation": {
+            "every": "2 steps",
+            "metrics": ["accuracy", RANK_SUM],
+            "batch_size": 8,
+            "of": "average",
+        },
+        "weight_average": {"kind": "ema", "decay": 0.9},
+    },
     "ParameterServer": crash_job(PARAMETER_SERVER),
     # Each member has residuals that nobody else has.
     "Coded": crash_job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
@@ -141,7 +149,8 @@ JOBS: dict[str, Job] = {
     "Gossip": crash_job(GOSSIP),
     "Pipeline": crash_job(PIPELINE),
     # There are workers for one of the two: it computes both shards.
-    "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}}),
+    "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})
+    | {"weight_average": {"kind": "swa", "every": 2}},
     "Evaluation": evaluation(),
     "FedAvg": crash_job(FED_AVG),
     "FedAvg-coded": crash_job(FED_AVG) | {"compression": {"codec": "ternary"}},

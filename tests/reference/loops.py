@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
+from tests.reference.weight_average import RunningAverage
 
 _CPU = torch.device("cpu")
 
@@ -52,6 +53,8 @@ class Result:
 
     state: Mapping[str, Tensor]
     losses: list[float]
+    average: Mapping[str, Tensor] = field(default_factory=dict)
+    """The model of averaged parameters, where the job has one."""
 
 
 def trained_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -109,6 +112,7 @@ def sharded_loop(
     named = [(each.name, each.param) for each in trained]
     optimizer = make_optimizer(job.optimizer, named, fused=job.execution.fusion)
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
+    average = RunningAverage(job.weight_average, params)
     losses: list[float] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
         step = len(losses)
@@ -161,7 +165,8 @@ def sharded_loop(
         set_learning_rates(optimizer, learning_rate_factor(job.optimizer, step, total_steps))
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
-    return Result(model.state_dict(), losses)
+        average.update(step + 1)
+    return Result(model.state_dict(), losses, average.model_state(model))
 
 
 def federated_loop(

@@ -31,6 +31,7 @@ from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
+from tests.reference.weight_average import RunningAverage
 
 _CPU = torch.device("cpu")
 
@@ -271,6 +272,7 @@ class _Loop:
         self._scale = self._execution.scale
         self._order = BatchOrder(len(self._data), job.batch_size, job.seed)
         self._reached = [True] * len(self._params)
+        self._average = RunningAverage(job.weight_average, self._params)
 
     def gradient(self, step: int) -> tuple[Tensor, float]:
         """(mean gradient, mean loss) of the step's batch, shards added in the tree."""
@@ -322,9 +324,11 @@ class _Loop:
         norm = gradient_norm(self._params, self._numerics)
         clip(self._params, self._job.optimizer.clip_norm, norm)
         self._optimizer.step()
+        self._average.update(step + 1)
 
     def result(self, losses: list[float]) -> Result:
-        return Result(self._model.state_dict(), losses)
+        average = self._average.model_state(self._model)
+        return Result(self._model.state_dict(), losses, average)
 
 
 def _gradient_of(param: nn.Parameter) -> Tensor:

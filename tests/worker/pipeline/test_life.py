@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import with_fields
 from stratagem.common.numerics.batch_shards import Node, tree_sum
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
@@ -33,10 +34,12 @@ TIED = deep_job(
     loss="token_cross_entropy",
     optimizer=ADAM,
 )
+AVERAGED = with_fields(TIED, {"weight_average.kind": "swa", "weight_average.start_step": 2})
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes"), [(deep_job(optimizer=ADAM), (3, 5)), (deep_job(), (3, 5)), (TIED, (2, 2))]
+    ("spec", "sizes"),
+    [(deep_job(optimizer=ADAM), (3, 5)), (deep_job(), (3, 5)), (AVERAGED, (2, 2))],
 )
 def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any) -> None:
     names = [str(i) for i in range(sum(sizes))]
@@ -53,6 +56,12 @@ def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any)
     again.train(3)
     assert_same_bits(again.state()[0], straight.state()[0])
     assert again.state()[1] == straight.state()[1]
+    expected = sharded_loop(spec, ALLOWED, 1, 5, micro_batch_size=3).average
+    means = [name for name in straight.state()[0] if name.startswith("average/")]
+    assert len(means) == (3 if spec is AVERAGED else 0)
+    assert all(
+        straight.state()[0][name].equal(expected[name.removeprefix("average/")]) for name in means
+    )
     alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
     alone.load_state(tensors, metadata)
     assert alone.state()[0].keys() == tensors.keys()

@@ -94,7 +94,8 @@ WhichOption = Annotated[
     typer.Option(
         "--which",
         metavar="WHICH",
-        help="final (or the newest so far), best, the number of a segment, or predictions.",
+        help="final (or the newest so far), best, the number of a segment, average, or "
+        "predictions.",
     ),
 ]
 

@@ -249,7 +249,8 @@ class AsyncRun:
         plain: only the model, under all names of its state_dict(), for any reader of safetensors.
         Otherwise the state as it is: the optimizer's tensors, too, and tied ones once.
         which: "final" (the newest one while the run lives), "best", or the number of a segment;
-        or "predictions", of a run that keeps them.
+        "average", the model of averaged parameters in the final state of a run that keeps them,
+        which is always plain; or "predictions", of a run that keeps them.
         """
         return await downloads.to_file(
             self._connection, self.run_id, which, Path(path), plain=plain

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 
-from stratagem.client.sdk.plain_model import PlainModel
+from stratagem.client.sdk.plain_model import AVERAGE, PlainModel
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import RunId
@@ -23,6 +23,7 @@ async def to_file(
     """Write the state as a safetensors file, replacing what was there.
 
     plain: only the model, under the names of its state_dict(), tied ones too; see plain_model.py.
+    The model of averaged parameters is always written so: it is no state.
     """
     digest = hashlib.sha256()
     with whole_file(path) as file:
@@ -30,7 +31,8 @@ async def to_file(
         def accept(manifest: Manifest) -> Sink:
             header = header_bytes(manifest)
             digest.update(header)
-            model = PlainModel(manifest, file) if plain else None
+            is_model = plain or which == AVERAGE
+            model = PlainModel(manifest, file, which) if is_model else None
             if model is None:
                 file.write(header)
 
@@ -68,6 +70,7 @@ async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> 
 
 async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
     """Stream a state; continues where it was cut while the coordinator restarts."""
+    which = "final" if which == AVERAGE else which
 
     def request(offset: int) -> pb.DownloadStateRequest:
         return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)

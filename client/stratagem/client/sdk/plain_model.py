@@ -1,7 +1,8 @@
 """A committed model as a file that any reader of safetensors loads: all names, and nothing else.
 
 A state's own file has tied tensors once, and the optimizer's with the model's; see downloads.py.
-Here every name of the model's state_dict() has bytes of its own, as safetensors wants it.
+Here every name of the model's state_dict() has bytes of its own, as safetensors wants it. The model
+may also be the one of averaged parameters, where a run keeps their average.
 """
 
 from bisect import bisect_right
@@ -13,6 +14,9 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 
 MODEL_PREFIX: Final = "model/"
+AVERAGE_PREFIX: Final = "average/"
+AVERAGE: Final = "average"
+"""What a caller names the model of averaged parameters by, instead of a state."""
 _FORMAT: Final = {"format": "pt"}
 """What others look for in files whose tensors are torch's."""
 
@@ -20,11 +24,13 @@ _FORMAT: Final = {"format": "pt"}
 class PlainModel:
     """Takes the bytes of a state as they come, and puts those of its model where they belong."""
 
-    def __init__(self, manifest: Manifest, file: IO[bytes]) -> None:
-        """Writes the header. Raises InvalidInputError for a state without a model."""
+    def __init__(self, manifest: Manifest, file: IO[bytes], which: str = "final") -> None:
+        """Writes the header. Raises InvalidInputError for a state without a model, or without an
+        average if that is wanted."""
         specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not specs:
             raise InvalidInputError.at("plain", "there is no model in this file of the run")
+        means = means_of(manifest) if which == AVERAGE else {}
         plain = build_manifest(
             [(spec.name.removeprefix(MODEL_PREFIX), spec.dtype, spec.shape) for spec in specs],
             Purpose.STATE,
@@ -37,7 +43,8 @@ class PlainModel:
         self._starts = [spec.offset for spec in self._stored]
         self._places: defaultdict[str, list[int]] = defaultdict(list)
         for source, target in zip(specs, plain.tensors, strict=True):
-            self._places[source.alias_of or source.name].append(len(header) + target.offset)
+            name = means.get(source.name, source.alias_of or source.name)
+            self._places[name].append(len(header) + target.offset)
 
     def write(self, offset: int, data: bytes) -> None:
         """data: of the state, from this byte on."""
@@ -50,3 +57,21 @@ class PlainModel:
                 self._file.seek(place + within)
                 self._file.write(piece)
             offset, rest = offset + len(piece), rest[len(piece) :]
+
+
+def means_of(manifest: Manifest) -> dict[str, str]:
+    """Return the names of the averaged tensors by those of the model's, tied ones too.
+
+    Raises InvalidInputError for a state without an average.
+    """
+    first = {spec.name: spec.alias_of or spec.name for spec in manifest.tensors}
+    means = {
+        first[f"{MODEL_PREFIX}{spec.name.removeprefix(AVERAGE_PREFIX)}"]: spec.name
+        for spec in manifest.tensors
+        if spec.name.startswith(AVERAGE_PREFIX)
+    }
+    if not means:
+        text = "the state has no average: it is kept from weight_average.start_step on, if at all"
+        raise InvalidInputError.at("which", text)
+    names = [name for name in first if name.startswith(MODEL_PREFIX)]
+    return {name: means[first[name]] for name in names if first[name] in means}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stratagem.client.sdk.downloads import pull_state
-from stratagem.client.sdk.plain_model import MODEL_PREFIX
+from stratagem.client.sdk.plain_model import AVERAGE, MODEL_PREFIX, means_of
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.common.base.ids import RunId
 from stratagem.common.tensors.chunks import Sink
@@ -22,16 +22,18 @@ async def to_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers under the model's own names; the optimizer's state is left out."""
     tensors: dict[str, torch.Tensor] = {}
+    means: dict[str, str] = {}
 
     def accept(manifest: Manifest) -> Sink:
+        means.update(means_of(manifest) if which == AVERAGE else {})
         sink, finish = allocate(manifest)
         tensors.update(finish())  # filled through the sink
         return sink
 
     await pull_state(connection, run_id, which, accept)
     return {
-        name.removeprefix(MODEL_PREFIX): tensor
-        for name, tensor in tensors.items()
+        name.removeprefix(MODEL_PREFIX): tensors[means.get(name, name)]
+        for name in tensors
         if name.startswith(MODEL_PREFIX)
     }
 

@@ -13,6 +13,7 @@ from stratagem.common.job.optimizer.optimizer_section import (
     check_optimizer,
 )
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
+from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
 from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
@@ -54,6 +55,7 @@ __all__ = [
     "PredictorSpec",
     "ScheduleSpec",
     "SubgraphSpec",
+    "WeightAverageSpec",
     "check_optimizer",
     "effective_strategy",
     "entry_points",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _WHY: Final = "execution.gradient is None, so nothing is trained"
 _OF_TRAINING: Final = {
     "optimizer": "there is nothing to update",
+    "weight_average": "there are no updates to average over",
     "epochs": "each row is evaluated once",
     "steps": "each row is evaluated once",
     "accumulation": "there are no gradients to add up",
@@ -52,6 +53,9 @@ def _evaluation(job: "JobSpec") -> list[Violation]:
         violations.append(Violation("evaluation.best", f"{_WHY}: there is one state; leave it out"))
     if own.stop is not None:
         violations.append(Violation("evaluation.stop", f"{_WHY}: there is one state; leave it out"))
+    if own.of == "average":
+        text = f"{_WHY}: there is no average; begin from the file of one, as initial.file"
+        violations.append(Violation("evaluation.of", text))
     if own.every != Every(1, "epoch"):
         text = f"{_WHY}: it is evaluated once; leave it out"
         violations.append(Violation("evaluation.every", text))

@@ -127,7 +127,8 @@ def _not_too_many(metrics: object) -> object:
 class EvaluationSpec(Section):
     """Settings of what is measured, on which split, how often, and what "best" means.
 
-    `every` is 1 epoch unless set; in a federated job, 1 round. predictions: keep the model's
+    `every` is 1 epoch unless set; in a federated job, 1 round. of: "average" measures the average
+    of the parameters instead of themselves, "live". predictions: keep the model's
     outputs, in a job that only evaluates. keep: makes of a batch's (output, target) the pair that
     is kept for metrics of your own, which get those of the whole split; max_bytes: of what is kept,
     1 GiB unless set. best may name one value of such a metric, "module:metric.key". stop: ends the
@@ -147,6 +148,7 @@ class EvaluationSpec(Section):
     keep: EntrypointName | None = None
     max_bytes: Count | None = None
     stop: StopSpec | None = None
+    of: Literal["live", "average"] | None = None
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:

@@ -21,6 +21,10 @@ from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
+from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
+from stratagem.common.job.optimizer.weight_average_section import (
+    reason_against as why_not_averaged,
+)
 from stratagem.common.job.phases_section import PhasesSpec, reason_against
 from stratagem.common.job.search_section import SearchSpaceField
 from stratagem.common.job.sections import (
@@ -72,6 +76,7 @@ class JobSpec(Section):
     loss: LossSpec
     # Only a job that trains nothing has none; code that trains need not ask.
     optimizer: Annotated[OptimizerSpec, _IF_THERE] = _ABSENT
+    weight_average: WeightAverageSpec | None = None
     initial: InitialSpec | None = None
     evaluation: EvaluationSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -122,6 +127,7 @@ class JobSpec(Section):
                 *check_accumulation(self),
                 *_execution(self),
                 *_phases(self),
+                *_weight_average(self),
             ]
         )
         return self
@@ -289,6 +295,15 @@ def _phases(job: JobSpec) -> list[Violation]:
     if reason is None and not job.execution.deterministic:
         reason = "needs execution.deterministic: replicas decide alike only on equal bits"
     return [] if reason is None else [Violation("phases", reason)]
+
+
+def _weight_average(job: JobSpec) -> list[Violation]:
+    if job.weight_average is None:
+        if job.evaluation is not None and job.evaluation.of == "average":
+            return [Violation("evaluation.of", "there is no average without weight_average")]
+        return []
+    reason = why_not_averaged(job.strategy)
+    return [] if reason is None else [Violation("weight_average", reason)]
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

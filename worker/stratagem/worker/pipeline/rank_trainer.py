@@ -26,6 +26,7 @@ from stratagem.worker.engine.objectives.evaluator import (
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.weight_average import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.forward_backward import Counted
@@ -60,7 +61,10 @@ class StageRunner:
         )
         self._buffers = Buffers(self.model, gather.device)
         params = [param for _, param in self.params]
-        self._policy = StepPolicy(self._job, setup.execution, params, self.optimizer, self._buffers)
+        self._average = average_of(self._job, self.params)
+        self._policy = StepPolicy(
+            self._job, setup.execution, params, self.optimizer, self._buffers, self._average
+        )
         self.num_extras = num_scalars(len(self._own), self._buffers.num_elements)
         num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
         self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed, setup.epoch_rows)
@@ -165,7 +169,8 @@ class StageRunner:
 
     def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
         """Returns the sums per batch on the rank of the last stage; nothing on the others."""
-        return evaluate(self._setup, self._next_pass(), split, begins)
+        with evaluated(self._job, self._average):
+            return evaluate(self._setup, self._next_pass(), split, begins)
 
     def state(self) -> State:
         """Returns (live tensors, metadata) of this rank's nodes; the union over ranks is the whole
@@ -183,6 +188,9 @@ class StageRunner:
                 if self._agreement.is_first(weight)
             ]
             tensors, numbers = state.optimizer_state(self.optimizer, mine)
+            if self._average is not None:
+                means, counts = self._average.state(name for name, _ in mine)
+                tensors, numbers = {**tensors, **means}, {**numbers, **counts}
         numbers |= self._setup.execution.scale.metadata()
         metadata = state.state_metadata(self.step, numbers)
         return {**state.model_state(self.model), **tensors}, metadata
@@ -197,6 +205,8 @@ class StageRunner:
         """Returns whether `load_state` needs this tensor or number of the whole state."""
         if name.startswith(state.OPTIMIZER):
             return name.removeprefix(state.OPTIMIZER).rpartition("/")[0] in dict(self.params)
+        if name.startswith(AVERAGE):
+            return self._average is not None and name.removeprefix(AVERAGE) in dict(self.params)
         return name.removeprefix(state.MODEL) in self.model.state_dict()
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -207,6 +217,8 @@ class StageRunner:
         if self.optimizer is not None:
             numbers = {name: value for name, value in metadata.items() if self.wants(name)}
             state.load_optimizer_state(self.optimizer, self.params, own, numbers)
+        if self._average is not None:
+            self._average.load(own, metadata)
         self._setup.execution.scale.load(metadata)
         self.step = step
 

@@ -17,6 +17,7 @@ from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, update
+from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.user_code.entrypoints import user_code
 
@@ -32,6 +33,8 @@ class StepPolicy:
     """None where this process holds no parameters."""
     buffers: Buffers | None
     """Restored with a step that is skipped; None for steps without a forward pass."""
+    average: WeightAverage | None = None
+    """Takes in the parameters after each update."""
 
     def begin(self) -> None:
         """Drops the gradients of an earlier step and remembers the buffers."""
@@ -83,6 +86,8 @@ def apply_step(
         clip(policy.params, clip_norm, norm)
         with user_code(activity):
             update(policy.optimizer)
+    if policy.average is not None and number is not None:
+        policy.average.update(number)
     if policy.execution.frees_gradients:
         policy.drop_gradients()
     return True

@@ -21,6 +21,7 @@ from stratagem.worker.engine.objectives.evaluator import EvaluationPart, Evaluat
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window, part
@@ -74,6 +75,7 @@ class Trainer:
             absorbs=self._execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
+        self._average = average_of(job, self.params)
         self._saved = TrainerState(
             self.model,
             self.optimizer,
@@ -81,9 +83,12 @@ class Trainer:
             self._execution.scale,
             self.phases,
             self.compressor,
+            self._average,
         )
         params = [param for _, param in self.params]
-        self._policy = StepPolicy(job, execution, params, self.optimizer, self._buffers)
+        self._policy = StepPolicy(
+            job, execution, params, self.optimizer, self._buffers, self._average
+        )
         self.step = 0
         self._window, self._counts_rows = job.window, setup.objective.counts_rows
         self._is_training = False
@@ -159,7 +164,8 @@ class Trainer:
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""
-        return self.evaluator().parts_of(share)
+        with evaluated(self.job, self._average):
+            return self.evaluator().parts_of(share)
 
     def state(self) -> State:
         """(live tensors by name, metadata). Valid until the next step."""

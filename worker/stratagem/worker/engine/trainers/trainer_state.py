@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
+from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.phases import PhaseTraining
@@ -28,6 +29,7 @@ class TrainerState:
     scale: LossScale
     phases: PhaseTraining | None
     compressor: Compressor | None
+    average: WeightAverage | None = None
 
     def live(self, step: int) -> State:
         """The tensors themselves, after `step` steps. Valid until the next one."""
@@ -36,6 +38,9 @@ class TrainerState:
         if self.phases is not None:
             saved, texts = self.phases.state()
             tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
+        if self.average is not None:
+            means, counts = self.average.state()
+            tensors, numbers = {**tensors, **means}, {**numbers, **counts}
         metadata = state_format.state_metadata(step, numbers)
         return {**state_format.model_state(self.model), **tensors}, metadata
 
@@ -55,5 +60,7 @@ class TrainerState:
             self.compressor.load_state(tensors)
         if self.phases is not None:
             self.phases.load(tensors, metadata)
+        if self.average is not None:
+            self.average.load(tensors, metadata)
         self.scale.load(metadata)
         return step

@@ -1,0 +1,61 @@
+"""Averages of the parameters in every kind of training that keeps one, and how they are fetched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from stratagem.client.sdk.blocking_client import Client
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    assert_same_bits,
+    data_parallel,
+    model_parallel,
+    replicated,
+    train,
+)
+from tests.jobs import job, user_data, user_model
+from tests.reference.evaluation_loop import evaluation_loop
+from tests.reference.loops import sharded_loop
+
+pytestmark = pytest.mark.cluster
+
+SECTIONS: dict[str, Any] = {
+    "data": user_data("classes", num_rows=60),
+    "optimizer": ADAMW,
+    "weight_average": {"decay": 0.75, "start_step": 3},
+    "evaluation": {"split": "test", "every": "5 steps", "of": "average", "metrics": ["accuracy"]},
+}
+
+
+def test_it_is_measured_and_fetched(client: Client, tmp_path: Path) -> None:
+    spec = job("batch_norm_mlp", strategy=data_parallel(3), **SECTIONS)
+    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 3)
+    assert_same_bits(outcome.state, expected.state)
+    assert_same_bits(outcome.run.state_dict("average"), expected.average)
+    measured = evaluation_loop(spec, ALLOWED, expected.average)
+    assert {name: outcome.status.metrics[name] for name in measured} == measured
+    assert measured != evaluation_loop(spec, ALLOWED, expected.state)
+    path = outcome.run.download(tmp_path / "average.safetensors", "average")
+    assert_same_bits(load_file(path), expected.average)
+
+
+def test_of_tied_and_frozen_parameters(client: Client, tmp_path: Path) -> None:
+    """On parameter servers."""
+    sections = {**SECTIONS, "evaluation": None}
+    spec = job("everything", strategy=data_parallel(2, "ParameterServer"), **sections)
+    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 2)
+    assert_same_bits(outcome.run.state_dict("average"), expected.average)
+    path = outcome.run.download(tmp_path / "average.safetensors", "average")
+    assert_same_bits(load_file(path), expected.average)
+
+
+def test_in_replicated_pipelines(client: Client) -> None:
+    cut = model_parallel([("0 1", "tag:any"), ("2 3", "tag:any")])
+    spec = job(user_model("dropout_mlp"), strategy=replicated(2, cut), **SECTIONS)
+    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 2)
+    assert_same_bits(outcome.run.state_dict("average"), expected.average)
+    measured = evaluation_loop(spec, ALLOWED, expected.average)
+    assert {name: outcome.status.metrics[name] for name in measured} == measured
