@@ -1,5 +1,6 @@
 """What the documentation says about the code is true, as far as a machine can tell."""
 
+import difflib
 import re
 from pathlib import Path
 
@@ -73,10 +74,27 @@ def test_runnable_jobs_are_valid(page: Path, tmp_path: Path) -> None:
 
 
 def test_examples_are_valid_jobs() -> None:
-    paths = sorted((ROOT / "examples").glob("*.yaml"))
+    paths = sorted((ROOT / "examples").rglob("*.yaml"))
     assert paths
     for path in paths:
         load_job(path)
+
+
+def test_the_tutorial_shows_the_script_and_the_job_that_are_there() -> None:
+    folder, page = ROOT / "examples" / "from_script", PAGES["docs/tutorials/from-your-script.md"]
+    before, after = ((folder / name).read_text() for name in ("train.py", "task.py"))
+    (loop,), (job,) = blocks(page, "python"), blocks(page, "yaml", "runnable")
+    assert loop.strip() in before
+    assert job.strip() in (folder / "job.yaml").read_text()
+    kept = before[: before.index("def main()")]
+    changed = [
+        line
+        for line in difflib.ndiff(kept.splitlines(), after.splitlines())
+        if line[0] in "+-" and line[2:].strip() and '"""' not in line
+    ]
+    assert len(changed) <= 12
+    (shown,) = blocks(page, "diff")
+    assert {line[0] + line[2:] for line in changed} == {*shown.splitlines()} - {""}
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

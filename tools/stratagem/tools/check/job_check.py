@@ -126,8 +126,8 @@ class _JobChecks:
         steps = self.report.attempt("order", "data.order", lambda: self._steps_of(data))
         if steps is not None:
             total = self.job.steps or (self.job.epochs or 0) * steps
-            found = f"{steps:,} steps to an epoch, {total:,} in all"
-            self.report.ok("order", "data.order", found)
+            in_all = f", {total:,} in all" if total else ""  # rounds are counted instead
+            self.report.ok("order", "data.order", f"{steps:,} steps to an epoch{in_all}")
 
     def _steps_of(self, data: Mapping[str, Dataset]) -> int:
         order = epoch_rows_of(self.job, data, self.site.entrypoints)
