@@ -119,7 +119,9 @@ def engine(name: str, *, num_parts: int) -> Callable[[], None]:
     execution = prepare(model, job, CPU, randomness)
     evaluator = Evaluator(model, data, execution, randomness, gather, objective, {}, 256)
     setup = Setup(
-        job, model, data, objective, gather, evaluator, randomness, execution, numerics=CURRENT
+        *(job, model, data, objective, gather, evaluator, randomness, execution),
+        numerics=CURRENT,
+        entrypoints=EntryPoints([]),
     )
     trainer = Trainer(setup)
     exchange = SingleMemberReducer(trainer.params)

@@ -59,7 +59,9 @@ def compressed_loop(
     codec = make_codec(job.compression, layout, job.seed, numerics=numerics)
     seed = job.seed if job.compression.seed is None else job.compression.seed
     states: dict[int, State] = {shard: codec.initial_state() for shard in range(num_shards)}
-    optimizer = make_optimizer(job.optimizer, named.items(), fused=job.execution.fusion)
+    optimizer = make_optimizer(
+        job.optimizer, named.items(), fused=job.execution.fusion, entrypoints=entrypoints
+    )
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
     scale = execution.scale

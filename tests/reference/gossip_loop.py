@@ -75,7 +75,9 @@ def gossip_loop(
     models = [build_model(job, entrypoints, device=_CPU, fresh=True) for _ in range(num_nodes)]
     params = [[p for p in model.parameters() if p.requires_grad] for model in models]
     optimizers = [
-        make_optimizer(job.optimizer, trained_of(model), fused=job.execution.fusion)
+        make_optimizer(
+            job.optimizer, trained_of(model), fused=job.execution.fusion, entrypoints=entrypoints
+        )
         for model in models
     ]
     randomness = [KeyedRandomness(model, _CPU) for model in models]

@@ -67,7 +67,9 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
     model, loss_fn, params, take, *_ = _setup(job, entrypoints)
     num_rows = len(load_data(job, entrypoints, DataSources())["train"])
     total_steps = _total_steps(job, num_rows)
-    optimizer = make_optimizer(job.optimizer, trained_of(model), fused=job.execution.fusion)
+    optimizer = make_optimizer(
+        job.optimizer, trained_of(model), fused=job.execution.fusion, entrypoints=entrypoints
+    )
     losses: list[float] = []
     epoch = 0
     while True:
@@ -110,7 +112,9 @@ def sharded_loop(
     trained = separate_tied(model, program_of(model, job) if micro_batch_size else None)
     params = [each.param for each in trained]
     named = [(each.name, each.param) for each in trained]
-    optimizer = make_optimizer(job.optimizer, named, fused=job.execution.fusion)
+    optimizer = make_optimizer(
+        job.optimizer, named, fused=job.execution.fusion, entrypoints=entrypoints
+    )
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
     average = RunningAverage(job.weight_average, params)
     losses: list[float] = []
@@ -273,7 +277,9 @@ def _train_client(
     params = [param for _, param in trained_of(model)]
     start = [param.detach().clone() for param in params]
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
-    optimizer = make_optimizer(job.optimizer, trained_of(model), fused=job.execution.fusion)
+    optimizer = make_optimizer(
+        job.optimizer, trained_of(model), fused=job.execution.fusion, entrypoints=entrypoints
+    )
     factor = learning_rate_factor(job.optimizer, round_num - 1, strategy.rounds)
     set_learning_rates(optimizer, factor)
     epochs = strategy.options.local_epochs

@@ -266,7 +266,9 @@ class _Loop:
         self._gather = Gather(float_dtype(job), _CPU)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
         named = trained_of(self._model)
-        self._optimizer = make_optimizer(job.optimizer, named, fused=job.execution.fusion)
+        self._optimizer = make_optimizer(
+            job.optimizer, named, fused=job.execution.fusion, entrypoints=entrypoints
+        )
         self._randomness = KeyedRandomness(self._model, _CPU)
         self._execution = prepare(self._model, plainly(job), _CPU, self._randomness)
         self._scale = self._execution.scale

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.spec import JobSpec
 from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy.search_space import Categorical, Ordinal, plain
 
 
 def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
@@ -64,4 +65,17 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
         named["evaluation.keep"] = evaluation.keep
         for place, metric in enumerate(evaluation.metrics):
             named[f"evaluation.metrics[{place}]"] = metric
+    if job.optimizer is not None:
+        named["optimizer.entrypoint"] = job.optimizer.entrypoint
+    named |= _drawn(job)
     return {field: name for field, name in named.items() if name is not None and ":" in name}
+
+
+def _drawn(job: JobSpec) -> dict[str, str | None]:
+    """The entry points that the members of a population may have, by where they are listed."""
+    found: dict[str, str | None] = {}
+    for dimension in map(plain, job.search_space.dimensions if job.search_space else ()):
+        if dimension.name.endswith(".entrypoint") and isinstance(dimension, Categorical | Ordinal):
+            for place, name in enumerate(dimension.choices):
+                found[f"search_space.{dimension.name}.choices[{place}]"] = str(name)
+    return found

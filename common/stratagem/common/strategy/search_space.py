@@ -109,9 +109,17 @@ class Conditional(DocumentValue, tag="dim_type"):
     options: NoOptions = field(default=NoOptions(), repr=False)
 
 
-Dimension: TypeAlias = Float | Int | Categorical | Ordinal | Conditional
+Plain: TypeAlias = Float | Int | Categorical | Ordinal
+Dimension: TypeAlias = Plain | Conditional
 DimensionField: TypeAlias = Annotated[Dimension, Field(discriminator="dim_type")]
 rebuild_dataclass(Conditional)  # type: ignore[arg-type]  # it names what stands after it
+
+
+def plain(dimension: Dimension) -> Plain:
+    """Return the dimension itself, without the conditions that it stands under."""
+    while isinstance(dimension, Conditional):
+        dimension = dimension.dimension
+    return dimension
 
 
 class SearchSpace(DocumentValue):

@@ -15,6 +15,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
 from stratagem.worker.engine.objectives.evaluator import make_evaluator
+from stratagem.worker.engine.step.optimizer_round_trip import check_alone, check_optimizer_of
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.models.model_nodes import (
@@ -92,6 +93,9 @@ def build_stage_runner(
     trained = separate_tied(model, program)
     if not trained and not job.only_evaluates:
         raise InvalidInputError.at("model", "has no trainable parameter")
+    check_optimizer_of(job, model, entrypoints)
+    if not job.only_evaluates:
+        check_alone(job.optimizer, [(each.name, each.param) for each in trained], entrypoints)
     randomness = KeyedRandomness(model, device)
     foreign = {node for node in owner if owner[node] != seat.rank}
     remove_nodes(model, foreign)
@@ -112,17 +116,18 @@ def build_stage_runner(
     lane = StageChannel(plan, rank_of, seat.rank, seat.transport, seat.timeout_s)
     return StageRunner(
         RunnerSetup(
-            job,
-            model,
-            trained,
-            parts,
-            lane,
-            data,
-            evaluator,
-            placement.micro_batch_size,
-            placement.schedule,
-            execution,
-            placement.numerics,
-            epoch_rows_of(job, data, entrypoints),
+            job=job,
+            model=model,
+            trained=trained,
+            parts=parts,
+            lane=lane,
+            data=data,
+            evaluator=evaluator,
+            micro_batch_size=placement.micro_batch_size,
+            schedule=placement.schedule,
+            execution=execution,
+            numerics=placement.numerics,
+            entrypoints=entrypoints,
+            epoch_rows=epoch_rows_of(job, data, entrypoints),
         )
     )

@@ -13,6 +13,7 @@ from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.models.model_nodes import Trained
 from stratagem.worker.pipeline.rank_pass import StageChannel
 from stratagem.worker.pipeline.stage import StagePart
+from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +34,6 @@ class RunnerSetup:
     execution: ModelExecution
     numerics: int
     """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
+    entrypoints: EntryPoints
     epoch_rows: EpochRows | None
     """The order of the training rows; they are shuffled unless set."""

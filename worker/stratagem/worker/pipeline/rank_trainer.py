@@ -55,7 +55,12 @@ class StageRunner:
         self._own = self._agreement.own
         self.params = [(weight.name, weight.param) for weight in self._own]
         self.optimizer = (
-            make_optimizer(self._job.optimizer, self.params, fused=self._job.execution.fusion)
+            make_optimizer(
+                self._job.optimizer,
+                self.params,
+                fused=self._job.execution.fusion,
+                entrypoints=setup.entrypoints,
+            )
             if self._own and not self._job.only_evaluates
             else None
         )

@@ -22,6 +22,7 @@ from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _META = torch.device("meta")
+_NOTHING_ALLOWED = EntryPoints([])
 
 Layout: TypeAlias = list[tuple[object, ...]]
 
@@ -43,7 +44,7 @@ def structural(
             continue
         try:
             changed = with_fields(own, json.loads(variant.fields_json))
-            is_other = not go_on(own.optimizer, changed.optimizer, dims)
+            is_other = not go_on(own.optimizer, changed.optimizer, dims, entrypoints)
             if changed.model != own.model:
                 own_layout = own_layout or layout_of(own, entrypoints)
                 is_other = is_other or layout_of(changed, entrypoints) != own_layout
@@ -70,7 +71,12 @@ def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
     ]
 
 
-def go_on(one: OptimizerSpec, other: OptimizerSpec, dims: Sequence[int]) -> bool:
+def go_on(
+    one: OptimizerSpec,
+    other: OptimizerSpec,
+    dims: Sequence[int],
+    entrypoints: EntryPoints = _NOTHING_ALLOWED,
+) -> bool:
     """Return whether each of two optimizers can continue from the state that the other has kept.
 
     dims: numbers of dimensions of the parameters. Raises StratagemError where one cannot be made.
@@ -79,16 +85,19 @@ def go_on(one: OptimizerSpec, other: OptimizerSpec, dims: Sequence[int]) -> bool
         return True
     groups, others = dict(one.of_groups()), dict(other.of_groups())
     return groups.keys() == others.keys() and all(
-        _goes_on(own, others[name], dims) and _goes_on(others[name], own, dims)
+        _goes_on(own, others[name], dims, entrypoints)
+        and _goes_on(others[name], own, dims, entrypoints)
         for name, own in groups.items()
     )
 
 
-def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: Sequence[int]) -> bool:
+def _goes_on(
+    old: OptimizerSpec, new: OptimizerSpec, dims: Sequence[int], entrypoints: EntryPoints
+) -> bool:
     """Return whether the new optimizer can make a step from the state that the old one has kept."""
     before, after = _params(dims), _params(dims)
-    first = make_optimizer(old, before)
-    second = make_optimizer(new, after)
+    first = make_optimizer(old, before, entrypoints=entrypoints)
+    second = make_optimizer(new, after, entrypoints=entrypoints)
     first.step()
     load_optimizer_state(second, after, *optimizer_state(first, before))
     try:

@@ -1,5 +1,5 @@
-"""The section `optimizer`: a torch optimizer by name, and groups of parameters with values of their
-own.
+"""The section `optimizer`: an optimizer of torch by name, or one of the user's by entry point, and
+groups of parameters with values of their own.
 
 Checks itself, but for keywords: what a population draws may make them fit.
 """
@@ -14,14 +14,25 @@ from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
-from stratagem.common.schema.document import Section, refuse
-from stratagem.common.schema.field_types import Items, Kwargs, Name, NonEmptyText, Positive, Whole
+from stratagem.common.schema.document import Section, one_of, refuse
+from stratagem.common.schema.field_types import (
+    EntrypointName,
+    Items,
+    Kwargs,
+    Name,
+    NonEmptyText,
+    Positive,
+    Whole,
+)
 from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import not_one_of, suggest
 
 MAX_GROUPS: Final = 64
 DEFAULT_GROUP: Final = "default"
-_RESERVED: Final = ("params", "name", "lr", "kwargs", "schedule", "clip_norm", "groups")
+_RESERVED: Final = (
+    *("params", "name", "entrypoint", "lr"),
+    *("kwargs", "schedule", "clip_norm", "groups"),
+)
 
 
 def _check_optimizer_name(value: str) -> str:
@@ -68,13 +79,15 @@ class GroupSpec(Section):
 
 
 class OptimizerSpec(Section):
-    """A torch optimizer by name. Further keys are its keyword arguments, kept in `kwargs`.
+    """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
+    keyword arguments, kept in `kwargs`.
 
-    They are checked against the optimizer's signature where torch is. groups: each parameter
-    belongs to the first group that holds it, else to the optimizer's own values.
+    Those of torch's are checked against the optimizer's signature where torch is. groups: each
+    parameter belongs to the first group that holds it, else to the optimizer's own values.
     """
 
-    name: Annotated[Name, AfterValidator(_check_optimizer_name)]
+    name: Annotated[Name, AfterValidator(_check_optimizer_name)] | None = None
+    entrypoint: EntrypointName | None = None
     lr: Positive
     kwargs: Kwargs = FrozenDict()
     schedule: ScheduleSpec | None = None
@@ -85,6 +98,11 @@ class OptimizerSpec(Section):
     @classmethod
     def _gather_kwargs(cls, value: object) -> object:
         return _gathered(cls, value)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one_of(self, ("name", "entrypoint"))
+        return self
 
     @model_validator(mode="after")
     def _groups_differ(self) -> Self:
@@ -98,6 +116,11 @@ class OptimizerSpec(Section):
         )
         return self
 
+    @property
+    def label(self) -> str:
+        """The name, or the entry point, for people."""
+        return self.name or str(self.entrypoint)
+
     def group_of(self, name: str, num_dims: int) -> str:
         """Return the name of the group of a parameter."""
         held = (group.name for group in self.groups or () if group.holds(name, num_dims))
@@ -106,16 +129,25 @@ class OptimizerSpec(Section):
     def of_groups(self) -> Iterator[tuple[str, "OptimizerSpec"]]:
         """Yield each group's name and the values that its parameters are trained with, the default
         group first."""
-        plain = self.model_copy(update={"groups": None})
+        for name, own in self.only_of_groups():
+            yield name, own.model_copy(update={"kwargs": FrozenDict({**self.kwargs, **own.kwargs})})
+
+    def only_of_groups(self) -> Iterator[tuple[str, "OptimizerSpec"]]:
+        """Yield the same with a learning rate, but without the keywords of the optimizer."""
+        plain = self.model_copy(update={"groups": None, "kwargs": FrozenDict()})
         yield DEFAULT_GROUP, plain
         for group in self.groups or ():
-            kwargs = FrozenDict({**self.kwargs, **group.kwargs})
-            own = {"lr": self.lr if group.lr is None else group.lr, "kwargs": kwargs}
-            yield group.name, plain.model_copy(update=own)
+            lr = self.lr if group.lr is None else group.lr
+            yield group.name, plain.model_copy(update={"lr": lr, "kwargs": group.kwargs})
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
-    """Yield the optimizer's name, or a keyword, that torch does not know."""
+    """Yield the optimizer's name, or a keyword, that torch does not know.
+
+    Nothing is known here of what an entry point takes.
+    """
+    if spec.name is None:
+        return
     known = KEYWORDS.get(spec.name.lower())
     if known is None:
         yield Violation("optimizer.name", not_one_of(spec.name, sorted(KEYWORDS)))

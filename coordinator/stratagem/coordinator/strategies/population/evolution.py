@@ -27,13 +27,14 @@ from stratagem.common.strategy.search_space import (
     Float,
     Int,
     Ordinal,
+    Plain,
     Scale,
     SearchSpace,
+    plain,
 )
 
 Params = Mapping[str, JSON]
 Scores = Sequence[float | None]
-Plain = Float | Int | Categorical | Ordinal
 Draw = Callable[[Plain], JSON]
 
 
@@ -154,13 +155,6 @@ def active_values(space: SearchSpace, values: Params) -> dict[str, JSON]:
 def _name(dimension: Dimension) -> str:
     """Return the hyperparameter that a dimension sets."""
     return plain(dimension).name
-
-
-def plain(dimension: Dimension) -> Plain:
-    """Return the dimension itself, without the conditions that it stands under."""
-    while isinstance(dimension, Conditional):
-        dimension = dimension.dimension
-    return dimension
 
 
 def _drawn(dimension: Plain, rng: Random) -> JSON:

@@ -17,14 +17,14 @@ from stratagem.common.strategy.search_space import (
     Float,
     Int,
     Ordinal,
+    Plain,
     SearchSpace,
+    plain,
 )
 from stratagem.coordinator.strategies.population.evolution import (
     Params,
-    Plain,
     active_values,
     draw,
-    plain,
     stream,
 )
 from stratagem.coordinator.strategies.population.population_run import member_job, space_of

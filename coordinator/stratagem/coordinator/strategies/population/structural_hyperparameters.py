@@ -1,9 +1,9 @@
 """Detection of the structural hyperparameters of a population.
 
 They decide the layout of the state that members copy, or its optimizer, so a state cannot go on
-under another value: a copy has its donor's, and exploring leaves it alone. `optimizer.name` is
-structural by definition; a search space may say it of any; the rest is found where the models are
-built, by building them with other values too. Pure: here stands only what is to be tried.
+under another value: a copy has its donor's, and exploring leaves it alone. Which optimizer it is
+is structural by definition; a search space may say it of any; the rest is found where the models
+are built, by building them with other values too. Pure: here stands only what is to be tried.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,17 +19,17 @@ from stratagem.common.strategy.search_space import (
     Float,
     Int,
     Ordinal,
+    Plain,
     SearchSpace,
+    plain,
 )
 from stratagem.coordinator.strategies.population.evolution import (
     Params,
-    Plain,
     active_values,
     on_scale,
-    plain,
 )
 
-BY_DEFINITION: Final = frozenset({"optimizer.name"})
+BY_DEFINITION: Final = frozenset({"optimizer.name", "optimizer.entrypoint"})
 _CANNOT_BE: Final = ("optimizer.lr", "optimizer.clip_norm", "optimizer.schedule")
 _MAY_BE: Final = ("model.kwargs.", "optimizer.")
 _MAX_CHOICES: Final = 16

@@ -125,7 +125,7 @@ def _begin(
     # Without updates there is only compiled code to fuse operations in.
     if spec.fusion and not job.only_evaluates and not has_fused_kernels(job.optimizer):
         execution.notes.append(
-            f"execution.fusion: torch has no fused kernel for {job.optimizer.name}; its updates "
+            f"execution.fusion: torch has no fused kernel for {job.optimizer.label}; its updates "
             "take several"
         )
     return execution, _Wrapper(spec, device, gate, randomness)

@@ -1,7 +1,9 @@
-"""Optimizers by their torch.optim names, their updates, and clipping of gradients.
+"""Optimizers by their torch.optim names or by entry point, their updates, and clipping of
+gradients.
 
-Steps run per parameter tensor (foreach is off, and fused kernels keep to one tensor too): the same
-bits whatever other parameters there are, and however many threads.
+Steps of torch's run per parameter tensor (foreach is off, and fused kernels keep to one tensor
+too): the same bits whatever other parameters there are, and however many threads. The user's are
+called as their entry point makes them.
 Must not know where gradients come from.
 """
 
@@ -16,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import OptimizerSpec, check_optimizer
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     name.lower(): kind
@@ -26,38 +29,73 @@ _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
 _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
     kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
 }
+_NOTHING_ALLOWED: Final = EntryPoints([])
 
 
 def has_fused_kernels(spec: OptimizerSpec) -> bool:
     """Returns whether torch has kernels that do a whole update of a tensor at once."""
-    kind = _OPTIMIZERS.get(spec.name.lower())
+    kind = _OPTIMIZERS.get((spec.name or "").lower())
     return kind is not None and "fused" in inspect.signature(kind).parameters
 
 
 def make_optimizer(
-    spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]], *, fused: bool = False
+    spec: OptimizerSpec,
+    params: Iterable[tuple[str, nn.Parameter]],
+    *,
+    fused: bool = False,
+    entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> torch.optim.Optimizer:
-    """Returns a fresh optimizer of the named kind over these parameters, each in its group.
+    """Returns a fresh optimizer over these parameters, each in its group.
 
-    On the CPU each tensor is updated in one pass, where torch has such a kernel; fused: on other
-    devices too. Its bits are others, but they too depend on nothing but the tensor.
+    On the CPU torch's update each tensor in one pass, where torch has such a kernel; fused: on
+    other devices too. Its bits are others, but they too depend on nothing but the tensor.
     """
     if violations := list(check_optimizer(spec)):
         raise InvalidInputError(violations=violations)
-    named, kind = list(params), _OPTIMIZERS[spec.name.lower()]
+    named = list(params)
+    if spec.name is None:
+        optimizer = _own(spec, named, entrypoints)
+    else:
+        optimizer = _torchs(spec, spec.name, named, fused=fused)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _torchs(
+    spec: OptimizerSpec, name: str, params: Sequence[tuple[str, nn.Parameter]], *, fused: bool
+) -> torch.optim.Optimizer:
+    kind = _OPTIMIZERS[name.lower()]
     known = inspect.signature(kind).parameters
     kwargs = _keywords(spec)
     if "foreach" in known:
         kwargs["foreach"] = False
     if "fused" in known and not kwargs.get("differentiable"):
-        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for _, p in named)
+        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for _, p in params)
     try:
-        optimizer = kind(_groups(spec, named), **kwargs)
+        return kind(_groups(spec, params), **kwargs)
     except (ValueError, TypeError) as error:
-        raise InvalidInputError.at("optimizer", f"{spec.name}: {error}") from error
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
+        raise InvalidInputError.at("optimizer", f"{name}: {error}") from error
+
+
+def _own(
+    spec: OptimizerSpec, params: Sequence[tuple[str, nn.Parameter]], entrypoints: EntryPoints
+) -> torch.optim.Optimizer:
+    """Returns what the user's entry point makes of the parameters, or of groups of them."""
+    field, name = "optimizer.entrypoint", spec.label
+    make = entrypoints.resolve(name, field)
+    with user_code("making the optimizer"):
+        made = make(_groups(spec, params), **_keywords(spec))
+    if not isinstance(made, torch.optim.Optimizer):
+        text = f'"{name}" returned a {type(made).__name__}, not a torch.optim.Optimizer'
+        raise InvalidInputError.at(field, text)
+    held = {id(param) for group in made.param_groups for param in group["params"]}
+    if left := [param_name for param_name, param in params if id(param) not in held]:
+        text = f'"{name}" made an optimizer that leaves out {left[0]!r}; freeze what is not trained'
+        raise InvalidInputError.at(field, text)
+    if not all("lr" in group for group in made.param_groups):
+        raise InvalidInputError.at(field, f'"{name}" made groups without "lr"')
+    return made
 
 
 def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -77,16 +115,19 @@ def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]]
 def _groups(
     spec: OptimizerSpec, params: Sequence[tuple[str, nn.Parameter]]
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Returns the parameters as torch takes them: plain, or in groups with their own values."""
+    """Returns the parameters as torch takes them: plain, or in groups with their own values.
+
+    Groups of the user's optimizer get nothing but what they say: its other keywords may be none of
+    a group's.
+    """
     if not spec.groups:
         return [param for _, param in params]
     members: dict[str, list[nn.Parameter]] = {}
     for name, param in params:
         members.setdefault(spec.group_of(name, param.dim()), []).append(param)
+    of_groups = spec.of_groups() if spec.name is not None else spec.only_of_groups()
     return [
-        {"params": members[name], **_keywords(own)}
-        for name, own in spec.of_groups()
-        if name in members
+        {"params": members[name], **_keywords(own)} for name, own in of_groups if name in members
     ]
 
 
@@ -106,16 +147,20 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     step: for a small model they take longer than the update. They are left out where it makes
     no difference, which is where nothing is recorded and no hook is registered.
     """
+    bare = _BARE_STEPS.get(type(optimizer))
     if (
-        torch._C._autograd._profiler_enabled()
+        bare is None
+        or torch._C._autograd._profiler_enabled()
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
         or optimizer.defaults.get("differentiable")
     ):
         optimizer.step()
         return
     with torch.no_grad():
-        _BARE_STEPS[type(optimizer)](optimizer)
+        bare(optimizer)
 
 
 def clip(params: Sequence[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:

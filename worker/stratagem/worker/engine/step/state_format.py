@@ -56,7 +56,8 @@ def optimizer_state(
             elif isinstance(value, int | float):
                 metadata[full] = json.dumps(value)
             elif value is not None:
-                raise InvalidInputError.at("optimizer.name", f"keeps a {type(value).__name__}")
+                kept = f"keeps a {type(value).__name__} ({key!r} of {name!r})"
+                raise InvalidInputError.at("optimizer", f"{kept}; it may keep tensors and numbers")
     return tensors, metadata
 
 

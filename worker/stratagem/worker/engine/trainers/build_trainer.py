@@ -17,6 +17,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import make_evaluator
+from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
@@ -86,6 +87,7 @@ def _setup(
 ) -> Setup:
     data = load_data(job, entrypoints, sources or DataSources())
     model = build_model(job, entrypoints, device=device, fresh=fresh)
+    check_optimizer_of(job, model, entrypoints)
     return make_setup(job, entrypoints, model, data, make_gather(job, device), numerics)
 
 
@@ -105,14 +107,15 @@ def make_setup(
     )
     order = epoch_rows_of(job, data, entrypoints)
     return Setup(
-        job,
-        model,
-        data,
-        evaluator.objective,
-        gather,
-        evaluator,
-        randomness,
-        execution,
-        numerics,
-        order,
+        job=job,
+        model=model,
+        data=data,
+        objective=evaluator.objective,
+        gather=gather,
+        evaluator=evaluator,
+        randomness=randomness,
+        execution=execution,
+        numerics=numerics,
+        entrypoints=entrypoints,
+        epoch_rows=order,
     )

@@ -32,6 +32,7 @@ from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -73,9 +74,10 @@ class ClientRunner:
     ) -> None:
         if not isinstance(job.strategy, Federated):
             raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
-        self._job, self._strategy = job, job.strategy
+        self._job, self._strategy, self._entrypoints = job, job.strategy, entrypoints
         self._data = ClientData(job, entrypoints, sources or DataSources())
         self._model = build_model(job, entrypoints, device=device, fresh=False)
+        check_optimizer_of(job, self._model, entrypoints)
         self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._params = [param for _, param in self._named]
         objective, gather = make_objective(job, entrypoints), make_gather(job, device)
@@ -162,7 +164,9 @@ class ClientRunner:
     def _fresh_step(self) -> LocalStep:
         """Returns the steps of one round, with an optimizer of their own."""
         job = self._job
-        optimizer = make_optimizer(job.optimizer, self._named, fused=job.execution.fusion)
+        optimizer = make_optimizer(
+            *(job.optimizer, self._named), fused=job.execution.fusion, entrypoints=self._entrypoints
+        )
         policy = StepPolicy(job, self._execution, self._params, optimizer, self._buffers)
         return LocalStep(policy, self._passes, job.window.must_divide, self._numerics)
 

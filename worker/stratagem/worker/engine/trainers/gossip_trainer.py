@@ -23,7 +23,6 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
-from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
@@ -318,7 +317,7 @@ class GossipTrainer:
 
 def _node(setup: Setup, model: nn.Module) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = make_optimizer(setup.job.optimizer, params, fused=setup.job.execution.fusion)
+    optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.objective, setup.gather, randomness, execution)

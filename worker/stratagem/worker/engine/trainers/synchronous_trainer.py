@@ -20,7 +20,6 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
-from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
@@ -55,7 +54,7 @@ class Trainer:
         self.params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not self.params:
             raise InvalidInputError.at("model", "has no trainable parameter")
-        self.optimizer = make_optimizer(job.optimizer, self.params, fused=job.execution.fusion)
+        self.optimizer = setup.optimizer_of(self.params)
         self._buffers = Buffers(self.model, setup.gather.device)
         self._order = BatchOrder(
             len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows

@@ -1,8 +1,9 @@
 """The parts that every kind of trainer is built from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from stratagem.common.job import JobSpec
@@ -12,6 +13,8 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.objective import Objective
+from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,16 @@ class Setup:
     execution: ModelExecution
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
+    entrypoints: EntryPoints
     epoch_rows: EpochRows | None = None
     """The order of the training rows; they are shuffled unless set."""
+
+    def optimizer_of(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """A fresh optimizer of these parameters, as the job says."""
+        job = self.job
+        return make_optimizer(
+            job.optimizer, params, fused=job.execution.fusion, entrypoints=self.entrypoints
+        )
 
     @property
     def num_rows(self) -> dict[str, int]:

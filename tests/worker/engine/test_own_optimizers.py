@@ -1,0 +1,117 @@
+"""Optimizers by entry point: what they are given, and which cannot go on from a saved state."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError
+from stratagem.common.job import OptimizerSpec, entry_points
+from stratagem.worker.engine import ClientRunner, build_trainer
+from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.step.optimizer_round_trip import check_alone
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.plans.structural_fields import go_on
+from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.cluster.jobs import federated, population
+from tests.jobs import job
+from tests.reference.loops import sharded_loop
+from tests.worker.engine.support import (
+    ALLOWED,
+    CPU,
+    assert_same_bits,
+    model_of,
+    train,
+    trainer_of,
+)
+
+OWN = "tests.userland.optimizers"
+GROUPS = [{"name": "vectors", "max_dims": 1, "lr": 0.003, "decay": 0.5}]
+
+
+def own(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"entrypoint": f"{OWN}:{name}", "lr": 0.01, **kwargs}
+
+
+def test_a_run_that_stops_goes_on_with_the_bits_of_the_loop() -> None:
+    sign = own("SignMomentum", beta=0.8, groups=GROUPS, schedule="cosine", clip_norm=1.0)
+    for optimizer in (sign, own("halves", weight_decay=0.1)):
+        spec = job("dropout_mlp", optimizer=optimizer)
+        first, second = trainer_of(spec), trainer_of(spec, fresh=False)
+        train(first, 3, 4)
+        second.load_state(*first.copy_state())
+        train(second, 3, 6)
+        assert_same_bits(model_of(second), dict(sharded_loop(spec, ALLOWED, 3).state))
+
+
+def test_lion_is_that_of_a_plain_loop() -> None:
+    lion = pytest.importorskip("lion_pytorch")
+    allowed = EntryPoints(["tests.userland.*:*", "lion_pytorch:Lion"])
+    spec = OptimizerSpec.model_validate(
+        {"entrypoint": "lion_pytorch:Lion", "lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1}
+    )
+    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    one = make_optimizer(spec, ours.named_parameters(), entrypoints=allowed)
+    other = lion.Lion(theirs.parameters(), lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
+    for step in range(3):
+        for model, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(torch.rand(4, 3)).square().sum().backward()
+            optimizer.step()
+    assert_same_bits(ours.state_dict(), theirs.state_dict())
+    spec_of_run = job(optimizer={"entrypoint": "lion_pytorch:Lion", "lr": 0.01})
+    assert "lion_pytorch:Lion" in entry_points(spec_of_run)
+    build_trainer(spec_of_run, allowed, device=CPU, fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("CountsItself", r"its attribute 'num_steps' was 2 and is 0"),
+        ("CountsInGroups", r"param_groups\[0\]\['k'\] was 2 and is None"),
+        ("Remembers", r"keeps a list \('past' of '0.weight'\); it may keep tensors and numbers"),
+        ("Noisy", r"next steps update '0.weight' otherwise.* or draws random numbers"),
+        ("Hidden", r"next steps update '0.weight' otherwise; it keeps something outside"),
+        ("nothing", r"optimizers:nothing\" returned a float, not a torch.optim.Optimizer"),
+        ("forgetful", r"leaves out '0.weight'; freeze what is not trained"),
+    ],
+)
+def test_what_cannot_go_on_from_its_state_is_refused(name: str, told: str) -> None:
+    with pytest.raises(InvalidInputError, match=told):
+        trainer_of(job(optimizer=own(name)), fresh=False)
+    with pytest.raises(InvalidInputError, match=told):
+        ClientRunner(federated(optimizer=own(name)), ALLOWED, CPU)
+
+
+def test_an_unknown_keyword_is_the_users_error_and_what_is_not_allowed_is_not_imported() -> None:
+    with pytest.raises(UserCodeError, match="unexpected keyword argument 'betaz'"):
+        trainer_of(job(optimizer=own("lion", betaz=1)))
+    few = EntryPoints(["tests.userland.models:*", "tests.userland.data:*"])
+    with pytest.raises(InvalidInputError, match=r"optimizer\.entrypoint.*is not allowed"):
+        build_trainer(job(optimizer=own("lion")), few, device=CPU, fresh=True)
+
+
+def test_what_looks_at_all_gradients_is_no_optimizer_of_a_stage() -> None:
+    spec = job(optimizer=own("Together"))
+    model = build_model(spec, ALLOWED, device=CPU, fresh=True)
+    params = list(model.named_parameters())
+    with pytest.raises(InvalidInputError, match=r"updates '0.weight' by the gradients of other"):
+        check_alone(spec.optimizer, params, ALLOWED)
+    for name in ("SignMomentum", "lion", "halves"):
+        check_alone(OptimizerSpec.model_validate(own(name)), params, ALLOWED)
+
+
+def test_what_a_population_may_draw_is_allowed_too() -> None:
+    space = {"optimizer.entrypoint": {"choices": [f"{OWN}:lion", f"{OWN}:halves"]}}
+    spec = population(optimizer=own("lion"), search_space=space)
+    assert entry_points(spec)[-2:] == (f"{OWN}:lion", f"{OWN}:halves")
+
+
+def test_members_may_vary_what_the_state_does_not_depend_on() -> None:
+    one = OptimizerSpec.model_validate(own("halves"))
+    faster = OptimizerSpec.model_validate(own("halves", weight_decay=0.5))
+    other = OptimizerSpec.model_validate(own("halves", amsgrad=True))
+    assert go_on(one, faster, [1, 2], ALLOWED)
+    assert not go_on(one, other, [1, 2], ALLOWED)
