@@ -129,6 +129,7 @@ def test_nothing_that_can_be_reached_from_a_job_can_be_changed(document: dict[st
 
 FREE_FORM = {
     "InitialSpec.trained_with",
+    "InitialSpec.metrics",
     "ModelSpec.kwargs",
     "DataSpec.kwargs",
     "LossSpec.kwargs",

@@ -5,9 +5,10 @@ a run on someone else's coordinator goes on without us.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -160,29 +161,61 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
             help="Go on from this commit; later steps are trained again. `status` lists them.",
         ),
     ] = None,
+    overrides: SetOption = None,
+    new_run_id: Annotated[
+        str | None,
+        typer.Option("--run-id", metavar="ID", help="Choose the id of the new run of --set."),
+    ] = None,
 ) -> None:
-    """Go on with a run that was stopped or has failed.
+    """Go on with a run that has ended, or train it for longer.
 
     It goes on from its last commit, or from the one that --from names, and is followed to its end.
     A run that has not ended goes on anyway: it is only followed, as by `stratagem attach`.
 
+    With --set a new run goes on from that commit, with its optimizer, its schedule and its step:
+    `resume RUN --set epochs=20`. The length of the training, the optimizer's numbers, its schedule
+    and the evaluation may be others; model, data, batch size, seed and strategy stay.
+
     With --local N for a run that was started with --local, in the same folder.
     """
     with reporting():
+        if new_run_id is not None and not overrides:
+            raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
+        asked = _Resumption(run_id, from_segment, overrides or [], new_run_id)
         if local is None:
             with client_of(coordinator, proof) as client:
-                handle, from_index = _resumed(client, run_id, from_segment)
+                handle, from_index = asked.begin(client)
                 following = _Following(handle, form, from_index=from_index)
                 _follow_remote(following, coordinator, detach=detach)
             return
-        known = LocalRun.load(data_dir, check_run_id(run_id))
+        known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(asked.overrides)
         with _local_client(known, local, data_dir) as client:
-            handle, from_index = _resumed(client, run_id, from_segment)
+            handle, from_index = asked.begin(client)
+            known.save(data_dir, handle.run_id)
             _follow_local(_Following(handle, form, from_index=from_index), local)
 
 
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    """The run to go on with, and how."""
+
+    run_id: str
+    segment: int | None
+    overrides: list[str]
+    new_run_id: str | None
+
+    def begin(self, client: Client) -> tuple[RunHandle, int]:
+        """Return the run that goes on, and the index of its first event from now on."""
+        if not self.overrides:
+            return _resumed(client, self.run_id, self.segment)
+        handle = client.resume_as(
+            self.run_id, self.overrides, from_segment=self.segment, new_run_id=self.new_run_id
+        )
+        return handle, 0
+
+
 def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandle, int]:
-    """The run, going on, and the index of its first event from now on."""
+    """Return the run, going on, and the index of its first event from now on."""
     handle = client.get(run_id)
     before = handle.status()
     # Its cluster may have been killed while it ran: then it goes on by itself.
@@ -281,6 +314,11 @@ class LocalRun:
         except FileNotFoundError:
             raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
         return cls(**{name: tuple(values) for name, values in kept.items()})
+
+    def with_code_in(self, overrides: list[str]) -> "LocalRun":
+        """The settings of a run whose job names further code of the user's in these overrides."""
+        named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
+        return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
 
 
 def _local_run_file(data_dir: Path, run_id: str) -> Path:

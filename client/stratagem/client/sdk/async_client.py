@@ -11,7 +11,7 @@ downloads.py and uploads.py; nothing here imports torch.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -26,11 +26,19 @@ from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.uploads import InlineData
 from stratagem.client.sdk.views import Event, LogLine, Phase, Progress, RunStatus, Worker
-from stratagem.common.base.errors import RunFailedError, UnavailableError, UserCodeError
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    RunFailedError,
+    UnavailableError,
+    UserCodeError,
+)
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.identity.tls_files import TlsFiles
+from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job.job_files import read_overrides
 from stratagem.common.observe import tracing
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.schema.json_text import JSON
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
@@ -122,6 +130,30 @@ class AsyncClient:
         with tracing.span("submit", run_id=chosen):
             response = await connection.call(connection.stub.SubmitRun, request)
         return AsyncRun(connection, RunId(response.run_id), reason)
+
+    async def resume_as(
+        self,
+        run_id: str,
+        overrides: Iterable[str],
+        *,
+        from_segment: int | None = None,
+        new_run_id: str | None = None,
+    ) -> "AsyncRun":
+        """Start a new run that goes on from a commit of another one, with other settings.
+
+        It begins with the optimizer, the schedule and the step of that commit. overrides: such as
+        "epochs=20"; InvalidInputError names those that cannot change. from_segment: the commit,
+        the newest one unless given; the run must have ended then.
+        """
+        status = await (await self.get(run_id)).status()
+        which = "final" if from_segment is None else str(from_segment)
+        if from_segment is None and not status.phase.is_final:
+            text = f"run {run_id} has not ended; stop it first, or name one of its commits"
+            raise InvalidInputError.at("from_segment", text)
+        initial: dict[str, JSON] = {"run": run_id, "which": which, "resume": True}
+        values = {"initial": initial, **read_overrides(overrides)}
+        job = with_fields(JobSpec.parse(dict(status.job)), values)
+        return await self.submit(job, new_run_id)
 
     async def get(self, run_id: str) -> "AsyncRun":
         """An existing run; NotFoundError when there is none of this id."""

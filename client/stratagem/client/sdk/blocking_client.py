@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import html
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from os import PathLike
@@ -145,6 +145,20 @@ class Client:
     def get(self, run_id: str) -> RunHandle:
         """An existing run; NotFoundError when there is none of this id."""
         return RunHandle(self._running().call(self._client.get(run_id)), self._running())
+
+    def resume_as(
+        self,
+        run_id: str,
+        overrides: Iterable[str],
+        *,
+        from_segment: int | None = None,
+        new_run_id: str | None = None,
+    ) -> RunHandle:
+        """Start a new run that goes on from a commit of another one; see AsyncClient.resume_as."""
+        resumed = self._client.resume_as(
+            run_id, overrides, from_segment=from_segment, new_run_id=new_run_id
+        )
+        return RunHandle(self._running().call(resumed), self._running())
 
     def runs(self) -> tuple[RunStatus, ...]:
         """All runs, newest first."""

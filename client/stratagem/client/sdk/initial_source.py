@@ -4,11 +4,14 @@ Done before the job is submitted, so that the run says for good what it began fr
 """
 
 import asyncio
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from stratagem.client.sdk import views
+from stratagem.client.sdk.resumed_job import check_resumed_job
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
@@ -20,6 +23,7 @@ from stratagem.common.tensors.safetensors_file import blob_digest, from_file, re
 from stratagem.v1 import coordinator_pb2 as pb
 
 _FINAL: Final = "final"
+_COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 
 
 async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
@@ -29,14 +33,15 @@ async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
     if initial is None or initial.digest is not None:
         return job
     if initial.run is not None:
-        spec = await _of_run(connection, initial.run, initial.which or _FINAL)
+        spec = await _of_run(connection, job, initial.run, initial.which or _FINAL)
     else:
         assert initial.file is not None  # exactly one of the three is set
         spec = InitialSpec(digest=await _upload(connection, Path(initial.file)))
-    return job.model_copy(update={"initial": spec})
+    # Read anew: what concerns several sections is checked with what has been found.
+    return JobSpec.parse({**job.document(), "initial": spec.document()})
 
 
-async def _of_run(connection: Connection, run_id: str, which: str) -> InitialSpec:
+async def _of_run(connection: Connection, job: JobSpec, run_id: str, which: str) -> InitialSpec:
     response = await connection.call(connection.stub.GetRun, pb.GetRunRequest(run_id=run_id))
     status = views.run_status(response.run)
     commit = status.commit(which)
@@ -44,9 +49,25 @@ async def _of_run(connection: Connection, run_id: str, which: str) -> InitialSpe
         kept = ", ".join(str(stored.segment) for stored in status.commits) or "nothing"
         text = f"initial.which: run {run_id} has no state {which!r}; kept is {kept}"
         raise NotFoundError(text)
-    return InitialSpec(
-        digest=Digest(commit.digest), trained_with=frozen(commit.hyperparameters) or None
-    )
+    digest = Digest(commit.digest)
+    if job.initial is not None and job.initial.resume:
+        check_resumed_job(status.job, job)
+        return InitialSpec(
+            digest=digest,
+            resume=True,
+            step=commit.step,
+            metrics=_counted(commit.metrics) or None,
+        )
+    return InitialSpec(digest=digest, trained_with=frozen(commit.hyperparameters) or None)
+
+
+def _counted(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a commit that count something since the run began."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(_COUNTED) and math.isfinite(value)
+    }
 
 
 async def _upload(connection: Connection, path: Path) -> Digest:

@@ -37,6 +37,10 @@ def check_evaluating(job: "JobSpec") -> list[Violation]:
         for name, reason in _OF_TRAINING.items()
         if getattr(job, name) is not None
     ]
+    if job.initial is not None and job.initial.resume is not None:
+        violations.append(
+            Violation("initial.resume", f"{_WHY}: there are no steps to go on with; leave it out")
+        )
     if job.checkpoint.every is not None:
         violations.append(
             Violation("checkpoint.every", f"{_WHY}: there is one state; leave it out")

@@ -39,6 +39,11 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobSpec:
     return JobSpec.parse(document)
 
 
+def read_overrides(overrides: Iterable[str]) -> dict[str, JSON]:
+    """The values of overrides as `load_job` takes them, by dotted path."""
+    return dict(map(_read_override, overrides))
+
+
 def parse_yaml(text: str) -> JSON:
     """The value of a YAML text, nothing but plain data."""
     try:
@@ -72,10 +77,8 @@ def _parse(suffix: str, text: str) -> object:
 
 def _apply(document: dict[str, JSON], override: str) -> None:
     """Set one value in place; mappings on the way are made where they are missing."""
-    dotted, equals, text = override.partition("=")
-    parts = dotted.strip().split(".")
-    if not equals or not all(parts):
-        raise InvalidInputError(f"override {override!r} is not of the form a.b=value")
+    dotted, value = _read_override(override)
+    parts = dotted.split(".")
     target = document
     for i, part in enumerate(parts[:-1]):
         inner = target.setdefault(part, {})
@@ -85,8 +88,17 @@ def _apply(document: dict[str, JSON], override: str) -> None:
             at = ".".join(parts[: i + 1])
             raise InvalidInputError(f"override {override!r}: {at} is {inner!r}, not a mapping")
         target = inner
+    target[parts[-1]] = value
+
+
+def _read_override(override: str) -> tuple[str, JSON]:
+    """Return path and value of "a.b=value"."""
+    dotted, equals, text = override.partition("=")
+    dotted = dotted.strip()
+    if not equals or not all(dotted.split(".")):
+        raise InvalidInputError(f"override {override!r} is not of the form a.b=value")
     try:
-        target[parts[-1]] = parse_yaml(text)
+        return dotted, parse_yaml(text)
     except InvalidInputError as error:
         raise InvalidInputError(f"override {override!r}: {error}") from None
 

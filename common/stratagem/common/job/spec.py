@@ -17,7 +17,7 @@ from stratagem.common.job.compression_section import CompressionSpec, why_not_co
 from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
 from stratagem.common.job.execution_section import ExecutionSpec
-from stratagem.common.job.initial_state import InitialSpec
+from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
@@ -120,6 +120,7 @@ class JobSpec(Section):
                 *_federated_only(self),
                 *_population_only(self),
                 *_units(self),
+                *check_resumed(self.initial, self.strategy, _num_steps(self)),
                 *check_followed(self.strategy, self.evaluation),
                 *_graph_strategy(self),
                 *_order_of_sums(self),
@@ -157,6 +158,10 @@ class JobSpec(Section):
 @lru_cache(maxsize=8)
 def _read(text: str, _are_limits_checked: bool) -> JobSpec:
     return JobSpec.parse(load_json(text))
+
+
+def _num_steps(job: JobSpec) -> int | None:
+    return job.strategy.rounds if isinstance(job.strategy, Federated) else job.steps
 
 
 def _missing(job: JobSpec) -> list[Violation]:

@@ -178,7 +178,7 @@ class ProcessDied(Value):
 
 
 class ModelBuilt(Value):
-    """The model is built, and its state is committed as segment 0."""
+    """The model is built, and its state is committed as segment 0, or as what the run resumes."""
 
     party: Party
     digest: Digest
@@ -191,6 +191,10 @@ class ModelBuilt(Value):
     their optimizer cannot go on from, when they change from this member's values."""
     warning: str = ""
     """What is unusual about the job, as found once its data are known."""
+    segment: int = 0
+    """Number of that commit: of rounds, those that the run it comes from had done."""
+    step: int = 0
+    """Steps behind that state."""
 
 
 class BuildFailed(Value):

@@ -26,6 +26,12 @@ def course_of(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(STOP)}
 
 
+def resumed_metrics(job: JobSpec) -> Mapping[str, float]:
+    """Return the metrics that a run goes on from which resumes a commit of another one."""
+    initial = job.initial
+    return {} if initial is None else dict(initial.metrics or {})
+
+
 def with_course(
     job: JobSpec, before: Mapping[str, float], metrics: Mapping[str, float]
 ) -> dict[str, float]:

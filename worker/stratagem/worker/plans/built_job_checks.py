@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.job import JobSpec
+from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.model.stage_partition import plan_stages
-from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.common.strategy import Federated, ModelParallel, Strategy
 from stratagem.worker.models.model_nodes import check_not_shared, program_of
 
 
@@ -35,6 +35,26 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
             for violation in error.violations
         ]
         raise InvalidInputError(violations=violations) from None
+
+
+def check_resumed_state(
+    job: JobSpec, initial: InitialSpec, metadata: Mapping[str, str], num_steps: int
+) -> None:
+    """Check that a state is of the step from which the run is to go on, and that steps are left.
+
+    metadata: of the state; that of a federation says no step. num_steps: of the whole training.
+    """
+    found = metadata.get("step", str(initial.step))
+    if found != str(initial.step):
+        text = f"is {initial.step}, but the state is of step {found}"
+        raise InvalidInputError.at("initial.step", text)
+    if not isinstance(job.strategy, Federated) and num_steps <= (initial.step or 0):
+        name = "epochs" if job.steps is None else "steps"
+        text = (
+            f"{getattr(job, name)} is a training of {num_steps} steps, and the state that is "
+            f"resumed has {initial.step} already; give it more"
+        )
+        raise InvalidInputError.at(name, text)
 
 
 def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:

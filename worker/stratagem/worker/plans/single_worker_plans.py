@@ -23,7 +23,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
 from stratagem.worker.engine.trainers.federated_client import ClientRound
-from stratagem.worker.plans.built_job_checks import check_built
+from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.structural_fields import structural
 from stratagem.worker.session.context import ExecutionContext
@@ -47,7 +47,9 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     built = make(fresh=initial is None)
     check_built(work.job, built.model, built.setup.num_rows)
     if initial is not None:
-        _begin_from(work, initial, built.model)
+        metadata = _begin_from(work, initial, built.model)
+        if initial.resume:
+            check_resumed_state(work.job, initial, metadata, built.num_steps)
     tensors, metadata = built.copy_state()
     if isinstance(work.job.strategy, Federated):
         metadata |= averaged(built.model)
@@ -61,9 +63,13 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     )
 
 
-def _begin_from(work: ExecutionContext, initial: InitialSpec, model: nn.Module) -> None:
+def _begin_from(
+    work: ExecutionContext, initial: InitialSpec, model: nn.Module
+) -> Mapping[str, str]:
+    """Load the model of the state that the job begins from; return the metadata of the state."""
     assert initial.digest is not None  # the client has found it
-    given = given_model_state(work.blob(initial.digest)[0], model)
+    tensors, metadata = work.blob(initial.digest)
+    given = given_model_state(tensors, model)
     try:
         load_model_state(model, given, where="initial")
     except InvalidInputError as error:
@@ -75,6 +81,7 @@ def _begin_from(work: ExecutionContext, initial: InitialSpec, model: nn.Module) 
             for violation in error.violations
         ]
         raise InvalidInputError(violations=violations) from None
+    return metadata
 
 
 def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientRoundResult:

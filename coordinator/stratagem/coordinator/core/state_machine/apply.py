@@ -38,7 +38,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
     WorkersForgotten,
 )
-from stratagem.coordinator.core.metric_course import with_course
+from stratagem.coordinator.core.metric_course import resumed_metrics, with_course
 from stratagem.coordinator.core.state import (
     CommittedState,
     CoordinatorState,
@@ -212,7 +212,9 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
         return _with_engine(record, fact)
     match fact:
         case ModelBuilt():
-            return _with_commit(record, CommittedState(0, 0, fact.digest))
+            metrics = resumed_metrics(record.job)
+            commit = CommittedState(fact.segment, fact.step, fact.digest, metrics)
+            return _with_commit(_with_metrics(record, metrics), commit)
         case SegmentCommitted():
             commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)
             return _with_commit(_with_metrics(record, fact.metrics), commit)

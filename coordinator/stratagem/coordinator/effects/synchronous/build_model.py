@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from stratagem.common.base.ids import child_party
+from stratagem.common.base.ids import Digest, child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json_text import dump_json
+from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -38,21 +39,43 @@ async def build(env: EffectContext, effect: Build) -> None:
         case "error":
             await fail_party(env, effect.run_id, effect.party, result.error)
         case "build":
-            digest, manifest = await pull_snapshot(env, at, 0)
+            digest, size_bytes = await _first_state(env, job, at)
             failpoint("coordinator.build.pulled")
+            segment, step = _begins_after(job)
             built = ModelBuilt(
                 party=effect.party,
                 digest=digest,
-                size_bytes=manifest.total_bytes,
+                size_bytes=size_bytes,
                 num_rows=dict(result.build.num_rows),
                 num_parameters=result.build.num_parameters,
                 layout_digest=result.build.layout_digest,
                 structural=tuple(sorted(asked & set(result.build.structural))),
                 warning=_warning(job, result.build.num_rows),
+                segment=segment,
+                step=step,
             )
             await env.report(effect.run_id, built)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
+
+
+async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> tuple[Digest, int]:
+    """Return digest and size in bytes of the state that the run begins from: what the worker has
+    built, or as it stands the commit of another run that is resumed."""
+    initial = job.initial
+    if initial is None or not initial.resume:
+        digest, manifest = await pull_snapshot(env, at, 0)
+        return digest, manifest.total_bytes
+    assert initial.digest is not None  # the client has found it
+    manifest, _ = await env.header(initial.digest)
+    return initial.digest, manifest.total_bytes
+
+
+def _begins_after(job: JobSpec) -> tuple[int, int]:
+    """Return the number of the commit that the run begins with, and the steps behind it. Rounds
+    keep their numbers, from which their clients and the order of their rows follow."""
+    step = (job.initial.step or 0) if job.initial else 0
+    return (step if isinstance(job.strategy, Federated) else 0), step
 
 
 def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:

@@ -146,7 +146,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case ProcessDied():
             return with_death(value, fact, now_s)
         case ModelBuilt() | BuildFailed():
-            return with_build(value, fact)
+            return with_build(job, value, fact)
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():

@@ -12,6 +12,7 @@ from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt, RunFailed
+from stratagem.coordinator.core.metric_course import course_of, resumed_metrics
 from stratagem.coordinator.core.state import WorkerRecord
 from stratagem.coordinator.strategies.federated.client_crashes import BUILD
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
@@ -43,14 +44,17 @@ def build_failed(
     return RunFailed(reason=text, error=errors[0] if errors else None)
 
 
-def with_build(value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
+def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
     """Fold the outcome of a build: the first state, or a worker that cannot build it."""
     if isinstance(fact, ModelBuilt):
+        metrics = resumed_metrics(job)
         return replace(
             value,
-            committed=Base(0, 0, fact.digest),
-            round_num=1,
+            committed=Base(fact.segment, fact.step, fact.digest),
+            round_num=fact.segment + 1,
             num_rows=fact.num_rows,
+            trained={name: n for name, n in metrics.items() if name not in course_of(metrics)},
+            metrics=course_of(metrics),
             left={},
             deaths={},
         )

@@ -110,6 +110,8 @@ def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
         "checkpoint.every": f"{epochs} epochs",
         "seed": nested.seed_of(f"silo/{job.seed}/{client}/{round_num}"),
     }
+    if job.initial is not None and job.initial.resume:
+        fields["initial"] = None  # its step is the federation's, and no silo's
     return with_fields(job, fields)
 
 

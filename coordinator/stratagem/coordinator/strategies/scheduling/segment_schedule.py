@@ -3,6 +3,7 @@
 A segment is the unit of commitment. Its boundary changes no bits: workers snapshot and go on.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,15 +18,17 @@ TRAIN_SPLIT = "train"
 @dataclass(frozen=True, slots=True)
 class SegmentSchedule:
     """The optimizer steps of a run, and the periods, in steps, of its evaluations and
-    checkpoints."""
+    checkpoints; a run that resumes another one begins after from_step."""
 
     num_steps: int
     evaluate_every: int | None
     checkpoint_every: int
+    from_step: int = 0
 
     def ends(self) -> tuple[int, ...]:
         """Return the step at which each segment ends, ascending; the last one is num_steps."""
-        return _ends(self.num_steps, self.evaluate_every, self.checkpoint_every)
+        ends = _ends(self.num_steps, self.evaluate_every, self.checkpoint_every)
+        return ends[bisect_right(ends, self.from_step) :] if self.from_step else ends
 
     def evaluates_at(self, step: int) -> bool:
         """Return True when the evaluation is due after this step."""
@@ -53,7 +56,8 @@ def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
     evaluate_every = steps_of(job.evaluation.every) if job.evaluation else None
     checkpoint = job.checkpoint.every
     checkpoint_every = steps_of(checkpoint) if checkpoint else evaluate_every or steps_per_epoch
-    return SegmentSchedule(num_steps, evaluate_every, checkpoint_every)
+    from_step = (job.initial.step or 0) if job.initial else 0
+    return SegmentSchedule(num_steps, evaluate_every, checkpoint_every, from_step)
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ class Inference:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.job, self.model = setup, setup.job, setup.model
         self.evaluator = setup.evaluator
+        self.num_steps = 0
         self.model.eval()
         if self.job.evaluation is not None:
             self.evaluator.dataset(self.job.evaluation.split)

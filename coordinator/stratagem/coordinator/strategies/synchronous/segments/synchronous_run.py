@@ -17,7 +17,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
 )
-from stratagem.coordinator.core.metric_course import why_stopped, with_course
+from stratagem.coordinator.core.metric_course import resumed_metrics, why_stopped, with_course
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
@@ -118,11 +118,11 @@ def transition(
         case ProcessDied():
             return replace(run, deaths=after(run.deaths, fact, now_s, run.left.union(run.members)))
         case ModelBuilt():
-            base = Base(0, 0, fact.digest)
             return replace(
                 run,
                 num_rows=fact.num_rows,
-                committed=base,
+                committed=Base(fact.segment, fact.step, fact.digest),
+                metrics=resumed_metrics(job),
                 open_segment=1,
                 left=frozenset(),
                 deaths=Deaths(),

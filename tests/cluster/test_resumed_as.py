@@ -1,0 +1,130 @@
+"""A new run that goes on from a commit of another one: two trainings in a row are one long one."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import InvalidInputError, RunFailedError, UserCodeError
+from stratagem.common.job import JobSpec, with_fields
+from tests.cluster.jobs import (
+    MOMENTUM,
+    Outcome,
+    data_parallel,
+    federated,
+    gossip,
+    model_parallel,
+    outcome_of,
+    population,
+    train,
+)
+from tests.jobs import job
+
+pytestmark = pytest.mark.cluster
+
+ADAM = {
+    "name": "adamw",
+    "lr": 0.01,
+    "schedule": {"name": "exponential", "gamma": 0.9, "warmup_steps": 3},
+}
+PIPELINE = model_parallel({"0 1": "worker-0", "2 3": "worker-1"})
+STOP = {"patience": 9}
+EVALUATION = {"split": "test", "every": "2 steps", "best": "loss", "mode": "min", "stop": STOP}
+
+
+def of_steps(steps: int, strategy: dict[str, Any], **changes: Any) -> JobSpec:
+    sections = {"optimizer": ADAM, "evaluation": EVALUATION, "checkpoint": None, **changes}
+    return job("dropout_mlp", strategy=strategy, steps=steps, **sections)
+
+
+CASES = {
+    "AllReduce": of_steps(14, data_parallel(3)),
+    "ParameterServer": of_steps(14, data_parallel(2, "ParameterServer"), optimizer=MOMENTUM),
+    "pipeline": of_steps(14, PIPELINE),
+    "gossip": of_steps(14, gossip(3)),
+    "residuals": of_steps(
+        14, data_parallel(2, "ParameterServer"), compression={"codec": "ternary"}
+    ),
+    "phases": of_steps(14, {"type": "Local"}, phases={"full_steps": 2, "predict_steps": 4}),
+    "Federated": federated("dropout_mlp", rounds=5, optimizer=ADAM),
+    "silos": federated("dropout_mlp", num_clients=2, rounds=5, options={"inner": data_parallel(2)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_of_one_long_training(client: Client, name: str) -> None:
+    """The shorter one ends in the middle of an epoch; its step is no step of the evaluation."""
+    spec = CASES[name]
+    field, short, whole = ("strategy.rounds", 2, 5) if spec.steps is None else ("steps", 7, 14)
+    long, first = train(client, spec), train(client, with_fields(spec, {field: short}))
+    second = outcome_of(client.resume_as(first.run.run_id, [f"{field}={whole}"]))
+    assert second.status.step == whole
+    assert second.digests[-1] == long.digests[-1]
+    last, expected = (outcome.status.commits[-1].metrics for outcome in (second, long))
+    assert last.get("test.loss") == expected.get("test.loss")
+    assert last.get("stop.best") == expected.get("stop.best")
+    begun = second.of("ModelBuilt")[0].payload
+    assert (begun["step"], begun["digest"]) == (short, first.digests[-1])
+
+
+@pytest.fixture(scope="module")
+def trained(client: Client) -> Outcome:
+    return train(client, of_steps(6, data_parallel(2), retention=8, epochs=None))
+
+
+def test_from_an_earlier_commit_with_other_numbers(client: Client, trained: Outcome) -> None:
+    """As if they had changed in the middle of the training."""
+    changes = ["steps=8", "optimizer.lr=0.001", "optimizer.weight_decay=0.5", "evaluation=null"]
+    handle = client.resume_as(
+        trained.run.run_id, changes, from_segment=2, new_run_id="resumed-from-2"
+    )
+    outcome = outcome_of(handle)
+    assert outcome.run.run_id == "resumed-from-2"
+    assert outcome.of("ModelBuilt")[0].payload["step"] == 4
+    assert outcome.status.step == 8
+    again = outcome_of(client.resume_as(trained.run.run_id, changes, from_segment=2))
+    assert again.digests[-1] == outcome.digests[-1]
+    plain = outcome_of(client.resume_as(trained.run.run_id, ["steps=8"], from_segment=2))
+    assert plain.digests[-1] != outcome.digests[-1]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("batch_size=8", "batch_size: must stay as it was in the run: the step of the run"),
+        ("seed=4", "seed: must stay"),
+        ("strategy.num_replicas=4", "strategy.num_replicas: must stay as it was in the run: the s"),
+        ("strategy={type: Local}", "strategy.type: must stay"),
+        ("data.kwargs.num_rows=70", "data.kwargs.num_rows: must stay"),
+        ("model.kwargs.hidden=7", "model.kwargs.hidden: must stay"),
+        ("optimizer.name=sgd", "optimizer.name: must stay as it was in the run: the state holds"),
+        ("loss=mse", "loss.name: must stay as it was in the run: it decides the bits"),
+        ("steps=6", "steps: 6 must be more than the 6 of the state that is resumed"),
+    ],
+)
+def test_what_has_to_stay_is_refused(
+    client: Client, trained: Outcome, override: str, said: str
+) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        client.resume_as(trained.run.run_id, [override])
+    assert said in str(refused.value)
+
+
+def test_epochs_that_are_over_are_refused_once_the_rows_are_known(
+    client: Client, trained: Outcome
+) -> None:
+    with pytest.raises((RunFailedError, UserCodeError), match="epochs: 1 is a training of 4 steps"):
+        client.resume_as(trained.run.run_id, ["steps=null", "epochs=1"]).result()
+
+
+def test_a_population_and_a_server_optimizer_are_refused_by_name(client: Client) -> None:
+    yogi = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
+    first = train(client, federated(rounds=1, aggregation=yogi))
+    with pytest.raises(InvalidInputError, match=r"initial\.resume: is not possible with FedYogi"):
+        client.resume_as(first.run.run_id, ["strategy.rounds=2"])
+    document: dict[str, Any] = {
+        **population().document(),
+        "initial": {"run": "any", "resume": True},
+    }
+    with pytest.raises(InvalidInputError, match=r"initial\.resume: is not possible under Popu"):
+        JobSpec.parse(document)
