@@ -22,7 +22,6 @@ from stratagem.coordinator.strategies.population.population_run import member_jo
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.objectives.losses import make_loss
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
@@ -39,6 +38,7 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.jobs import job, user_data, user_model
+from tests.reference.objective import objective_of
 from tests.reference.weight_average import RunningAverage
 
 pytestmark = pytest.mark.cluster
@@ -65,7 +65,7 @@ class Member:
     def train(self, num_steps: int) -> None:
         data = load_data(self.spec, ALLOWED, DataSources())["train"]
         gather = Gather(float_dtype(self.spec), torch.device("cpu"))
-        loss_fn = make_loss(self.spec.loss, ALLOWED)
+        loss_fn = objective_of(self.spec, ALLOWED)
         randomness = KeyedRandomness(self.model, torch.device("cpu"))
         batches = -(-len(data) // self.spec.batch_size)
         self.model.train()
@@ -76,7 +76,7 @@ class Member:
             rows = torch.split(order, self.spec.batch_size)[position]
             randomness.begin(self.spec.seed, self.step, 0, 0)
             x, y = gather(data, rows, "reference")
-            value = loss_fn(self.model(x), y, len(rows))
+            value = loss_fn(self.model, x, y, len(rows))
             self.optimizer.zero_grad()
             (value.mean * value.weight).backward()
             for param in self.model.parameters():
@@ -95,7 +95,7 @@ class Member:
         measured = copy.deepcopy(self.model).eval()
         measured.load_state_dict(self.average.model_state(self.model) or self.model.state_dict())
         with torch.no_grad():
-            value = make_loss(self.spec.loss, ALLOWED)(measured(x), y, len(data))
+            value = objective_of(self.spec, ALLOWED)(measured, x, y, len(data))
         return float(value.mean)
 
     def copy_of(self, spec: JobSpec, params: dict[str, Any]) -> "Member":
@@ -164,6 +164,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "dropout_mlp",
         "optimizer": {"name": "adam", "lr": 0.01},
         "search_space": {"optimizer.lr": SPACE["optimizer.lr"]},
+    },
+    "a model that returns its loss": {
+        "model": user_model("returning:WordsForCausalLM"),
+        "data": {"entrypoint": "tests.userland.returning:words"},
+        "loss": "model",
     },
 }
 

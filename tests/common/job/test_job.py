@@ -286,8 +286,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "model.entrypoint: 'no colon' is not of the form package.module:name",
             "model.kwarg: unknown key; did you mean kwargs?",
             "data.path: 'data.pkl' is not a .safetensors file; other formats can run code",
-            "loss.name: 'cros_entropy' is not one of bce_with_logits, cross_entropy, l1, mse, nll, "
-            "token_cross_entropy; did you mean cross_entropy?",
+            "loss.name: 'cros_entropy' is not one of bce_with_logits, cross_entropy, l1, model, "
+            "mse, nll, token_cross_entropy; did you mean cross_entropy?",
             "evaluation.metrics[0]: 'acuracy' is not one of accuracy, loss, perplexity, mae, mse, "
             "top5_accuracy; did you mean accuracy?",
             "optimizer.name: 'sdg' is not one of adadelta, adafactor, adagrad, adam, adamax, "
@@ -302,6 +302,13 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "execution.deterministic: 1 is not true or false",
         ]
     )
+
+
+STAGES: dict[str, Any] = {
+    "type": "ModelParallel",
+    "partitions": [{"node_ids": ["0"], "target": {"Tag": "any"}}],
+    "communication": {"protocol": "Pipeline", "micro_batch_size": 8},
+}
 
 
 def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
@@ -323,6 +330,15 @@ def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
         ({"data": {"path": "a.safetensors", "kwargs": {"a": 1}}}, "data.kwargs: has a meaning"),
         ({"data": {"inline": "abc"}}, "data.inline: 'abc' is not a SHA-256 digest"),
         ({"loss": {"name": "mse", "entrypoint": "b:c"}}, "loss: needs exactly one of name, entryp"),
+        (
+            {"loss": {"name": "mse", "weight": "labels"}},
+            "loss.weight: belongs to the loss `model` only; a loss of your own may return (mean, ",
+        ),
+        ({"loss": {"name": "model", "weight": "tokens"}}, "loss.weight: 'tokens' is not one of ro"),
+        (
+            {"loss": "model", "strategy": STAGES},
+            "loss: model is not allowed with strategy ModelParallel: a stage cannot call model(**",
+        ),
         ({"loss": "a:b:c"}, "loss.entrypoint: 'a:b:c' is not of the form package.module:name"),
         ({"optimizer": "sgd"}, "optimizer: 'sgd' is not a mapping of name, lr, kwargs, "),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer.lr: 0 is not allowed; must be > 0"),
@@ -460,13 +476,6 @@ def test_wrong_values_are_named(changes: dict[str, Any], expected: str) -> None:
 )
 def test_federated_jobs_count_in_rounds(changes: dict[str, Any], expected: str) -> None:
     assert wrong({**FEDERATED_JOB, **changes})[0].startswith(expected)
-
-
-STAGES: dict[str, Any] = {
-    "type": "ModelParallel",
-    "partitions": [{"node_ids": ["0"], "target": {"Tag": "any"}}],
-    "communication": {"protocol": "Pipeline", "micro_batch_size": 8},
-}
 
 
 @pytest.mark.parametrize(

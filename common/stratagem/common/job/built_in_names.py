@@ -15,11 +15,14 @@ LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
     "bce_with_logits": ("pos_weight",),
     "cross_entropy": ("label_smoothing",),
     "l1": (),
+    "model": (),
     "mse": (),
     "nll": (),
     "token_cross_entropy": ("ignore_index", "label_smoothing"),
 }
 """The keyword arguments of each."""
+RETURNED: Final = "model"
+"""The loss that the model returns itself, beside its outputs."""
 FROM_LOSS: Final = ("loss", "perplexity")
 """Metrics that follow from the loss."""
 METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")

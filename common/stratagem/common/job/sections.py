@@ -13,6 +13,7 @@ from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
 from stratagem.common.job.built_in_names import (
+    RETURNED,
     check_loss_kwargs,
     check_loss_name,
     check_metric_name,
@@ -94,11 +95,16 @@ class DataSpec(Section):
 
 
 class LossSpec(Section):
-    """The loss: the name of one of ours, or an entry point. Bare text is either."""
+    """The loss: the name of one of ours, or an entry point. Bare text is either.
+
+    weight: what the loss of `name: model` is a mean over. None: `shifted_labels` for causal
+    language models, else `labels` where they are integers, else `rows`.
+    """
 
     name: Annotated[Name, AfterValidator(check_loss_name)] | None = None
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
+    weight: Literal["rows", "labels", "shifted_labels"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +118,9 @@ class LossSpec(Section):
         one_of(self, ("name", "entrypoint"))
         if self.name is not None and limits.are_checked():
             refuse([*check_loss_kwargs(self.name, self.kwargs)])
+        if self.weight is not None and self.name != RETURNED:
+            text = "belongs to the loss `model` only; a loss of your own may return (mean, weight)"
+            raise InvalidInputError.at("weight", text)
         return self
 
 

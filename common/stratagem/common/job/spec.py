@@ -13,6 +13,7 @@ from pydantic import Field, WrapSerializer, model_validator
 from stratagem.common.base import limits
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
+from stratagem.common.job.built_in_names import RETURNED
 from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
 from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
@@ -45,6 +46,7 @@ from stratagem.common.strategy import (
     Local,
     PopulationBased,
     all_reduce_of,
+    is_cut,
 )
 from stratagem.common.strategy.kinds import StrategyField
 
@@ -110,6 +112,7 @@ class JobSpec(Section):
             self.__dict__["evaluation"] = settled
         if self.only_evaluates:
             refuse([*check_evaluating(self), *_federated_only(self), *_execution(self)])
+            refuse([*_returned_loss(self)])
             assert self.evaluation is not None
             self.__dict__["batch_size"] = self.evaluation.batch_size
             return self
@@ -129,6 +132,7 @@ class JobSpec(Section):
                 *_execution(self),
                 *_phases(self),
                 *_weight_average(self),
+                *_returned_loss(self),
             ]
         )
         return self
@@ -309,6 +313,21 @@ def _weight_average(job: JobSpec) -> list[Violation]:
         return []
     reason = why_not_averaged(job.strategy)
     return [] if reason is None else [Violation("weight_average", reason)]
+
+
+def _returned_loss(job: JobSpec) -> list[Violation]:
+    if job.loss.name != RETURNED:
+        return []
+    violations = []
+    if is_cut(job.strategy):
+        text = (
+            "model is not allowed with strategy ModelParallel: a stage cannot call model(**batch)"
+        )
+        violations.append(Violation("loss", f"{text}; name a loss of the last stage's output"))
+    if job.model.graph is not None:
+        text = "model is not allowed with model.graph, which returns outputs and no loss"
+        violations.append(Violation("loss", text))
+    return violations
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

@@ -54,6 +54,7 @@ from stratagem.common.strategy.kinds import (
     Strategy,
     all_reduce_of,
     describe,
+    is_cut,
     is_distributed,
 )
 
@@ -106,6 +107,7 @@ __all__ = [
     "describe",
     "dump_strategy",
     "dumps_strategy",
+    "is_cut",
     "is_distributed",
     "parse_strategy",
 ]

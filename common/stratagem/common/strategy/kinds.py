@@ -284,3 +284,9 @@ def all_reduce_of(strategy: Strategy) -> str:
     own: str = getattr(options, "all_reduce", DIRECT_ALL_REDUCE)
     inner: Strategy | None = getattr(options, "inner", None)
     return all_reduce_of(inner) if own == DIRECT_ALL_REDUCE and inner is not None else own
+
+
+def is_cut(strategy: Strategy) -> bool:
+    """Return whether the strategy has, at any level, stages computed by different workers."""
+    inner: Strategy | None = getattr(getattr(strategy, "options", None), "inner", None)
+    return isinstance(strategy, ModelParallel) or (inner is not None and is_cut(inner))

@@ -21,6 +21,7 @@ from stratagem.common.strategy import (
     ModelParallel,
     describe,
     dump_strategy,
+    is_cut,
 )
 from stratagem.tools.planning.memory_estimate import (
     StepMemory,
@@ -36,7 +37,6 @@ from stratagem.tools.planning.resolve_parallelism import (
     choose,
 )
 from stratagem.tools.planning.simulated_step import Site
-from stratagem.worker.engine.numerics.prepare_model import is_cut
 from stratagem.worker.plans.supported_settings import check_supported
 
 _LOWER: Final = {"Full": ("Single", "Mixed", "Half"), "Single": ("Mixed", "Half")}

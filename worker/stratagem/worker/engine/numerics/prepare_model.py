@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem.common.job import ExecutionSpec, JobSpec
 from stratagem.common.model.program import ModelProgram
-from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.common.strategy import is_cut
 from stratagem.worker.engine.numerics.activation_checkpointing import checkpointed, in_groups
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.layer_support import check_able
@@ -101,14 +101,6 @@ def prepare_nodes(
     for node in own:
         wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution
-
-
-def is_cut(strategy: Strategy | None) -> bool:
-    """Returns whether the strategy has, at any level, stages computed by different workers."""
-    if isinstance(strategy, ModelParallel):
-        return True
-    inner = getattr(getattr(strategy, "options", None), "inner", None)
-    return inner is not None and is_cut(inner)
 
 
 def _begin(

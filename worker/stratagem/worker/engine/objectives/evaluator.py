@@ -20,9 +20,8 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluation_metrics import Metric, make_metrics
 from stratagem.worker.engine.objectives.kept_batches import KeptBatch
-from stratagem.worker.engine.objectives.losses import LossFunction
+from stratagem.worker.engine.objectives.losses import Assessment, LossFunction
 from stratagem.worker.engine.objectives.objective import (
-    Assessment,
     Objective,
     OutputLoss,
     make_objective,

@@ -34,6 +34,14 @@ class LossValue:
     log: tuple[Logged, ...] = ()
 
 
+class Assessment(NamedTuple):
+    """What an objective finds in one batch of an evaluation; output and target are for metrics."""
+
+    loss: LossValue
+    output: Any
+    target: Any
+
+
 LossFunction = Callable[[Any, Any, int], LossValue]
 """(output, target, num_rows) -> LossValue."""
 
@@ -67,12 +75,13 @@ def _user_loss(function: Callable[..., Any]) -> LossFunction:
     def loss(output: Any, target: Any, num_rows: int) -> LossValue:
         value = function(output, target)
         mean, weight = value if isinstance(value, tuple) else (value, num_rows)
-        return LossValue(_scalar(mean), float(weight))
+        return LossValue(scalar(mean), float(weight))
 
     return loss
 
 
-def _scalar(mean: Any) -> Tensor:
+def scalar(mean: Any) -> Tensor:
+    """Returns a loss as 0-d; raises ValueError for what is not one number."""
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         what = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"the loss must be one number as a tensor, not {what}")

@@ -6,27 +6,22 @@ pipeline, whose model is in stages, needs the loss of an output. Must not know s
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from stratagem.common.job import JobSpec
+from stratagem.common.job.built_in_names import RETURNED
 from stratagem.worker.engine.objectives.losses import (
+    Assessment,
     LossFunction,
     LossValue,
     NamedLoss,
     counts_rows,
     make_loss,
 )
+from stratagem.worker.engine.objectives.returned_loss import ReturnedLoss
 from stratagem.worker.user_code.entrypoints import EntryPoints
-
-
-class Assessment(NamedTuple):
-    """What an objective finds in one batch of an evaluation; output and target are for metrics."""
-
-    loss: LossValue
-    output: Any
-    target: Any
 
 
 class Objective(Protocol):
@@ -76,4 +71,6 @@ class OutputLoss:
 
 def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
     """Makes the objective that a job names."""
+    if job.loss.name == RETURNED:
+        return ReturnedLoss(job.loss.weight)
     return OutputLoss(make_loss(job.loss, entrypoints), counts_rows(job.loss))
