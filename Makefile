@@ -19,7 +19,7 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --universal --python-vers
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test coverage matrix sweep images cluster-test kubernetes-test bench docs proto fmt clean
+.PHONY: help setup lock demo check test interop coverage matrix sweep images cluster-test kubernetes-test bench docs proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,7 +51,10 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/mypy
 
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
-	$(BIN)/python -m pytest -q -m "not sweep and not docker" --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop" --numprocesses 2 --dist loadfile $(ARGS)
+
+interop: setup  ## the examples with libraries that people use, beside the loops that they replace
+	$(BIN)/python -m pytest -q -m interop
 
 coverage: setup  ## what the core's own tests reach of the core and the strategies; less than now fails
 	$(BIN)/python -m pytest -q --numprocesses 2 --cov=stratagem.coordinator.core \

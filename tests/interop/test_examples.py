@@ -1,0 +1,111 @@
+"""The examples with libraries that people use, on real workers, beside the loops they replace."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import RunStatus
+from stratagem.common.job import JobSpec, load_job
+from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.cluster.jobs import assert_same_bits
+from tests.reference.loops import sharded_loop
+from tests.repository import ROOT
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.interop,
+    # peft asks transformers for what that calls by another name now.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+ALLOWED = EntryPoints(["examples.interop.*:*"])
+FOLDER = ROOT / "examples" / "interop"
+NEEDS = {
+    "gpt2": ["transformers"],
+    "bert": ["transformers", "torchmetrics"],
+    "lora": ["transformers", "peft"],
+    "resnet": ["transformers", "PIL"],
+    "text": ["transformers", "datasets"],
+}
+LOCAL = {"type": "Local"}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 3,
+    "rounds": 2,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_one_thread() -> Iterator[None]:
+    """As the workers compute: the bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("interop")
+    with (
+        LocalCluster(
+            workers=2,
+            threads=1,
+            data_dir=folder,
+            import_path=[ROOT],
+            allow=list(ALLOWED.allow),
+            environment={"HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)},
+        ) as cluster,
+        cluster.client() as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """The module of an example, by its name."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    name = request.param
+    for library in NEEDS[name]:
+        pytest.importorskip(library, reason="needs the extra interop")
+    return importlib.import_module(f"examples.interop.{name}")
+
+
+def job_of(example: Any, **sections: Any) -> JobSpec:
+    """The example's job with some sections replaced; None leaves one out."""
+    spec = load_job(FOLDER / f"{example.__name__.rpartition('.')[2]}.yaml")
+    document = {**spec.document(), **sections}
+    return JobSpec.parse({key: value for key, value in document.items() if value is not None})
+
+
+def trained(client: Client, spec: JobSpec) -> tuple[dict[str, Tensor], RunStatus]:
+    run = client.submit(spec)
+    status = run.result().status
+    return run.state_dict(), status
+
+
+@pytest.mark.parametrize("example", NEEDS, indirect=True)
+def test_two_workers_have_the_bits_of_the_sharded_loop(client: Client, example: Any) -> None:
+    spec = job_of(example)
+    state, status = trained(client, spec)
+    assert_same_bits(state, dict(sharded_loop(spec, ALLOWED, 2).state))
+    assert status.reproducible
+    assert status.metrics
+
+
+@pytest.mark.parametrize("example", NEEDS, indirect=True)
+def test_the_plain_loop_is_equal(client: Client, example: Any) -> None:
+    """To rounding errors, which training may enlarge; on one shard, as batch norm sees it."""
+    data = {"data": {"entrypoint": "examples.interop.resnet:load", "kwargs": {"augments": False}}}
+    spec = job_of(example, strategy=LOCAL, **(data if "resnet" in example.__name__ else {}))
+    state, _ = trained(client, spec)
+    torch.testing.assert_close(state, example.train(), rtol=1e-4, atol=1e-5)
