@@ -2,6 +2,7 @@
 
 import signal
 
+import psutil
 import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
@@ -18,6 +19,7 @@ from tests.cluster.jobs import (
     wait_for,
 )
 from tests.jobs import job, user_data
+from tests.patience import PATIENCE_S
 from tests.reference.loops import federated_loop, sharded_loop
 
 pytestmark = pytest.mark.cluster
@@ -47,19 +49,55 @@ def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
 
 
+def readers_of(cluster: LocalCluster, worker: str) -> list[psutil.Process]:
+    process = psutil.Process(cluster.processes[worker].pid)
+    return [each for each in process.children() if "stratagem.worker.data.reader" in each.cmdline()]
+
+
+def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
+) -> None:
+    data = {**user_data("augmented", folder=str(gates.folder)), "collate": COLLATE}
+    spec = job(
+        "dropout_mlp",
+        data={**data, "readers": 2, "prefetch": 3},
+        accumulation={"micro_batch_size": 3},
+        strategy=data_parallel(3),
+    )
+    gates.close("row-5")  # of each process: a worker itself reads four when it loads
+    run = client.submit(spec)
+    gates.wait_reached("row-5")
+    (formed,) = wait_for(run, "MembersFormed")
+    first, second, _ = (member["worker_id"] for member in formed.payload["members"])
+    readers_of(exact_cluster, first)[0].kill()
+    left = readers_of(exact_cluster, second)
+    exact_cluster.kill(second, signal.SIGKILL)
+    psutil.wait_procs(left, timeout=PATIENCE_S)
+    assert not [each for each in left if each.is_running() and each.status() != "zombie"]
+    gates.open()
+    outcome = outcome_of(run)
+    assert len(outcome.of("MembersFormed")) > 1
+    assert outcome.status.reproducible
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
 def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
     spec = federated(
-        "dropout_mlp", data={**user_data("augmented"), "collate": COLLATE}, batch_size=5
+        "dropout_mlp",
+        data={**user_data("augmented"), "collate": COLLATE, "readers": 1},
+        batch_size=5,
     )
     assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
 
 
-@pytest.mark.parametrize("order", ["shuffle", "sequential"])
-def test_stages_of_a_pipeline_have_the_bits_of_the_loop(client: Client, order: str) -> None:
+@pytest.mark.parametrize(("order", "readers"), [("shuffle", 2), ("sequential", 0)])
+def test_stages_of_a_pipeline_have_the_bits_of_the_loop(
+    client: Client, order: str, readers: int
+) -> None:
     """The first stage fetches the inputs, the last one the targets."""
     cut = {"0 1": "worker-0", "2 3": "worker-1"}
     strategy = model_parallel(cut, protocol="Pipeline", micro_batch_size=3)
-    data = {**user_data("augmented"), "collate": COLLATE, "order": order}
+    data = {**user_data("augmented"), "collate": COLLATE, "order": order, "readers": readers}
     spec = job("dropout_mlp", data=data, strategy=strategy)
     expected = sharded_loop(spec, ALLOWED, 1, micro_batch_size=3)
     assert_same_bits(train(client, spec).state, expected.state)

@@ -36,6 +36,8 @@ from stratagem.common.schema.field_types import (
 from stratagem.common.schema.frozen import FrozenDict
 
 MAX_METRICS: Final = 64
+MAX_READERS: Final = 256
+MAX_PREFETCH: Final = 64
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -76,11 +78,15 @@ class DataSpec(Section):
     """The data: an entry point, a file, an uploaded blob, or a name that each worker knows.
 
     collate: an entry point that makes a batch of a list of rows, where they are fetched one by one.
+    readers: processes per worker that fetch such rows, 0 = the computing thread does; prefetch:
+    micro-batches that each of them reads ahead, 2 unless set. Neither changes a bit.
     """
 
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
     collate: EntrypointName | None = None
+    readers: Annotated[int, Field(ge=0, le=MAX_READERS)] | None = None
+    prefetch: Annotated[int, Field(ge=1, le=MAX_PREFETCH)] | None = None
     order: OrderSpec | None = None
     path: Annotated[str, AfterValidator(check_tensor_file)] | None = None
     inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
@@ -91,6 +97,8 @@ class DataSpec(Section):
         one_of(self, ("entrypoint", "path", "inline", "worker_local"))
         refuse(only_with(self, "kwargs", "entrypoint"))
         refuse(only_with(self, "collate", "entrypoint"))
+        refuse(only_with(self, "readers", "entrypoint"))
+        refuse(only_with(self, "prefetch", "readers"))
         return self
 
 

@@ -281,6 +281,9 @@ def _execution(job: JobSpec) -> list[Violation]:
     if job.data.collate is not None and job.execution.memory == "Cached":
         text = "Cached reads each row once, so it cannot go with data.collate; leave one out"
         violations.append(Violation("execution.memory", text))
+    if job.data.readers and job.execution.memory == "Cached":
+        text = "Cached reads each row once, so it cannot go with data.readers; leave one out"
+        violations.append(Violation("execution.memory", text))
     if job.evaluation and job.evaluation.predictions and not job.only_evaluates:
         text = "belongs to a job that only evaluates: set execution.gradient to None"
         violations.append(Violation("evaluation.predictions", text))

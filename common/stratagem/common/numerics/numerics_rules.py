@@ -4,7 +4,7 @@
     2   gradient norms are added up in blocks; one contributor is returned as it is; codecs get the
         mean gradient; phase training and `vsa` as their pages say
     3   a metric of the user's own is computed once, of all rows of a split; before, it was the mean
-        over batches
+        over batches; the generators are seeded before the function that returns the data is called
 
 A rule that has changed is one function, which takes the number; its caller passes on the
 run's. A number goes once no run of it can be left.

@@ -18,14 +18,18 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.job import DataSpec, JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.client_partition import client_rows
-from stratagem.worker.data.datasets import Dataset, Subset, as_dataset, tensor_dataset
+from stratagem.worker.data.data_factory import made_data
+from stratagem.worker.data.datasets import Dataset, Readers, Subset, tensor_dataset
 from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 MAX_CLIENTS_KEPT: Final = 64
 """Data sets of single clients that a worker keeps, where a factory makes them one by one."""
+SEEDED_FACTORIES: Final = 3
+"""The number of the rules since which generators are seeded before the entry point is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,16 @@ class ClientShare:
 
 @dataclass(frozen=True, slots=True)
 class DataSources:
-    """The data that operator and caller provide: local files and inline tensors, by name."""
+    """The data that operator and caller provide: local files and inline tensors, by name.
+
+    readers: the processes that fetch rows which are read one by one; None without them.
+    """
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
     roots: tuple[Path, ...] | None = None
     """Folders below which `data.path` must be; None where the caller's own process reads it."""
+    readers: Readers | None = None
 
 
 def load_data(
@@ -51,13 +59,17 @@ def load_data(
     entrypoints: EntryPoints,
     sources: DataSources,
     client: ClientShare | None = None,
+    numerics: int = CURRENT,
 ) -> dict[str, Dataset]:
-    """Returns the job's data sets by split; with a client, only what this client trains on."""
+    """Returns the job's data sets by split; with a client, only what this client trains on.
+
+    numerics: version of the rules that decide the bits; see common.numerics.numerics_rules.
+    """
     spec, partition = job.data, job.partition
     if client is None and partition is not None and partition.client is not None:
         client = ClientShare(partition.client, partition.num_clients or 1)
     if spec.entrypoint is not None:
-        return _from_entrypoint(job, spec.entrypoint, entrypoints, client)
+        return _from_entrypoint(job, spec.entrypoint, entrypoints, client, numerics)
     if spec.worker_local is not None:
         # Local data is the client's own already.
         return from_tensors(_read(_local_path(spec.worker_local, sources), "data.worker_local"))
@@ -74,8 +86,15 @@ class ClientData:
     """The data of any client of one job. What the clients share is loaded and divided once; what a
     factory makes for each of them is kept for the clients that came last."""
 
-    def __init__(self, job: JobSpec, entrypoints: EntryPoints, sources: DataSources) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        entrypoints: EntryPoints,
+        sources: DataSources,
+        numerics: int = CURRENT,
+    ) -> None:
         self._job, self._entrypoints, self._sources = job, entrypoints, sources
+        self._numerics = numerics
         self._shared: dict[str, Dataset] | None = None
         self._rows: dict[int, list[Tensor]] = {}  # by number of clients
         self._own: OrderedDict[ClientShare, dict[str, Dataset]] = OrderedDict()
@@ -85,7 +104,7 @@ class ClientData:
         if self._is_made_per_client():
             return self._made_for(client)
         if self._shared is None:
-            self._shared = load_data(self._job, self._entrypoints, self._sources)
+            self._shared = self._load(None)
         if self._job.data.worker_local is not None or "train" not in self._shared:
             return self._shared
         if client.num_clients not in self._rows:
@@ -106,10 +125,12 @@ class ClientData:
         if client not in self._own:
             if len(self._own) >= MAX_CLIENTS_KEPT:
                 self._own.popitem(last=False)
-            made = load_data(self._job, self._entrypoints, self._sources, client)
-            self._own[client] = made
+            self._own[client] = self._load(client)
         self._own.move_to_end(client)
         return self._own[client]
+
+    def _load(self, client: ClientShare | None) -> dict[str, Dataset]:
+        return load_data(self._job, self._entrypoints, self._sources, client, self._numerics)
 
 
 def _job_path(spec: DataSpec, sources: DataSources) -> Path:
@@ -127,21 +148,13 @@ def _job_path(spec: DataSpec, sources: DataSources) -> Path:
 
 
 def _from_entrypoint(
-    job: JobSpec, name: str, entrypoints: EntryPoints, client: ClientShare | None
+    job: JobSpec, name: str, entrypoints: EntryPoints, client: ClientShare | None, numerics: int
 ) -> dict[str, Dataset]:
     factory = entrypoints.bind(name, job.data.kwargs, "data")
     wanted = _client_arguments(factory, client)
-    with user_code("loading data"):
-        value = factory(**wanted)
-    if not isinstance(value, Mapping):
-        raise InvalidInputError.at(
-            "data.entrypoint",
-            f'"{name}" must return a dict {{split: data set}}, not a {type(value).__name__}',
-        )
-    collate = job.data.collate and entrypoints.resolve(job.data.collate, "data.collate")
-    splits = {
-        str(split): as_dataset(rows, str(split), collate or None) for split, rows in value.items()
-    }
+    splits = made_data(
+        job.data, entrypoints, wanted, job.seed if numerics >= SEEDED_FACTORIES else None
+    )
     _check_kinds(job, splits)
     return splits if wanted else _own_rows(job, splits, client)
 
@@ -149,10 +162,12 @@ def _from_entrypoint(
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
     """Refuses settings that do not go with the kind of the data sets, and rows that change."""
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
-    if job.data.collate is not None and not by_row:
-        raise InvalidInputError.at(
-            "data.collate", "belongs to data sets with len() and [row]; the entry point gives none"
-        )
+    for key in ("collate", "readers"):
+        if getattr(job.data, key) and not by_row:
+            raise InvalidInputError.at(
+                f"data.{key}",
+                "belongs to data sets with len() and [row]; the entry point gives none",
+            )
     if job.execution.memory == "Cached" and by_row:
         raise InvalidInputError.at(
             "execution.memory",

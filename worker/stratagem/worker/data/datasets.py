@@ -5,7 +5,7 @@ bits of a matrix product depend on the alignment of its operands. Must not know 
 came from or which rows are wanted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.schema.frozen import FrozenDict
 from stratagem.worker.data.row_datasets import (
     BatchKeys,
     Collate,
+    ReadOrder,
     RowDataset,
     has_foreign_take,
     refuse_loaders,
@@ -102,15 +104,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             )
 
 
-def as_dataset(value: object, split: str, collate: Collate | None = None) -> Dataset:
-    """A data set as it came from the user, checked. collate: of rows that are fetched one by
-    one."""
+def as_dataset(
+    value: object,
+    split: str,
+    collate: Collate | None = None,
+    given: Mapping[str, int] = FrozenDict(),
+) -> Dataset:
+    """A data set as it came from the user, checked. collate: of rows that are fetched one by one;
+    given: what the function that made it got beside the job's keywords."""
     refuse_loaders(value, split)
     if isinstance(value, tuple) and len(value) in (1, 2):
         return tensor_dataset(value[0], value[1] if len(value) == 2 else None, split)
     if isinstance(value, Dataset) and not has_foreign_take(value):
         return value
-    rows = row_dataset(value, split, collate)
+    rows = row_dataset(value, split, collate, given)
     if rows is not None:
         return rows
     raise InvalidInputError.at(
@@ -152,17 +159,43 @@ class Cache(Protocol):
     def of(self, dataset: Dataset, gather: "Gather") -> Dataset: ...
 
 
+class Readers(Protocol):
+    """Processes that fetch and collate rows ahead of their use."""
+
+    def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
+        """Returns what `dataset.read(order)` does."""
+
+    def expect(self, coming: Iterator[ReadOrder]) -> None:
+        """Reads these batches ahead, instead of what was expected before."""
+
+
+Coming = tuple[Dataset, Tensor, BatchKeys]
+"""The rows of a batch that will be wanted, as `Gather` is asked for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Takes rows out of data sets, as floats of one dtype on one device.
 
-    pool: gives batches their storage. cache: keeps data sets ready.
+    pool: gives batches their storage. cache: keeps data sets ready. readers: fetch rows that are
+    read one by one.
     """
 
     dtype: torch.dtype
     device: torch.device
     pool: Pool | None = field(default=None, kw_only=True)
     cache: Cache | None = field(default=None, kw_only=True)
+    readers: Readers | None = field(default=None, kw_only=True)
+
+    def expect(self, coming: Iterable[Coming]) -> None:
+        """Says which batches come next; they are read ahead where there are readers."""
+        if self.readers is not None:
+            bases = ((*at_the_base(dataset, rows), keys) for dataset, rows, keys in coming)
+            self.readers.expect(
+                base.order(numbers, keys)
+                for base, numbers, keys in bases
+                if isinstance(base, RowDataset)
+            )
 
     def __call__(
         self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys = _NO_KEYS
@@ -180,7 +213,8 @@ class Gather:
         """(x, y) of the data set itself, placed."""
         base, numbers = at_the_base(dataset, indices)
         if isinstance(base, RowDataset):
-            x, y = base.batch(numbers, keys)
+            order = base.order(numbers, keys)
+            x, y = base.read(order) if self.readers is None else self.readers.batch(base, order)
             placed = map_tensors(x, self.place)
             return placed, placed if y is x else map_tensors(y, self.place)
         if self.pool is not None and isinstance(base, TensorDataset):

@@ -35,3 +35,14 @@ def generators_kept() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute with one thread inside the context, in the thread that enters it."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

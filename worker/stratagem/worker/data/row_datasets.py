@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.mixed_keys import Key, mix
-from stratagem.worker.data.generators import generators_kept, seed_generators
+from stratagem.worker.data.generators import generators_kept, one_thread, seed_generators
 from stratagem.worker.user_code.entrypoints import user_code
 
 Collate = Callable[[list[Any]], Any]
@@ -37,6 +37,20 @@ class BatchKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """All that a batch is made of, beside the job's data: whoever reads it makes the same."""
+
+    split: str
+    num_rows: int
+    """Of the split."""
+    given: tuple[tuple[str, int], ...]
+    """What the function that returns the data got beside the job's keywords."""
+    numbers: tuple[int, ...]
+    """Of rows, plus `num_rows` for each time that one came before in the epoch."""
+    keys: BatchKeys
+
+
+@dataclass(frozen=True, slots=True)
 class RowDataset:
     """An object with `len()` and `[row]`, and the function that makes a batch of its rows."""
 
@@ -44,6 +58,7 @@ class RowDataset:
     split: str
     num_rows: int
     collate: Collate
+    given: tuple[tuple[str, int], ...] = ()
 
     def __len__(self) -> int:
         return self.num_rows
@@ -56,11 +71,15 @@ class RowDataset:
         # Of a memory map, rows may be read-only views, which torch warns of.
         return np.array(row) if isinstance(row, np.ndarray) else row
 
-    def batch(self, indices: Tensor, keys: BatchKeys) -> tuple[Any, Any]:
-        """Returns (x, y) of these rows; all generators stay as they were.
+    def order(self, indices: Tensor, keys: BatchKeys) -> ReadOrder:
+        """Returns the order of these rows."""
+        return ReadOrder(self.split, self.num_rows, self.given, tuple(indices.tolist()), keys)
 
-        indices: numbers of rows, plus `num_rows` for each time that one came before in the epoch.
-        A batch of two things is input and target; any other one is both at once.
+    def read(self, order: ReadOrder) -> tuple[Any, Any]:
+        """Returns (x, y) of an order's rows; all generators stay as they were.
+
+        A batch of two things is input and target; any other one is both at once. Rows are computed
+        by one thread, whose bits do not depend on how many the worker has.
         """
         if len(self.source) != self.num_rows:
             raise InvalidInputError.at(
@@ -68,18 +87,19 @@ class RowDataset:
                 f"had {self.num_rows} rows when it was loaded and has {len(self.source)} now; "
                 "their number must stay",
             )
-        with generators_kept():
+        with generators_kept(), one_thread():
             rows = [
-                self.row(number % self.num_rows, keys, number // self.num_rows)
-                for number in indices.tolist()
+                self.row(number % self.num_rows, order.keys, number // self.num_rows)
+                for number in order.numbers
             ]
-            seed_generators(mix("collate", *keys.batch))
-            batch = self.collate(rows)
+            seed_generators(mix("collate", *order.keys.batch))
+            with user_code(f"collating rows of data.{self.split}"):
+                batch = self.collate(rows)
         return _pair(batch)
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
-        """Returns what `batch` does, for a use that has no key of its own."""
-        return self.batch(indices, BatchKeys())
+        """Returns what `read` does, for a use that has no key of its own."""
+        return self.read(self.order(indices, BatchKeys()))
 
     def labels(self) -> Tensor:
         """Returns the target of every row, for a partition by label."""
@@ -122,7 +142,9 @@ def has_foreign_take(value: object) -> bool:
     return isinstance(value, np.ndarray | Tensor) or bool(packages & _OTHERS_TAKE)
 
 
-def row_dataset(value: Any, split: str, collate: Collate | None) -> RowDataset | None:
+def row_dataset(
+    value: Any, split: str, collate: Collate | None, given: Mapping[str, int]
+) -> RowDataset | None:
     """Returns the data set of an object with `len()` and `[row]`; None for any other object."""
     kind = type(value)
     if isinstance(value, str | bytes | Mapping | tuple) or not hasattr(kind, "__getitem__"):
@@ -131,4 +153,4 @@ def row_dataset(value: Any, split: str, collate: Collate | None) -> RowDataset |
         raise InvalidInputError.at(f"data.{split}", f"is a {kind.__name__}, which has no len()")
     with user_code(f"asking for the number of rows of data.{split}"):
         num_rows = len(value)
-    return RowDataset(value, split, num_rows, collate or default_collate)
+    return RowDataset(value, split, num_rows, collate or default_collate, tuple(given.items()))

@@ -5,6 +5,7 @@ its own and a resumed run continues exactly. Must not know data sets.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -15,6 +16,8 @@ from stratagem.common.base.errors import InvalidInputError
 
 _BLOCK: Final = 256
 """Batches that are cut off the order at once; one by one it would be 8 µs of each step."""
+_NUM_KEPT: Final = 2
+"""Blocks and orders: batches are read ahead while steps are still in the block before."""
 
 
 EpochRows = Callable[[int], Tensor | list[Tensor]]
@@ -36,10 +39,8 @@ class BatchOrder:
         self.batch_size = batch_size
         self.steps_per_epoch = math.ceil(num_rows / batch_size)
         self._epoch_rows = epoch_rows or (lambda epoch: epoch_order(num_rows, seed + epoch))
-        self._epoch = -1
-        self._order: Tensor | list[Tensor] = torch.empty(0, dtype=torch.int64)
-        self._block: tuple[int, int] | None = None
-        self._batches: Sequence[Tensor] = ()
+        self._orders: OrderedDict[int, Tensor | list[Tensor]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Sequence[Tensor]] = OrderedDict()
         if epoch_rows is not None:
             self.steps_per_epoch = max(1, self._num_batches(epoch_rows(0)))
 
@@ -47,13 +48,17 @@ class BatchOrder:
         """Returns (epoch, indices) of the batch that comes after `step` applied steps."""
         epoch, position = divmod(step, self.steps_per_epoch)
         number, place = divmod(position, _BLOCK)
-        if (epoch, number) != self._block:
-            self._cut(epoch, number)
-        return epoch, self._batches[place]
+        batches = self._blocks.get((epoch, number))
+        if batches is None:
+            batches = self._blocks[epoch, number] = self._cut(epoch, number)
+            if len(self._blocks) > _NUM_KEPT:
+                self._blocks.popitem(last=False)
+        return epoch, batches[place]
 
-    def _cut(self, epoch: int, number: int) -> None:
+    def _cut(self, epoch: int, number: int) -> Sequence[Tensor]:
         """Makes the batches of one block."""
-        if epoch != self._epoch:
+        order = self._orders.get(epoch)
+        if order is None:
             order = self._epoch_rows(epoch)
             if self._num_batches(order) != self.steps_per_epoch:
                 raise InvalidInputError.at(
@@ -61,14 +66,13 @@ class BatchOrder:
                     f"gives {self._num_batches(order)} batches for epoch {epoch} and "
                     f"{self.steps_per_epoch} for epoch 0; all epochs must have as many",
                 )
-            self._epoch, self._order = epoch, order
-        if isinstance(self._order, list):
-            self._batches = self._order[number * _BLOCK : (number + 1) * _BLOCK]
-        else:
-            rows = _BLOCK * self.batch_size
-            block = self._order[number * rows : (number + 1) * rows]
-            self._batches = torch.split(block, self.batch_size)
-        self._block = epoch, number
+            self._orders[epoch] = order
+            if len(self._orders) > _NUM_KEPT:
+                self._orders.popitem(last=False)
+        if isinstance(order, list):
+            return order[number * _BLOCK : (number + 1) * _BLOCK]
+        rows = _BLOCK * self.batch_size
+        return torch.split(order[number * rows : (number + 1) * rows], self.batch_size)
 
     def _num_batches(self, order: Tensor | list[Tensor]) -> int:
         return len(order) if isinstance(order, list) else math.ceil(len(order) / self.batch_size)

@@ -81,7 +81,8 @@ def build_stage_runner(
 ) -> StageRunner:
     """Builds the runner of one rank. fresh: initialised from the seed, as the whole model would be;
     otherwise load_state must come first."""
-    data = load_data(job, entrypoints, sources or DataSources())
+    sources = sources or DataSources()
+    data = load_data(job, entrypoints, sources, numerics=placement.numerics)
     if "train" not in data and not job.only_evaluates:
         raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')
     model = build_model(job, entrypoints, device=_CPU, fresh=fresh)
@@ -103,7 +104,7 @@ def build_stage_runner(
     model.to(device)
     tie_again(trained)
     execution = prepare_nodes(model, job, device, randomness, program, foreign)
-    gather = make_gather(job, device)
+    gather = make_gather(job, device, sources.readers)
     evaluator = make_evaluator(
         job, entrypoints, model, data, execution, randomness, gather, placement.numerics
     )

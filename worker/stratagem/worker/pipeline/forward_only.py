@@ -29,6 +29,8 @@ def evaluate(
     def measure(output: Any, y: Any, num_rows: int, batch: int) -> None:
         parts.append(evaluator.measure(split, batch, output, y, num_rows))
 
+    reading = [part for part in setup.parts.values() if part.reads_input or part.is_last]
+    evaluator.expect((split, batch) for batch in range(count) for _ in reading)
     setup.model.eval()
     work = PassCallbacks(
         f"evaluating {split}", begin, lambda batch: evaluator.load(split, batch), measure

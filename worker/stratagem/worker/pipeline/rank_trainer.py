@@ -14,7 +14,9 @@ from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.pipeline.schedules import TaskKind
 from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.data.datasets import Coming
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.objectives.evaluator import (
@@ -95,6 +97,23 @@ class StageRunner:
     def schedule_text(self) -> str:
         """The schedule in use, for people; empty where a batch passes the stages as a whole."""
         return "" if self._setup.micro_batch_size is None else str(self.schedules)
+
+    def expect(self, owned: range, num_shards: int, to_step: int) -> None:
+        """Has the micro-batches of the coming steps read ahead, if stages here read any."""
+        self._setup.evaluator.gather.expect(self._coming(owned, num_shards, to_step))
+
+    def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
+        readers = {n for n, part in self._setup.parts.items() if part.reads_input or part.is_last}
+        for step in range(self.step, to_step if readers else self.step):
+            epoch, indices = self._order.batch(step)
+            live = [rows for rows in split_rows(len(indices), num_shards) if rows]
+            for shard in range(owned.start, min(owned.stop, len(live))):
+                batches = self._micro_batches(indices[live[shard].start : live[shard].stop])
+                for action in self.schedules.of(len(batches))[self._lane.rank]:
+                    if action.kind is TaskKind.FORWARD and action.stage in readers:
+                        key = (self._job.seed, step, shard, action.micro_batch)
+                        keys = BatchKeys((self._job.seed, "row", epoch), key)
+                        yield self._setup.data["train"], batches[action.micro_batch], keys
 
     def train_step(
         self,

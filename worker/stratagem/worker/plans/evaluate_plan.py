@@ -36,6 +36,7 @@ def evaluate_state(
     spec = work.job.evaluation
     is_kept = spec is not None and spec.predictions
     show = _Progress(work, len(share), len(share) - len(left))
+    evaluator.expect(left)
     with StepRecorder(work, EVALUATING) as recorder:
         for number, batch in enumerate(left):
             work.control.check()

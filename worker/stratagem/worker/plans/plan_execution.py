@@ -320,6 +320,7 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
         raise PlanStopped(DRAINED)
     check_supported(work.job.execution)
     request, membership = work.request, work.control.view.membership
+    _start_readers(work)
     match request.WhichOneof("plan"):
         case "train":
             return train(work, request.train, segment)
@@ -334,6 +335,17 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
             return pb.ExecuteResult(measure=measure(work, request.measure)), membership
         case _:
             raise InvalidInputError.at("plan", "is missing")
+
+
+def _start_readers(work: ExecutionContext) -> None:
+    """Start the readers of a job while its party still meets; the stages of a pipeline that read
+    nothing have none."""
+    request = work.request
+    if request.WhichOneof("plan") == "measure" or request.train.ranks:
+        return
+    readers = work.readers()
+    if readers is not None:
+        readers.start()
 
 
 def _interrupted(reason: str) -> pb.ExecuteResult:

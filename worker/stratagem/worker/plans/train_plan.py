@@ -109,6 +109,7 @@ def _take_steps(
     trainer, exchange = joined
     segment.engine = exchange.name
     work.set_activity("training")
+    trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
     with StepRecorder(work) as recorder:
         while trainer.step < plan.to_step:
             _look_up(work, plan, view)

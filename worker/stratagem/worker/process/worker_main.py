@@ -40,6 +40,7 @@ from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
@@ -299,6 +300,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
             settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
         ),
         clock=CoordinatorClock(),
+        readers=WorkerReaders(settings.max_readers),
     )
 
 

@@ -124,6 +124,11 @@ class WorkerSettings(BaseSettings):
     threads: int = Field(
         default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, description="torch threads"
     )
+    max_readers: int = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)),
+        ge=0,
+        description="processes that read rows (data.readers) at once; 0: the computing thread does",
+    )
     device: str = Field("cpu", description="cpu or cuda:N")
     ready_file: Path | None = Field(None, description="written once the worker serves")
     data_dir: Path | None = Field(

@@ -20,6 +20,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.data.reader.reader_pool import ReaderPool
+from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.engine import (
     ClientRunner,
     Exchange,
@@ -81,6 +83,8 @@ class Host:
     last_words: LastWords
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
     stats: WorkStats = field(default_factory=WorkStats)
+    readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
+    """Used by the torch thread."""
 
 
 @dataclass(slots=True)
@@ -219,7 +223,12 @@ class ExecutionContext:
         """Return the data that the job may name, the caller's own included."""
         inline = self.job.data.inline
         tensors = None if inline is None else self.blob(inline)[0]
-        return DataSources(self.host.local_data, inline=tensors, roots=self.host.data_roots)
+        roots, readers = self.host.data_roots, self.readers()
+        return DataSources(self.host.local_data, inline=tensors, roots=roots, readers=readers)
+
+    def readers(self) -> ReaderPool | None:
+        """Return the processes that read rows for this run; None where the torch thread does."""
+        return self.host.readers.of(self.key.run_id, self.job, self.host.entrypoints)
 
     def new_trainer(self, *, fresh: bool) -> Trainer:
         """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded."""

@@ -74,6 +74,12 @@ def installed() -> Iterator[None]:
         sys.stdout, sys.stderr = real_out, real_err
 
 
+def pass_on(level: str, text: str) -> None:
+    """Give a line, which another process has captured, to the sink of this thread."""
+    if _here.sink is not None:
+        _here.sink(level, text[:MAX_LINE_CHARS])
+
+
 @contextmanager
 def to(sink: Sink) -> Iterator[None]:
     """Give what this thread prints and logs inside the `with` to the sink."""

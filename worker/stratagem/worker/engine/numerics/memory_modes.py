@@ -11,11 +11,11 @@ import torch
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.batch_storage import BatchPool, DatasetCache
-from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.datasets import Gather, Readers
 from stratagem.worker.models.model_builder import float_dtype
 
 
-def make_gather(job: JobSpec, device: torch.device) -> Gather:
+def make_gather(job: JobSpec, device: torch.device, readers: Readers | None = None) -> Gather:
     """Makes a Gather that takes rows as the job's memory setting says."""
     memory = job.execution.memory
     return Gather(
@@ -23,6 +23,7 @@ def make_gather(job: JobSpec, device: torch.device) -> Gather:
         device,
         pool=BatchPool() if memory == "Pooled" else None,
         cache=DatasetCache() if memory == "Cached" else None,
+        readers=readers,
     )
 
 

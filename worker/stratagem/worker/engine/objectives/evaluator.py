@@ -4,7 +4,7 @@ Returns sums per batch, not means, so that their sum in order of batch does not 
 member evaluated which batch. Must not know the exchange.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -116,6 +116,7 @@ class Evaluator:
         """Evaluates the batches of a share that are not evaluated yet; returns all of them."""
         batches = self.share(share.splits, share.rank, share.size)
         left = [batch for batch in batches if batch not in share.evaluated]
+        self.expect(left)
         for place, batch in enumerate(left):
             share.begins(batch[1], len(left) - place)
             share.evaluated[batch] = self.part(*batch)
@@ -141,16 +142,25 @@ class Evaluator:
 
     def begin(self, split: str, batch: int) -> Tensor:
         """Begins a batch: what is drawn from now on is drawn for it. Returns its rows."""
-        start, num_rows = batch * self.batch_size, self.rows_in(split, batch)
-        self.execution.begin_batch(num_rows)
+        self.execution.begin_batch(self.rows_in(split, batch))
         self.randomness.begin("evaluate", split, batch)
-        return torch.arange(start, start + num_rows)
+        return self._rows(split, batch)
 
     def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
         """Begins a batch; returns (x, y, number of rows) of it."""
         rows, activity = self.begin(split, batch), f"evaluating {split}"
-        keys = BatchKeys(("row", "evaluate", split), ("evaluate", split, batch))
-        return *self.gather(self.dataset(split), rows, activity, keys), len(rows)
+        return *self.gather(self.dataset(split), rows, activity, _keys(split, batch)), len(rows)
+
+    def expect(self, batches: Iterable[Batch]) -> None:
+        """Says which batches come next; their rows may be read ahead."""
+        self.gather.expect(
+            (self.dataset(split), self._rows(split, batch), _keys(split, batch))
+            for split, batch in batches
+        )
+
+    def _rows(self, split: str, batch: int) -> Tensor:
+        start = batch * self.batch_size
+        return torch.arange(start, start + self.rows_in(split, batch))
 
     def measure(self, split: str, batch: int, output: Any, y: Any, num_rows: int) -> EvaluationPart:
         """Computes loss and metrics of a batch from the model's output, and keeps what the user's
@@ -174,6 +184,10 @@ class Evaluator:
         if loss.weight == 0:  # nothing was counted, so its mean may be anything
             sums["loss"] = 0.0
         return EvaluationPart(split, batch, loss.weight, sums, kept)
+
+
+def _keys(split: str, batch: int) -> BatchKeys:
+    return BatchKeys(("row", "evaluate", split), ("evaluate", split, batch))
 
 
 def make_evaluator(  # noqa: PLR0913  (the one place that puts all of them together)

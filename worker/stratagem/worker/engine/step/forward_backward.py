@@ -5,13 +5,13 @@ are made. Gradients of micro-batches are added to the parameters' `.grad` in ord
 that is part of a flat bucket, they add up there. Must not know shards, exchange and optimizer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
 from stratagem.common.numerics.mixed_keys import Key
-from stratagem.worker.data.datasets import Dataset, Gather, TensorDataset
+from stratagem.worker.data.datasets import Coming, Dataset, Gather, TensorDataset
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
@@ -64,6 +64,12 @@ class Window:
 def part(rows: Tensor, cut: range) -> Tensor:
     """rows[cut], which is often all of them: to look is quicker than to slice."""
     return rows if len(cut) == rows.shape[0] else rows[cut.start : cut.stop]
+
+
+def micro_batches(rows: Rows, cuts: Sequence[range], key: Callable[[int], Key]) -> Iterator[Coming]:
+    """The micro-batches of some rows, as they will be read."""
+    for number, cut in enumerate(cuts):
+        yield rows.dataset, part(rows.indices, cut), BatchKeys(rows.key, key(number))
 
 
 @dataclass(slots=True)

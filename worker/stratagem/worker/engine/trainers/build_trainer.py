@@ -85,10 +85,12 @@ def _setup(
     sources: DataSources | None,
     numerics: int,
 ) -> Setup:
-    data = load_data(job, entrypoints, sources or DataSources())
+    sources = sources or DataSources()
+    data = load_data(job, entrypoints, sources, numerics=numerics)
     model = build_model(job, entrypoints, device=device, fresh=fresh)
     check_optimizer_of(job, model, entrypoints)
-    return make_setup(job, entrypoints, model, data, make_gather(job, device), numerics)
+    gather = make_gather(job, device, sources.readers)
+    return make_setup(job, entrypoints, model, data, gather, numerics)
 
 
 def make_setup(

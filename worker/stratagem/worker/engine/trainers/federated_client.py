@@ -6,8 +6,9 @@ gives the same update. Rounds count from 1. Must not know the coordinator or oth
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
-from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
+from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
@@ -75,12 +76,14 @@ class ClientRunner:
         if not isinstance(job.strategy, Federated):
             raise InvalidInputError.at("strategy", "a client's round needs a Federated strategy")
         self._job, self._strategy, self._entrypoints = job, job.strategy, entrypoints
-        self._data = ClientData(job, entrypoints, sources or DataSources())
+        sources = sources or DataSources()
+        self._data = ClientData(job, entrypoints, sources, numerics)
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         check_optimizer_of(job, self._model, entrypoints)
         self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._params = [param for _, param in self._named]
-        objective, gather = make_objective(job, entrypoints), make_gather(job, device)
+        objective = make_objective(job, entrypoints)
+        gather = make_gather(job, device, sources.readers)
         randomness = KeyedRandomness(self._model, device)
         self._execution = prepare(self._model, job, device, randomness)
         self._passes = Passes(self._model, objective, gather, randomness, self._execution)
@@ -111,26 +114,23 @@ class ClientRunner:
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
         num_steps = num_skipped = 0
-        local_epochs = self._strategy.options.local_epochs
+        self._passes.gather.expect(
+            batch
+            for rows, key in self._steps(data, client, round_num)
+            for batch in micro_batches(rows, self._cuts(rows), partial(_keyed, key))
+        )
         try:
-            for local_epoch in range(local_epochs):
-                epoch = (round_num - 1) * local_epochs + local_epoch
-                order = client_order(len(data), self._job.seed, client, epoch)
-                for indices in torch.split(order, self._job.batch_size):
-                    check()
-                    key = (self._job.seed, "client", client, round_num, num_steps)
-                    num_steps += 1
-                    activity = f"round {round_num}, client {client}, step {num_steps}"
-                    row_key = (self._job.seed, "row", "client", client, epoch)
-                    rows = Rows(data, indices, activity, row_key)
-                    report = self._step(local_step, lr_factor, anchors, rows, key)
-                    if report.is_skipped:
-                        num_skipped += 1
-                        continue
-                    loss_sum += report.counted.loss_sum
-                    weight_sum += report.counted.weight
-                    if math.isfinite(report.grad_norm):
-                        max_norm = max(max_norm, report.grad_norm)
+            for rows, key in self._steps(data, client, round_num):
+                check()
+                num_steps += 1
+                report = self._step(local_step, lr_factor, anchors, rows, key)
+                if report.is_skipped:
+                    num_skipped += 1
+                    continue
+                loss_sum += report.counted.loss_sum
+                weight_sum += report.counted.weight
+                if math.isfinite(report.grad_norm):
+                    max_norm = max(max_norm, report.grad_norm)
         finally:
             self._randomness.end()
         failpoint("worker.client_round.after_training")
@@ -140,6 +140,22 @@ class ClientRunner:
         skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
         metrics = {"max_grad_norm": max_norm, **skipped}
         return ClientRound(tensors, len(data), mean_loss, num_steps, metrics, self._trained)
+
+    def _steps(self, data: Dataset, client: int, round_num: int) -> Iterator[tuple[Rows, Key]]:
+        """The rows of each step of a client's round, and the key of what it draws at random."""
+        local_epochs, num_steps = self._strategy.options.local_epochs, 0
+        for local_epoch in range(local_epochs):
+            epoch = (round_num - 1) * local_epochs + local_epoch
+            order = client_order(len(data), self._job.seed, client, epoch)
+            row_key = (self._job.seed, "row", "client", client, epoch)
+            for indices in torch.split(order, self._job.batch_size):
+                key = (self._job.seed, "client", client, round_num, num_steps)
+                num_steps += 1
+                activity = f"round {round_num}, client {client}, step {num_steps}"
+                yield Rows(data, indices, activity, row_key), key
+
+    def _cuts(self, rows: Rows) -> Sequence[range]:
+        return self._job.window.cut(len(rows.indices))
 
     @property
     def notes(self) -> list[str]:
@@ -184,10 +200,15 @@ class ClientRunner:
                     param.grad.add_(param.detach() - anchor, alpha=self._mu)
 
         window = Window(
-            self._job.window.cut(len(rows.indices)),
-            key=lambda micro_batch: (*key, micro_batch) if micro_batch else key,
+            self._cuts(rows),
+            key=partial(_keyed, key),
         )
         return local_step.run(rows, window, lr_factor=lr_factor, pull=pull)
+
+
+def _keyed(step: Key, micro_batch: int) -> Key:
+    """The key of a micro-batch of a step."""
+    return (*step, micro_batch) if micro_batch else step
 
 
 def run_client_round(

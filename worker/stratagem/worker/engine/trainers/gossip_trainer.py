@@ -7,8 +7,9 @@ is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel
+from stratagem.worker.data.datasets import Coming
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
@@ -25,7 +28,7 @@ from stratagem.worker.engine.objectives.evaluator import EvaluationPart, Evaluat
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
-from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window
+from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
@@ -125,6 +128,27 @@ class GossipTrainer:
         """Sentences about settings that are carried out in another way than they say."""
         return self._setup.notes
 
+    def expect(self, owned: range, num_shards: int, to_step: int) -> None:
+        """Has the micro-batches of the nodes' coming steps read ahead."""
+        self._setup.gather.expect(self._coming(num_shards, to_step))
+
+    def _coming(self, num_shards: int, to_step: int) -> Iterator[Coming]:
+        for step in range(self.step, to_step):
+            epoch, indices = self._order.batch(step)
+            shards = split_rows(len(indices), num_shards)
+            for number in self._nodes:
+                rows = self._rows(step, epoch, indices[shards[number].start : shards[number].stop])
+                cuts = self._job.window.cut(len(rows.indices))
+                yield from micro_batches(rows, cuts, partial(self._key, step, number))
+
+    def _rows(self, step: int, epoch: int, indices: Tensor) -> Rows:
+        """Returns the rows of a node's step."""
+        key = (self._job.seed, "row", epoch)
+        return Rows(self._setup.data["train"], indices, f"training step {step + 1}", key)
+
+    def _key(self, step: int, number: int, micro_batch: int) -> Key:
+        return (self._job.seed, step, number, micro_batch)
+
     def train_step(
         self, exchange: GossipExchange, owned: range, num_shards: int, *, stop: bool = False
     ) -> StepReport:
@@ -142,12 +166,8 @@ class GossipTrainer:
         lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
         own = _Sums()
         for number, node in self._nodes.items():
-            rows = Rows(
-                self._setup.data["train"],
-                indices[shards[number].start : shards[number].stop],
-                f"training step {self.step + 1}",
-                (self._job.seed, "row", epoch),
-            )
+            own_rows = indices[shards[number].start : shards[number].stop]
+            rows = self._rows(self.step, epoch, own_rows)
             if len(rows.indices):  # a node without rows only mixes
                 node.local_step.passes.execution.begin_batch(len(indices))
                 report = self._local_step(number, node, rows, lr_factor)
@@ -185,7 +205,7 @@ class GossipTrainer:
         node.model.train()
         window = Window(
             self._job.window.cut(len(rows.indices)),
-            key=lambda micro_batch: (self._job.seed, self.step, number, micro_batch),
+            key=partial(self._key, self.step, number),
             before_backward=lambda _: failpoint("worker.gossip.before_backward"),
         )
         try:

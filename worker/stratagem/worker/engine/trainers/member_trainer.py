@@ -42,6 +42,9 @@ class MemberTrainer(Protocol[Exchange_contra]):
     def is_sole_copy(self) -> bool:
         """True if this member holds state that no other has."""
 
+    def expect(self, owned: range, num_shards: int, to_step: int) -> None:
+        """Says that steps up to `to_step` come next, of which this member computes these shards."""
+
     def train_step(
         self, exchange: Exchange_contra, owned: range, num_shards: int, *, stop: bool = False
     ) -> StepReport:

@@ -6,7 +6,7 @@ Knows no gRPC, no members and no coordinator.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.data.datasets import Coming
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
@@ -23,7 +25,14 @@ from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
-from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window, part
+from stratagem.worker.engine.step.forward_backward import (
+    Counted,
+    Passes,
+    Rows,
+    Window,
+    micro_batches,
+    part,
+)
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
@@ -94,6 +103,29 @@ class Trainer:
         self._wait_s = 0.0  # of the latest step, for the sums
         self._losses: list[float] = []  # of its own micro-batches
 
+    def expect(self, owned: range, num_shards: int, to_step: int) -> None:
+        """Has the micro-batches of the coming steps read ahead. Phases say in each step only
+        whether its batch is read."""
+        if self.phases is None:
+            self.setup.gather.expect(self._coming(owned, num_shards, to_step))
+
+    def _coming(self, owned: range, num_shards: int, to_step: int) -> Iterator[Coming]:
+        for step in range(self.step, to_step):
+            epoch, indices = self._order.batch(step)
+            live = split_rows(indices.shape[0], min(num_shards, indices.shape[0]))
+            for shard in range(owned.start, min(owned.stop, len(live))):
+                rows = self._rows(step, epoch, part(indices, live[shard]))
+                cuts = self._window.cut(rows.indices.shape[0])
+                yield from micro_batches(rows, cuts, partial(self._key, step, shard))
+
+    def _rows(self, step: int, epoch: int, indices: Tensor) -> Rows:
+        """Returns the rows of a shard of a step."""
+        key = (self.job.seed, "row", epoch)
+        return Rows(self._data["train"], indices, f"training step {step + 1}", key)
+
+    def _key(self, step: int, shard: int, micro_batch: int) -> Key:
+        return (self.job.seed, step, shard, micro_batch)
+
     def train_step(
         self, exchange: Reducer, owned: range, num_shards: int, *, stop: bool = False
     ) -> StepReport:
@@ -122,12 +154,7 @@ class Trainer:
             for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
-                rows = Rows(
-                    self._data["train"],
-                    part(indices, live[shard]),
-                    f"training step {self.step + 1}",
-                    (self.job.seed, "row", epoch),
-                )
+                rows = self._rows(self.step, epoch, part(indices, live[shard]))
                 counted = self._run_shard(exchange, shard, rows, must_weigh=must_weigh)
                 self._losses += counted.losses
                 changes = self._buffers.contribution(shard, len(live))
@@ -232,7 +259,7 @@ class Trainer:
 
         window = Window(
             cuts,
-            key=lambda micro_batch: (self.job.seed, self.step, shard, micro_batch),
+            key=partial(self._key, self.step, shard),
             before=lambda micro_batch: self._next_micro_batch(exchange) if micro_batch else None,
             before_backward=before_backward,
         )
