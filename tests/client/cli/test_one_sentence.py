@@ -116,6 +116,10 @@ def test_an_address_without_a_port(command: list[str], address: str) -> None:
     assert line.endswith(addressed(address))
 
 
+def test_a_health_port_without_a_port() -> None:
+    assert said("health", "nonsense") == (1, "", ["error: address: 'nonsense' is not HOST:PORT"])
+
+
 @pytest.mark.parametrize("command", [["list"], ["worker", "--name", "w"]], ids=["list", "worker"])
 def test_processes_say_it_as_well(command: list[str]) -> None:
     status, out, (line,) = said_by_process(*command, "--coordinator", "a:7070,b")

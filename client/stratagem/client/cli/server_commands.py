@@ -13,6 +13,8 @@ from stratagem.client.cli.options import DATA_DIR, DataDirOption, TagOption, tag
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.host_port import split_address
 from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
 
 
@@ -76,6 +78,11 @@ def health(
 
     Exit code: 0 if it serves, else 1.
     """
+    with reporting():
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise InvalidInputError.at("address", str(error)) from None
     answer = health_of(address, timeout)
     print(answer)
     raise typer.Exit(0 if is_healthy(answer) else 1)

@@ -186,7 +186,9 @@ class LocalCluster:
         else:
             folder = Path(self.data_dir).absolute()
         names = [COORDINATOR, *self.worker_names]
-        parts = ["logs", "ready", *names, *(f"failpoints/{name}" for name in names)]
+        parts = ["logs", "ready", *names]
+        if self.failpoints:
+            parts += [f"failpoints/{name}" for name in names]
         for part in parts:
             (folder / part).mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / "cluster.lock", os.O_RDWR | os.O_CREAT, 0o644)
