@@ -24,7 +24,11 @@ from stratagem.common.job import (
 from stratagem.common.job.built_in_names import LOSSES, METRICS
 from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every
-from stratagem.common.job.optimizer.optimizer_section import GroupSpec, OptimizerSpec
+from stratagem.common.job.optimizer.optimizer_section import (
+    GroupSpec,
+    OptimizerSpec,
+    UpdateRuleSpec,
+)
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
 from stratagem.common.job.order_section import OrderSpec
@@ -57,6 +61,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.LossSpec,
         OptimizerSpec,
         GroupSpec,
+        UpdateRuleSpec,
         WeightAverageSpec,
         ScheduleSpec,
         sections.EvaluationSpec,

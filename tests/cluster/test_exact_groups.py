@@ -1,4 +1,5 @@
-"""Groups of the optimizer and frozen parameters, in every kind of training."""
+"""Groups of the optimizer, one with the user's own, and frozen parameters, in every kind of
+training."""
 
 from typing import Any
 
@@ -27,8 +28,17 @@ SECTIONS: dict[str, Any] = {
         "weight_decay": 0.2,
         "schedule": "onecycle",
         "groups": [
-            {"name": "biases", "match": ["*.bias"], "max_dims": 1, "weight_decay": 0.0},
-            {"name": "head", "match": ["3.*"], "lr": 0.1},
+            {"name": "biases", "match": ["0.bias"], "max_dims": 1, "weight_decay": 0.0},
+            {"name": "head", "match": ["3.bias"], "lr": 0.1},
+            {
+                "name": "last",
+                "match": ["3.*"],
+                "optimizer": {
+                    "entrypoint": "tests.userland.optimizers:SignMomentum",
+                    "lr": 0.01,
+                    "decay": 0.1,
+                },
+            },
         ],
     },
 }
@@ -43,7 +53,7 @@ def test_replicas(client: Client, method: str) -> None:
 
 
 def test_stages_of_a_pipeline(client: Client) -> None:
-    """One of them has no parameter of the group `head`."""
+    """Each of them has no parameter of some groups."""
     cut = model_parallel({"0 1": "worker-0", "2 3": "worker-1"})
     spec = job(FROZEN, strategy=cut, **SECTIONS)
     assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 1).state)

@@ -135,6 +135,7 @@ FREE_FORM = {
     "LossSpec.kwargs",
     "GroupSpec.kwargs",
     "OptimizerSpec.kwargs",
+    "UpdateRuleSpec.kwargs",
     "NodeSpec.kwargs",
     "Custom.config",
     "SearchSpace.frozen",

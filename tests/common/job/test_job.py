@@ -340,7 +340,7 @@ def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
             "loss: model is not allowed with strategy ModelParallel: a stage cannot call model(**",
         ),
         ({"loss": "a:b:c"}, "loss.entrypoint: 'a:b:c' is not of the form package.module:name"),
-        ({"optimizer": "sgd"}, "optimizer: 'sgd' is not a mapping of name, lr, kwargs, "),
+        ({"optimizer": "sgd"}, "optimizer: 'sgd' is not a mapping of name, entrypoint, lr, "),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer.lr: 0 is not allowed; must be > 0"),
         (
             {"optimizer": {"name": "sgd", "lr": 1, "kwargs": {"lr": 2}}},

@@ -8,7 +8,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import OptimizerSpec, entry_points
 from stratagem.worker.engine import ClientRunner, build_trainer
-from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.optimizers import make_optimizer, update
 from stratagem.worker.engine.step.optimizer_round_trip import check_alone
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.plans.structural_fields import go_on
@@ -42,6 +42,66 @@ def test_a_run_that_stops_goes_on_with_the_bits_of_the_loop() -> None:
         second.load_state(*first.copy_state())
         train(second, 3, 6)
         assert_same_bits(model_of(second), dict(sharded_loop(spec, ALLOWED, 3).state))
+
+
+MATRICES = {"name": "muon", "lr": 0.02, "momentum": 0.9, "weight_decay": 0.0}
+SEVERAL: dict[str, Any] = {
+    "name": "adamw",
+    "lr": 0.003,
+    "weight_decay": 0.1,
+    "schedule": "onecycle",
+    "clip_norm": 1.0,
+    "groups": [
+        {"name": "biases", "match": ["*.bias"], "weight_decay": 0.0},
+        {"name": "head", "match": ["3.*"], "optimizer": own("lion", betas=[0.8, 0.9])},
+        {"name": "matrices", "match": ["*.weight"], "optimizer": MATRICES},
+    ],
+}
+
+
+def test_groups_with_optimizers_of_their_own_are_as_several_optimizers() -> None:
+    spec = job("dropout_mlp", optimizer=SEVERAL)
+    first, second = trainer_of(spec), trainer_of(spec, fresh=False)
+    train(first, 1, 4)
+    tensors, metadata = first.copy_state()
+    kept = {name for name in tensors if name.startswith("optimizer/")}
+    assert {name.rpartition("/")[2] for name in kept if "0.weight" in name} == {"momentum_buffer"}
+    assert {name.rpartition("/")[2] for name in kept if "3.weight" in name} == {"exp_avg"}
+    assert {name.rpartition("/")[2] for name in kept if "0.bias" in name} == {
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }
+    second.load_state(tensors, metadata)
+    train(second, 1, 6)
+    assert_same_bits(model_of(second), dict(sharded_loop(spec, ALLOWED, 1).state))
+
+
+def test_they_make_the_steps_of_optimizers_made_by_hand() -> None:
+    lion = pytest.importorskip("lion_pytorch")
+    spec = OptimizerSpec.model_validate({**SEVERAL, "schedule": None})
+    ours, theirs = (build_model(job("dropout_mlp"), ALLOWED, device=CPU, fresh=True) for _ in "12")
+    one = make_optimizer(spec, ours.named_parameters(), entrypoints=ALLOWED)
+    named = dict(theirs.named_parameters())
+    by_hand = [
+        torch.optim.AdamW(
+            [named["0.bias"], named["3.bias"]], lr=0.003, weight_decay=0.0, fused=True
+        ),
+        lion.Lion([named["3.weight"]], lr=0.01, betas=(0.8, 0.9)),
+        torch.optim.Muon([named["0.weight"]], lr=0.02, momentum=0.9, weight_decay=0.0),
+    ]
+    for step in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            torch.manual_seed(step)
+            model(torch.rand(4, 12)).square().sum().backward()
+        update(one)
+        for optimizer in by_hand:
+            optimizer.step()
+    assert_same_bits(ours.state_dict(), theirs.state_dict())
+    group = {"name": "all", "match": ["*"], "optimizer": MATRICES}
+    with pytest.raises(InvalidInputError, match=r"optimizer.groups\[0\].optimizer: muon: .*2D"):
+        trainer_of(job(optimizer={**SEVERAL, "groups": [group]}))
 
 
 def test_lion_is_that_of_a_plain_loop() -> None:
@@ -110,8 +170,9 @@ def test_what_a_population_may_draw_is_allowed_too() -> None:
 
 
 def test_members_may_vary_what_the_state_does_not_depend_on() -> None:
+    params = [("bias", 1), ("weight", 2)]
     one = OptimizerSpec.model_validate(own("halves"))
     faster = OptimizerSpec.model_validate(own("halves", weight_decay=0.5))
     other = OptimizerSpec.model_validate(own("halves", amsgrad=True))
-    assert go_on(one, faster, [1, 2], ALLOWED)
-    assert not go_on(one, other, [1, 2], ALLOWED)
+    assert go_on(one, faster, params, ALLOWED)
+    assert not go_on(one, other, params, ALLOWED)

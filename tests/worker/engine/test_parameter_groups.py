@@ -16,6 +16,7 @@ from tests.jobs import document, job
 from tests.worker.engine.support import ALLOWED
 
 CPU = torch.device("cpu")
+PARAMS = [("bias", 1), ("weight", 2)]
 GROUPS = [
     {"name": "head", "match": ["2.*"], "lr": 0.5},
     {"name": "no_decay", "max_dims": 1, "weight_decay": 0.0, "betas": [0.5, 0.9]},
@@ -115,6 +116,6 @@ def test_a_group_is_found_by_its_name() -> None:
 def test_a_group_that_keeps_other_state_makes_it_structural() -> None:
     one = spec_of([{"name": "vectors", "max_dims": 1, "lr": 0.5}])
     other = spec_of([{"name": "vectors", "max_dims": 1, "amsgrad": True}])
-    assert go_on(one, spec_of([{"name": "vectors", "max_dims": 1, "lr": 0.1}]), [1, 2])
-    assert not go_on(one, other, [1, 2])
-    assert not go_on(one, spec_of([]), [1, 2])
+    assert go_on(one, spec_of([{"name": "vectors", "max_dims": 1, "lr": 0.1}]), PARAMS)
+    assert not go_on(one, other, PARAMS)
+    assert not go_on(one, spec_of([]), PARAMS)

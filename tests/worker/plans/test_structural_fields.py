@@ -68,8 +68,9 @@ def optimizer(name: str, **kwargs: Any) -> OptimizerSpec:
 def test_optimizers_go_on_from_each_others_state(
     one: OptimizerSpec, other: OptimizerSpec, expected: bool
 ) -> None:
-    assert go_on(one, other, [0, 1, 2, 4]) is expected
-    assert go_on(other, one, [0, 1, 2, 4]) is expected
+    params = [(str(dims), dims) for dims in (0, 1, 2, 4)]
+    assert go_on(one, other, params) is expected
+    assert go_on(other, one, params) is expected
 
 
 def test_what_is_structural_is_named_once_and_what_cannot_be_built_is_passed_over() -> None:

@@ -66,7 +66,8 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
         for place, metric in enumerate(evaluation.metrics):
             named[f"evaluation.metrics[{place}]"] = metric
     if job.optimizer is not None:
-        named["optimizer.entrypoint"] = job.optimizer.entrypoint
+        for each in job.optimizer.rules():
+            named[f"{each.path}.entrypoint"] = each.rule.entrypoint
     named |= _drawn(job)
     return {field: name for field, name in named.items() if name is not None and ":" in name}
 

@@ -36,7 +36,9 @@ def structural(
     """
     names: dict[str, None] = {}
     own, entrypoints = work.job, work.host.entrypoints
-    dims = sorted({param.dim() for param in model.parameters() if param.requires_grad})
+    trained = [
+        (name, param.dim()) for name, param in model.named_parameters() if param.requires_grad
+    ]
     own_layout: Layout | None = None
     for variant in variants:
         work.control.check()
@@ -44,7 +46,7 @@ def structural(
             continue
         try:
             changed = with_fields(own, json.loads(variant.fields_json))
-            is_other = not go_on(own.optimizer, changed.optimizer, dims, entrypoints)
+            is_other = not go_on(own.optimizer, changed.optimizer, trained, entrypoints)
             if changed.model != own.model:
                 own_layout = own_layout or layout_of(own, entrypoints)
                 is_other = is_other or layout_of(changed, entrypoints) != own_layout
@@ -74,26 +76,36 @@ def layout_of(job: JobSpec, entrypoints: EntryPoints) -> Layout:
 def go_on(
     one: OptimizerSpec,
     other: OptimizerSpec,
-    dims: Sequence[int],
+    params: Sequence[tuple[str, int]],
     entrypoints: EntryPoints = _NOTHING_ALLOWED,
 ) -> bool:
     """Return whether each of two optimizers can continue from the state that the other has kept.
 
-    dims: numbers of dimensions of the parameters. Raises StratagemError where one cannot be made.
+    params: names and numbers of dimensions. Raises StratagemError where one cannot be made.
     """
     if one == other:
         return True
-    groups, others = dict(one.of_groups()), dict(other.of_groups())
-    return groups.keys() == others.keys() and all(
-        _goes_on(own, others[name], dims, entrypoints)
-        and _goes_on(others[name], own, dims, entrypoints)
-        for name, own in groups.items()
+    mine, theirs = _by_group(one), _by_group(other)
+    if mine.keys() != theirs.keys():
+        return False
+    pairs = {(one.group_of(*param), other.group_of(*param), param[1]) for param in params}
+    return all(
+        _goes_on(mine[own], theirs[others], dims, entrypoints)
+        and _goes_on(theirs[others], mine[own], dims, entrypoints)
+        for own, others, dims in sorted(pairs)
     )
 
 
-def _goes_on(
-    old: OptimizerSpec, new: OptimizerSpec, dims: Sequence[int], entrypoints: EntryPoints
-) -> bool:
+def _by_group(spec: OptimizerSpec) -> dict[str, OptimizerSpec]:
+    """Return the optimizer of each group, with the values of that group."""
+    return {
+        name: OptimizerSpec.model_validate(each.of_group(name).document())
+        for each in spec.rules()
+        for name in each.groups
+    }
+
+
+def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: int, entrypoints: EntryPoints) -> bool:
     """Return whether the new optimizer can make a step from the state that the old one has kept."""
     before, after = _params(dims), _params(dims)
     first = make_optimizer(old, before, entrypoints=entrypoints)
@@ -107,9 +119,8 @@ def _goes_on(
     return True
 
 
-def _params(dims: Sequence[int]) -> list[tuple[str, nn.Parameter]]:
-    """Return parameters of these dimensions, of size 2 along each, with gradients."""
-    params = [(str(dim), nn.Parameter(torch.ones([2] * dim))) for dim in dims]
-    for _, param in params:
-        param.grad = torch.ones_like(param)
-    return params
+def _params(dims: int) -> list[tuple[str, nn.Parameter]]:
+    """Return a parameter of so many dimensions, of size 2 along each, with a gradient."""
+    param = nn.Parameter(torch.ones([2] * dims))
+    param.grad = torch.ones_like(param)
+    return [("weight", param)]

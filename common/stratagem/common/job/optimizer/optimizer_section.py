@@ -5,6 +5,7 @@ Checks itself, but for keywords: what a population draws may make them fit.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Self
 
@@ -31,7 +32,7 @@ MAX_GROUPS: Final = 64
 DEFAULT_GROUP: Final = "default"
 _RESERVED: Final = (
     *("params", "name", "entrypoint", "lr"),
-    *("kwargs", "schedule", "clip_norm", "groups"),
+    *("kwargs", "schedule", "clip_norm", "groups", "optimizer"),
 )
 
 
@@ -41,9 +42,34 @@ def _check_optimizer_name(value: str) -> str:
     return value
 
 
+class UpdateRuleSpec(Section):
+    """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
+    keyword arguments, kept in `kwargs`."""
+
+    name: Annotated[Name, AfterValidator(_check_optimizer_name)] | None = None
+    entrypoint: EntrypointName | None = None
+    lr: Positive
+    kwargs: Kwargs = FrozenDict()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_kwargs(cls, value: object) -> object:
+        return _gathered(cls, value)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one_of(self, ("name", "entrypoint"))
+        return self
+
+    @property
+    def label(self) -> str:
+        """The name, or the entry point, for people."""
+        return self.name or str(self.entrypoint)
+
+
 class GroupSpec(Section):
-    """Parameters with a learning rate or keyword arguments of their own. Further keys are those
-    arguments, kept in `kwargs`.
+    """Parameters with a learning rate, keyword arguments or an optimizer of their own. Further keys
+    are those arguments, kept in `kwargs`.
 
     match: patterns of parameter names, any of which must fit, such as "*.bias". max_dims: the
     parameter has at most as many dimensions. Where both are given, both must hold. lr: None is that
@@ -55,6 +81,7 @@ class GroupSpec(Section):
     max_dims: Whole | None = None
     lr: Positive | None = None
     kwargs: Kwargs = FrozenDict()
+    optimizer: UpdateRuleSpec | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +96,10 @@ class GroupSpec(Section):
         if self.name == DEFAULT_GROUP:
             text = f"{self.name!r} is the group of all parameters that are in no other"
             violations.append(Violation("name", text))
+        if self.optimizer is not None:
+            given = [*(["lr"] if self.lr is not None else []), *self.kwargs]
+            text = "belongs into the group's optimizer, which has values of its own"
+            violations += [Violation(key, text) for key in given]
         refuse(violations)
         return self
 
@@ -78,31 +109,16 @@ class GroupSpec(Section):
         return is_small and (not self.match or is_matched(name, self.match))
 
 
-class OptimizerSpec(Section):
-    """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
-    keyword arguments, kept in `kwargs`.
+class OptimizerSpec(UpdateRuleSpec):
+    """The optimizer of a job, with its schedule and groups of parameters.
 
-    Those of torch's are checked against the optimizer's signature where torch is. groups: each
+    The keywords of torch's are checked against their signatures where torch is. groups: each
     parameter belongs to the first group that holds it, else to the optimizer's own values.
     """
 
-    name: Annotated[Name, AfterValidator(_check_optimizer_name)] | None = None
-    entrypoint: EntrypointName | None = None
-    lr: Positive
-    kwargs: Kwargs = FrozenDict()
     schedule: ScheduleSpec | None = None
     clip_norm: Positive | None = None
     groups: Annotated[Items[GroupSpec], Field(max_length=MAX_GROUPS)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_kwargs(cls, value: object) -> object:
-        return _gathered(cls, value)
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("name", "entrypoint"))
-        return self
 
     @model_validator(mode="after")
     def _groups_differ(self) -> Self:
@@ -116,49 +132,69 @@ class OptimizerSpec(Section):
         )
         return self
 
-    @property
-    def label(self) -> str:
-        """The name, or the entry point, for people."""
-        return self.name or str(self.entrypoint)
-
     def group_of(self, name: str, num_dims: int) -> str:
         """Return the name of the group of a parameter."""
         held = (group.name for group in self.groups or () if group.holds(name, num_dims))
         return next(held, DEFAULT_GROUP)
 
-    def of_groups(self) -> Iterator[tuple[str, "OptimizerSpec"]]:
-        """Yield each group's name and the values that its parameters are trained with, the default
-        group first."""
-        for name, own in self.only_of_groups():
-            yield name, own.model_copy(update={"kwargs": FrozenDict({**self.kwargs, **own.kwargs})})
+    def rules(self) -> Iterator["GroupedRule"]:
+        """Yield the optimizers in the order in which they step, each with its groups."""
+        sharing = [group for group in self.groups or () if group.optimizer is None]
+        values = {group.name: (group.lr or self.lr, group.kwargs) for group in sharing}
+        yield GroupedRule("optimizer", self, {DEFAULT_GROUP: (self.lr, FrozenDict()), **values})
+        for place, group in enumerate(self.groups or ()):
+            if (rule := group.optimizer) is not None:
+                path = f"optimizer.groups[{place}].optimizer"
+                yield GroupedRule(path, rule, {group.name: (rule.lr, FrozenDict())})
 
-    def only_of_groups(self) -> Iterator[tuple[str, "OptimizerSpec"]]:
-        """Yield the same with a learning rate, but without the keywords of the optimizer."""
-        plain = self.model_copy(update={"groups": None, "kwargs": FrozenDict()})
-        yield DEFAULT_GROUP, plain
-        for group in self.groups or ():
-            lr = self.lr if group.lr is None else group.lr
-            yield group.name, plain.model_copy(update={"lr": lr, "kwargs": group.kwargs})
+
+@dataclass(frozen=True, slots=True)
+class GroupedRule:
+    """An optimizer with the groups that it updates."""
+
+    path: str
+    """Of the section that names it."""
+    rule: UpdateRuleSpec
+    groups: Mapping[str, tuple[float, Mapping[str, Any]]]
+    """The learning rate of each, and the keywords that only it has, by name."""
+
+    def of_group(self, name: str, *, with_shared: bool = True) -> UpdateRuleSpec:
+        """Return the rule with the values of one group. with_shared: and with the keywords that all
+        its groups have."""
+        (lr, kwargs), rule = self.groups[name], self.rule
+        whole = FrozenDict({**(rule.kwargs if with_shared else {}), **kwargs})
+        return UpdateRuleSpec.model_construct(
+            name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole
+        )
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
-    """Yield the optimizer's name, or a keyword, that torch does not know.
+    """Yield each name of an optimizer, and each keyword, that torch does not know.
 
     Nothing is known here of what an entry point takes.
     """
-    if spec.name is None:
-        return
-    known = KEYWORDS.get(spec.name.lower())
-    if known is None:
-        yield Violation("optimizer.name", not_one_of(spec.name, sorted(KEYWORDS)))
-        return
-    groups = [(f"optimizer.groups[{i}]", group.kwargs) for i, group in enumerate(spec.groups or ())]
-    for path, kwargs in [("optimizer", spec.kwargs), *groups]:
-        for key, value in kwargs.items():
-            if key not in known:
-                allowed = ", ".join(sorted(known))
-                text = f"{value!r}, but {spec.name} takes no {key!r}{suggest(key, known)}"
-                yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
+    yield from _check_rule(spec, "optimizer")
+    for place, group in enumerate(spec.groups or ()):
+        path = f"optimizer.groups[{place}]"
+        if group.optimizer is None:
+            yield from _check_keywords(spec.name, group.kwargs, path)
+        else:
+            yield from _check_rule(group.optimizer, f"{path}.optimizer")
+
+
+def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
+    if rule.name is not None and rule.name.lower() not in KEYWORDS:
+        yield Violation(f"{path}.name", not_one_of(rule.name, sorted(KEYWORDS)))
+    yield from _check_keywords(rule.name, rule.kwargs, path)
+
+
+def _check_keywords(name: str | None, kwargs: Mapping[str, Any], path: str) -> Iterator[Violation]:
+    known = KEYWORDS.get((name or "").lower())
+    for key, value in kwargs.items():
+        if known is not None and key not in known:
+            allowed = ", ".join(sorted(known))
+            text = f"{value!r}, but {name} takes no {key!r}{suggest(key, known)}"
+            yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
 
 
 def is_matched(name: str, patterns: tuple[str, ...]) -> bool:

@@ -32,7 +32,7 @@ from stratagem.worker.engine.numerics.torch_compile import (
     compiled,
     prepare_compiler,
 )
-from stratagem.worker.engine.optim.optimizers import has_fused_kernels
+from stratagem.worker.engine.optim.optimizers import without_fused_kernels
 from stratagem.worker.models.graph_model import node_modules
 
 
@@ -115,10 +115,10 @@ def _begin(
         job.batch_size, gate, LossScale.of(spec), frees_gradients=spec.memory == "MinimalPeak"
     )
     # Without updates there is only compiled code to fuse operations in.
-    if spec.fusion and not job.only_evaluates and not has_fused_kernels(job.optimizer):
+    without = without_fused_kernels(job.optimizer) if spec.fusion and not job.only_evaluates else []
+    for label in without:
         execution.notes.append(
-            f"execution.fusion: torch has no fused kernel for {job.optimizer.label}; its updates "
-            "take several"
+            f"execution.fusion: torch has no fused kernel for {label}; its updates take several"
         )
     return execution, _Wrapper(spec, device, gate, randomness)
 

@@ -9,7 +9,7 @@ Must not know where gradients come from.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import OptimizerSpec, check_optimizer
+from stratagem.common.job.optimizer.optimizer_section import GroupedRule, UpdateRuleSpec
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -29,13 +30,40 @@ _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
 _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
     kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
 }
+NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
 _NOTHING_ALLOWED: Final = EntryPoints([])
 
 
-def has_fused_kernels(spec: OptimizerSpec) -> bool:
-    """Returns whether torch has kernels that do a whole update of a tensor at once."""
-    kind = _OPTIMIZERS.get((spec.name or "").lower())
-    return kind is not None and "fused" in inspect.signature(kind).parameters
+def without_fused_kernels(spec: OptimizerSpec) -> list[str]:
+    """Returns the optimizers for which torch has no kernels that do a whole update of a tensor at
+    once."""
+    kinds = {
+        each.rule.label: _OPTIMIZERS.get((each.rule.name or "").lower()) for each in spec.rules()
+    }
+    return [
+        label
+        for label, kind in kinds.items()
+        if kind is None or "fused" not in inspect.signature(kind).parameters
+    ]
+
+
+class OptimizersInOrder(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, which steps one after the other.
+
+    Its groups are theirs, and they keep their state in its `state`.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Makes one step of each."""
+        for part in self.parts:
+            part.step()
 
 
 def make_optimizer(
@@ -52,40 +80,73 @@ def make_optimizer(
     """
     if violations := list(check_optimizer(spec)):
         raise InvalidInputError(violations=violations)
-    named = list(params)
-    if spec.name is None:
-        optimizer = _own(spec, named, entrypoints)
+    of_group: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in params:
+        of_group.setdefault(spec.group_of(name, param.dim()), []).append((name, param))
+    parts = []
+    for each in spec.rules():
+        members = {name: of_group[name] for name in each.groups if name in of_group}
+        if members:
+            parts.append(make_part(each, members, fused=fused, entrypoints=entrypoints))
+    return parts[0] if len(parts) == 1 else OptimizersInOrder(parts)
+
+
+def make_part(
+    each: GroupedRule,
+    members: Mapping[str, NamedParams],
+    *,
+    fused: bool = False,
+    entrypoints: EntryPoints = _NOTHING_ALLOWED,
+) -> torch.optim.Optimizer:
+    """Returns one optimizer over these parameters by group.
+
+    A group of torch's has all values; one of the user's those that it says: other keywords of its
+    optimizer may be none of a group's.
+    """
+    rule, has_groups = each.rule, len(each.groups) > 1
+    params = [pair for pairs in members.values() for pair in pairs]
+    given: Any = [param for _, param in params]
+    if has_groups:
+        given = [
+            {
+                "params": [param for _, param in pairs],
+                **_keywords(each.of_group(name, with_shared=rule.name is not None)),
+            }
+            for name, pairs in members.items()
+        ]
+    if rule.name is None:
+        optimizer = _own(each.path, rule, given, params, entrypoints)
     else:
-        optimizer = _torchs(spec, spec.name, named, fused=fused)
+        optimizer = _torchs(each.path, rule, given, params, fused=fused)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
 
 
 def _torchs(
-    spec: OptimizerSpec, name: str, params: Sequence[tuple[str, nn.Parameter]], *, fused: bool
+    path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, *, fused: bool
 ) -> torch.optim.Optimizer:
-    kind = _OPTIMIZERS[name.lower()]
+    kind = _OPTIMIZERS[rule.label.lower()]
     known = inspect.signature(kind).parameters
-    kwargs = _keywords(spec)
+    kwargs = _keywords(rule)
     if "foreach" in known:
         kwargs["foreach"] = False
     if "fused" in known and not kwargs.get("differentiable"):
         kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for _, p in params)
     try:
-        return kind(_groups(spec, params), **kwargs)
+        return kind(given, **kwargs)
     except (ValueError, TypeError) as error:
-        raise InvalidInputError.at("optimizer", f"{name}: {error}") from error
+        raise InvalidInputError.at(path, f"{rule.label}: {error}") from error
 
 
 def _own(
-    spec: OptimizerSpec, params: Sequence[tuple[str, nn.Parameter]], entrypoints: EntryPoints
+    path: str, rule: UpdateRuleSpec, given: Any, params: NamedParams, entrypoints: EntryPoints
 ) -> torch.optim.Optimizer:
     """Returns what the user's entry point makes of the parameters, or of groups of them."""
-    field, name = "optimizer.entrypoint", spec.label
+    field, name = f"{path}.entrypoint", rule.label
     make = entrypoints.resolve(name, field)
     with user_code("making the optimizer"):
-        made = make(_groups(spec, params), **_keywords(spec))
+        made = make(given, **_keywords(rule))
     if not isinstance(made, torch.optim.Optimizer):
         text = f'"{name}" returned a {type(made).__name__}, not a torch.optim.Optimizer'
         raise InvalidInputError.at(field, text)
@@ -112,26 +173,7 @@ def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]]
         raise InvalidInputError(violations=empty)
 
 
-def _groups(
-    spec: OptimizerSpec, params: Sequence[tuple[str, nn.Parameter]]
-) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Returns the parameters as torch takes them: plain, or in groups with their own values.
-
-    Groups of the user's optimizer get nothing but what they say: its other keywords may be none of
-    a group's.
-    """
-    if not spec.groups:
-        return [param for _, param in params]
-    members: dict[str, list[nn.Parameter]] = {}
-    for name, param in params:
-        members.setdefault(spec.group_of(name, param.dim()), []).append(param)
-    of_groups = spec.of_groups() if spec.name is not None else spec.only_of_groups()
-    return [
-        {"params": members[name], **_keywords(own)} for name, own in of_groups if name in members
-    ]
-
-
-def _keywords(spec: OptimizerSpec) -> dict[str, Any]:
+def _keywords(spec: UpdateRuleSpec) -> dict[str, Any]:
     """Returns the optimizer's keyword arguments as torch takes them."""
     kwargs: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list | tuple) else value
@@ -147,6 +189,10 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     step: for a small model they take longer than the update. They are left out where it makes
     no difference, which is where nothing is recorded and no hook is registered.
     """
+    if isinstance(optimizer, OptimizersInOrder):
+        for part in optimizer.parts:
+            update(part)
+        return
     bare = _BARE_STEPS.get(type(optimizer))
     if (
         bare is None

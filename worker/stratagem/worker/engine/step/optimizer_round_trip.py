@@ -5,16 +5,18 @@ optimizer, and more steps of both. What an optimizer keeps outside of `state`, o
 difference. Must not know trainers and their state.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, OptimizerSpec
+from stratagem.common.job.optimizer.optimizer_section import GroupedRule
 from stratagem.worker.engine.optim.learning_rate import set_learning_rates
-from stratagem.worker.engine.optim.optimizers import make_optimizer, update
+from stratagem.worker.engine.optim.optimizers import NamedParams, make_part, update
 from stratagem.worker.engine.step.state_format import load_optimizer_state, optimizer_state
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -24,8 +26,6 @@ _LENGTH: Final = 4
 """The longest side of a parameter that is tried."""
 _PER_SHAPE: Final = 2
 """How many parameters of one group and number of dimensions are tried: two may share state."""
-
-NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
 
 
 def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints) -> None:
@@ -41,43 +41,91 @@ def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: Entr
 
     params: those that are trained, of any device; their values are not used.
     """
-    if spec.name is not None:
-        return
-    with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
-        why = _why_not(spec, params, entrypoints)
-    if why:
-        text = f'"{spec.label}" does not go on from its saved state: {why}'
-        raise InvalidInputError.at("optimizer.entrypoint", text)
+    for each, members in _own_of(spec, params):
+        with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
+            why = _why_not(_Trial(each, members, entrypoints))
+        if why:
+            text = f'"{each.rule.label}" does not go on from its saved state: {why}'
+            raise InvalidInputError.at(f"{each.path}.entrypoint", text)
 
 
 def check_alone(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:
     """Raises InvalidInputError for an optimizer of the user's that updates a parameter by the
     gradients of others, where a process has only some of them."""
-    if spec.name is not None:
-        return
-    together, alone = _probes(spec, params), _probes(spec, params)
-    with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
-        _train(make_optimizer(spec, together, entrypoints=entrypoints), together, 0, _STEPS_BEFORE)
-        for at, one in enumerate(alone):
-            optimizer = make_optimizer(spec, [one], entrypoints=entrypoints)
-            _train(optimizer, [one], 0, _STEPS_BEFORE, first=at)
-    if name := _unequal(together, alone):
-        text = (
-            f'"{spec.label}" updates {name!r} by the gradients of other parameters, too, and the '
-            "stages of a pipeline have only their own; use another strategy than ModelParallel"
-        )
-        raise InvalidInputError.at("optimizer.entrypoint", text)
+    for each, members in _own_of(spec, params):
+        trial = _Trial(each, members, entrypoints)
+        together, alone = trial.probes(), trial.probes()
+        with torch.random.fork_rng(devices=[]), user_code("trying the optimizer"):
+            _train(trial.optimizer_of(together), together, 0, _STEPS_BEFORE)
+            for at, one in enumerate(alone):
+                _train(trial.optimizer_of([one]), [one], 0, _STEPS_BEFORE, first=at)
+        if name := _unequal(together, alone):
+            text = (
+                f'"{each.rule.label}" updates {name!r} by the gradients of other parameters, too, '
+                "and the stages of a pipeline have only their own; use another strategy than "
+                "ModelParallel"
+            )
+            raise InvalidInputError.at(f"{each.path}.entrypoint", text)
 
 
-def _why_not(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> str:
+def _own_of(
+    spec: OptimizerSpec, params: NamedParams
+) -> Iterator[tuple[GroupedRule, dict[str, NamedParams]]]:
+    """Yields the user's optimizers, with a few of the parameters of each of their groups: of each
+    number of dimensions."""
+    found: dict[str, dict[int, list[tuple[str, nn.Parameter]]]] = {}
+    for name, param in params:
+        same = found.setdefault(spec.group_of(name, param.dim()), {}).setdefault(param.dim(), [])
+        if len(same) < _PER_SHAPE:
+            same.append((name, param))
+    for each in spec.rules():
+        members: dict[str, NamedParams] = {
+            name: [pair for same in found[name].values() for pair in same]
+            for name in each.groups
+            if name in found
+        }
+        if each.rule.name is None and members:
+            yield each, members
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """An optimizer of the user's that is tried, and parameters of each of its groups."""
+
+    each: GroupedRule
+    members: Mapping[str, NamedParams]
+    entrypoints: EntryPoints
+
+    def probes(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns small parameters on the CPU in the place of these."""
+        generator = torch.Generator().manual_seed(0)
+        probes = []
+        for name, param in (pair for pairs in self.members.values() for pair in pairs):
+            shape = [min(side, _LENGTH) for side in param.shape]
+            values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
+            probes.append((name, nn.Parameter(values.to(param.dtype))))
+        return probes
+
+    def optimizer_of(self, probes: NamedParams) -> torch.optim.Optimizer:
+        """Returns a fresh optimizer of these, each in its group."""
+        by_name = dict(probes)
+        members = {
+            group: [(name, by_name[name]) for name, _ in pairs if name in by_name]
+            for group, pairs in self.members.items()
+        }
+        held = {group: pairs for group, pairs in members.items() if pairs}
+        return make_part(self.each, held, entrypoints=self.entrypoints)
+
+
+def _why_not(trial: _Trial) -> str:
     """Returns what differs after a save and a load; "" where nothing does."""
-    kept, copied = _probes(spec, params), _probes(spec, params)
-    one = make_optimizer(spec, kept, entrypoints=entrypoints)
+    kept, copied = trial.probes(), trial.probes()
+    one = trial.optimizer_of(kept)
     _train(one, kept, 0, _STEPS_BEFORE)
     tensors, numbers = optimizer_state(one, kept)
     if strange := [key for key in one.state if not any(key is param for _, param in kept)]:
         return f"optimizer.state has {strange[0]!r}, which is no parameter"
-    other = make_optimizer(spec, copied, entrypoints=entrypoints)
+    other = trial.optimizer_of(copied)
     with torch.no_grad():
         for (_, source), (_, target) in zip(kept, copied, strict=True):
             target.copy_(source)
@@ -88,12 +136,11 @@ def _why_not(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints)
             return _told(f"param_groups[{number}][{key!r}]", mine[key], theirs.get(key))
     # A whole number is a count; others may be what a step leaves behind for the next to overwrite.
     counts = {key: value for key, value in vars(one).items() if isinstance(value, int)}
-    count = _differing(counts, vars(other))
-    left_behind = _differing(vars(one), vars(other))
+    count, left_behind = _differing(counts, vars(other)), _differing(vars(one), vars(other))
     told = [
-        _told(f"its attribute {each!r}", getattr(one, each), getattr(other, each, None))
-        for each in (count, left_behind)
-        if each
+        _told(f"its attribute {key!r}", getattr(one, key), getattr(other, key, None))
+        for key in (count, left_behind)
+        if key
     ]
     if count:
         return told[0]
@@ -107,19 +154,6 @@ def _why_not(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints)
 def _told(what: str, mine: object, theirs: object) -> str:
     text = f"{what} was {mine!r} and is {theirs!r}"
     return f"{text}; what changes belongs into optimizer.state[parameter]"
-
-
-def _probes(spec: OptimizerSpec, params: NamedParams) -> list[tuple[str, nn.Parameter]]:
-    """Returns small parameters on the CPU, of each group and number of dimensions."""
-    generator = torch.Generator().manual_seed(0)
-    found: dict[tuple[str, int], list[tuple[str, nn.Parameter]]] = {}
-    for name, param in params:
-        same = found.setdefault((spec.group_of(name, param.dim()), param.dim()), [])
-        if len(same) < _PER_SHAPE:
-            shape = [min(side, _LENGTH) for side in param.shape]
-            values = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-            same.append((name, nn.Parameter(values.to(param.dtype))))
-    return [probe for same in found.values() for probe in same]
 
 
 def _train(

@@ -106,6 +106,11 @@ def load_optimizer_state(
 ) -> None:
     """Replaces the optimizer's state by what is given, which may be nothing."""
     known = dict(params)
+    fused = {
+        id(param): bool(group.get("fused"))
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
     loaded: dict[str, dict[str, Any]] = {}
     given: dict[str, Tensor | str] = {**tensors, **metadata}
     for full, value in given.items():
@@ -118,7 +123,7 @@ def load_optimizer_state(
             loaded.setdefault(name, {})[key] = json.loads(value)
         else:
             # Torch keeps step counts on the CPU, but for fused kernels.
-            is_beside = key in _CPU_KEYS and not optimizer.param_groups[0].get("fused")
+            is_beside = key in _CPU_KEYS and not fused[id(known[name])]
             device = "cpu" if is_beside else known[name].device
             copy = torch.empty_like(value, device=device).copy_(value)
             loaded.setdefault(name, {})[key] = copy
