@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from stratagem.client.cli.main import app
 from stratagem.client.sdk.job_check import check_job as check_file
 from stratagem.client.sdk.views import Worker
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
@@ -92,6 +93,14 @@ def test_a_model_that_keeps_something_elsewhere_is_found() -> None:
     assert "other bits" in faults(telling)[""]
     allowed = job(model=telling.model.document(), execution={"deterministic": False})
     assert not faults(allowed)
+
+
+def test_memory_that_cannot_be_estimated_is_no_fault() -> None:
+    def refuses() -> str:
+        raise InvalidInputError.at("loss", "reads values")
+
+    last = check_job(job(), SITE, refuses)[-1]
+    assert (last.level, last.found) == (Level.WARN, "cannot be estimated: loss: reads values")
 
 
 def test_parameters_without_a_gradient_are_named() -> None:

@@ -17,6 +17,7 @@ from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
+from tests.jobs import job, user_model
 from tests.tools.planning.support import SITE, kind_job, replicas
 from tests.worker.engine.gossip_nodes import gossip_job
 from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
@@ -270,3 +271,14 @@ def test_what_cannot_be_estimated_says_why() -> None:
         estimate(kind_job("mlp"), num_workers=0)
     with pytest.raises(UserCodeError, match="same reduction dim"):
         estimate(kind_job("mlp", kwargs={"width": 7}))
+
+
+@pytest.mark.parametrize("model", ["WordsForCausalLM", "Regression"])
+def test_a_batch_that_is_input_and_target_is_estimated(model: str) -> None:
+    data = "numbers" if model == "Regression" else "words"
+    spec = job(
+        user_model(f"returning:{model}"),
+        data={"entrypoint": f"tests.userland.returning:{data}"},
+        loss={"name": "model"},
+    )
+    assert estimate(spec).activations > 0

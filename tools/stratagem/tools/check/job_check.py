@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from stratagem.common.base.errors import StratagemError
 from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
 from stratagem.tools.check.check_report import CheckReport
@@ -47,9 +48,7 @@ def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Findi
     tried = checks.step(data)
     if tried is not None:
         checks.evaluation(tried)
-    needed = checks.report.attempt("memory", "", memory)
-    if needed is not None:
-        checks.report.ok("memory", "", needed)
+    checks.memory(memory)
     return checks.report.findings
 
 
@@ -177,6 +176,14 @@ class _JobChecks:
             values = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
             num_rows = len(tried.setup.data[split])
             self.report.ok("evaluation", "evaluation", f"over {num_rows} rows: {values}")
+
+    def memory(self, needed: Callable[[], str]) -> None:
+        """How much memory a worker needs; what reads values cannot be played without them."""
+        try:
+            self.report.ok("memory", "", needed())
+        except StratagemError as error:
+            first, *_ = str(error).splitlines()
+            self.report.warn("memory", "", f"cannot be estimated: {first}")
 
 
 def text_of(batch: Any) -> str:

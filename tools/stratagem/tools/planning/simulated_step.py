@@ -262,7 +262,8 @@ class _ShapesOnly(Gather):
             dtype = self.dtype if row.is_floating_point() else row.dtype
             return torch.empty((len(indices), *row.shape[1:]), dtype=dtype, device=self.device)
 
-        return map_tensors(self.x, rows), map_tensors(self.y, rows)
+        x = map_tensors(self.x, rows)
+        return x, x if self.y is self.x else map_tensors(self.y, rows)
 
 
 def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
