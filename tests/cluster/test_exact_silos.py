@@ -1,5 +1,6 @@
 """Federated over silos on real processes: each silo's update has the bits of the sharded loop."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,21 +27,30 @@ from tests.cluster.jobs import (
 )
 from tests.jobs import user_data
 from tests.reference import loops as reference
-from tests.reference.loops import sharded_loop
+from tests.reference.evaluated_steps import plateau_loop
+from tests.reference.loops import SetRates, sharded_loop
 
 pytestmark = pytest.mark.cluster
 
 MICRO_BATCH = 5
 
 
-def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Rounds of sharded loops that start from the global state, averaged by rows in float64."""
+def silos_loop(
+    spec: JobSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    num_rounds: int | None = None,
+    set_rates: SetRates | None = None,
+) -> dict[str, Tensor]:
+    """Rounds of sharded loops that start from the global state, averaged by rows in float64.
+
+    set_rates: sets the rates of a round, counted from 0.
+    """
     strategy = spec.strategy
     assert isinstance(strategy, Federated)
     inner = strategy.options.inner
     assert isinstance(inner, DataParallel | ModelParallel)
     num_shards = inner.num_replicas if isinstance(inner, DataParallel) else 1
-    of_pipeline = {"micro_batch_size": MICRO_BATCH} if isinstance(inner, ModelParallel) else {}
+    of_pipeline = MICRO_BATCH if isinstance(inner, ModelParallel) else None
     model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
     world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -50,16 +60,27 @@ def silos_loop(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tens
         return made
 
     monkeypatch.setattr(reference, "build_model", from_world)
-    for round_num in range(1, strategy.rounds + 1):
+    for round_num in range(1, (num_rounds or strategy.rounds) + 1):
         updates = []
         for client in range(strategy.num_clients):
             job = client_job(spec, client, round_num)
             num_rows = len(load_data(job, ALLOWED, DataSources())["train"])
-            trained = sharded_loop(job, ALLOWED, num_shards, **of_pipeline)
+            of_round = None
+            if set_rates is not None:
+                of_round = partial(_in_round, set_rates, round_num)
+            trained = sharded_loop(
+                job, ALLOWED, num_shards, micro_batch_size=of_pipeline, set_rates=of_round
+            )
             updates.append(reference.Update(num_rows, dict(trained.state)))
         means = {name: reference._mean_of(name, updates, CURRENT) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
     return world
+
+
+def _in_round(
+    set_rates: SetRates, round_num: int, optimizer: torch.optim.Optimizer, _step: int
+) -> None:
+    set_rates(optimizer, round_num - 1)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -92,6 +113,27 @@ def test_bits_of_averaged_sharded_loops(
     formed = [e.payload for e in outcome.of("MembersFormed") if e.payload["party"]]
     assert {len(each["members"]) for each in formed} == {2}
     assert len({m["worker_id"] for each in formed for m in each["members"]}) == 4
+
+
+def test_rates_that_fall_on_a_plateau(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = {"name": "plateau", "factor": 0.3, "patience": 0, "min_delta": 0.5}
+    groups = [
+        {"name": "biases", "match": ["*.bias"], "lr": 0.2},
+        {"name": "head", "match": ["2.weight"], "optimizer": {"name": "adam", "lr": 0.1}},
+    ]
+    evaluation = {"split": "test", "best": "loss", "mode": "min"}
+    spec = silos(
+        rounds=8,
+        optimizer={"name": "sgd", "lr": 0.4, "schedule": schedule, "groups": groups},
+        evaluation=evaluation,
+    )
+
+    def loop(num_rounds: int, set_rates: SetRates) -> dict[str, Tensor]:
+        return silos_loop(spec, monkeypatch, num_rounds, set_rates)
+
+    rates, state = plateau_loop(spec, ALLOWED, loop, list(range(1, 9)))
+    assert len({tuple(each) for each in rates}) > 2
+    assert_same_bits(train(client, spec).state, state)
 
 
 def test_silos_that_are_pipelines(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.coded_gossip import CodedMixing
 from tests.reference.decoded_update import is_coded
-from tests.reference.loops import backward, cut_rows, divide, is_skipped, trained_of
+from tests.reference.loops import SetRates, backward, cut_rows, divide, is_skipped, trained_of
 from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
@@ -63,6 +63,7 @@ def gossip_loop(
     entrypoints: EntryPoints,
     num_steps: int | None = None,
     numerics: int = CURRENT,
+    set_rates: SetRates | None = None,
 ) -> GossipResult:
     """Each step: every node takes a local step on its shard of the batch, and then all mix."""
     strategy = job.strategy
@@ -120,6 +121,8 @@ def gossip_loop(
             set_learning_rates(
                 optimizers[node], learning_rate_factor(job.optimizer, step, total_steps)
             )
+            if set_rates is not None:
+                set_rates(optimizers[node], step)
             norm = gradient_norm(params[node], numerics)
             clip(params[node], job.optimizer.clip_norm, norm)
             optimizers[node].step()

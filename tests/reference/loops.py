@@ -47,6 +47,10 @@ from tests.reference.weight_average import RunningAverage
 _CPU = torch.device("cpu")
 
 
+SetRates = Callable[[torch.optim.Optimizer, int], None]
+"""Sets the learning rates of an optimizer for a step (or a round), counted from 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """Where a loop ended: the model's state_dict, and the loss of each step (or round)."""
@@ -98,11 +102,13 @@ def sharded_loop(
     num_steps: int | None = None,
     micro_batch_size: int | None = None,
     numerics: int = CURRENT,
+    set_rates: SetRates | None = None,
 ) -> Result:
     """Steps over batches cut into shards and these into micro-batches; all in a fixed order.
 
     Micro-batches are those of the job. micro_batch_size: theirs under ModelParallel, in rows; the
     model must then be one that can be cut, and its tied parameters are summed node by node.
+    set_rates: sets the rates of a step, counted from 0, where no schedule of the job does.
     """
     model, loss_fn, _, take, execution, randomness = _setup(job, entrypoints)
     scale = execution.scale
@@ -167,6 +173,8 @@ def sharded_loop(
             mean = change / len(shards) if old.is_floating_point() else change
             tensor.copy_(change if is_whole else (old.double() + mean))
         set_learning_rates(optimizer, learning_rate_factor(job.optimizer, step, total_steps))
+        if set_rates is not None:
+            set_rates(optimizer, step)
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
         average.update(step + 1)
@@ -180,12 +188,14 @@ def federated_loop(
     num_rounds: int | None = None,
     late_of: Callable[[int], Mapping[int, int]] = lambda _: {},
     numerics: int = CURRENT,
+    set_rates: SetRates | None = None,
 ) -> Result:
     """Each round: local epochs per client, the mean over rows, the server's step.
 
     `clients_of(round)` names the clients of a round; all of them by default. Rounds count from 1.
     One whose every step was left out has no part in the mean.
     `late_of(round)` names those whose update comes late, with the round that they trained for.
+    set_rates: sets the rates of a round, counted from 0, where no schedule of the job does.
     """
     strategy = job.strategy
     assert isinstance(strategy, Federated)
@@ -209,7 +219,7 @@ def federated_loop(
             model.load_state_dict(base)
             prepared = (model, execution, randomness)
             rows, loss, has_learned = _train_client(
-                job, entrypoints, prepared, client, of_round, numerics
+                job, entrypoints, prepared, client, of_round, numerics, set_rates
             )
             if not has_learned:
                 continue
@@ -264,6 +274,7 @@ def _train_client(
     client: int,
     round_num: int,
     numerics: int,
+    set_rates: SetRates | None,
 ) -> tuple[int, float, bool]:
     """Trains in place; (rows, mean loss over the round, whether any step was applied)."""
     model, execution, randomness = prepared
@@ -282,6 +293,8 @@ def _train_client(
     )
     factor = learning_rate_factor(job.optimizer, round_num - 1, strategy.rounds)
     set_learning_rates(optimizer, factor)
+    if set_rates is not None:
+        set_rates(optimizer, round_num - 1)
     epochs = strategy.options.local_epochs
     loss_sum, num_rows, num_steps, num_applied = 0.0, 0.0, 0, 0
     for epoch in range((round_num - 1) * epochs, round_num * epochs):

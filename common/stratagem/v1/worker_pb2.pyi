@@ -278,6 +278,7 @@ class TrainPlan(_message.Message):
     EVALUATE_SPLITS_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
     to_step: _builtins.int
     """The segment ends when this many optimizer steps have been applied since the run began."""
     num_shards: _builtins.int
@@ -287,6 +288,8 @@ class TrainPlan(_message.Message):
     """Raised when the party begins from a given state (a copied population member, a return to the
     last commit): a state of an earlier lineage is dropped, the base is loaded.
     """
+    num_lr_reductions: _builtins.int
+    """How often a plateau of the job's schedule has lowered the learning rates before this segment."""
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
@@ -315,10 +318,11 @@ class TrainPlan(_message.Message):
         evaluate_splits: _abc.Iterable[_builtins.str] | None = ...,
         lineage: _builtins.int = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
+        num_lr_reductions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "lineage", b"lineage", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -334,9 +338,12 @@ class ClientRoundPlan(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     NUM_CLIENTS_FIELD_NUMBER: _builtins.int
     LOCAL_EPOCHS_FIELD_NUMBER: _builtins.int
+    NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     num_clients: _builtins.int
     local_epochs: _builtins.int
+    num_lr_reductions: _builtins.int
+    """As in TrainPlan, before this round."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     def __init__(
@@ -346,10 +353,11 @@ class ClientRoundPlan(_message.Message):
         client: _builtins.int = ...,
         num_clients: _builtins.int = ...,
         local_epochs: _builtins.int = ...,
+        num_lr_reductions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "local_epochs", b"local_epochs", "num_clients", b"num_clients"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -294,7 +294,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
             "adamw, asgd, muon, nadam, radam, rmsprop, rprop, sgd; did you mean sgd?",
             "optimizer.lr: 'fast' is not a number",
             "optimizer.schedule.name: 'cosin' is not one of constant, linear, cosine, step, "
-            "multistep, exponential, polynomial, restarts, onecycle, chain; did you mean cosine?",
+            "multistep, exponential, polynomial, restarts, onecycle, chain, plateau; "
+            "did you mean cosine?",
             "strategy.aggregation.method: 'AllReduse' is not one of AllReduce, ParameterServer, "
             "Decentralized; did you mean AllReduce?",
             "execution.precision: 'Hal' is not one of Full, Single, Mixed, Half; "

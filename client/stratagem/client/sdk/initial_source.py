@@ -4,14 +4,12 @@ Done before the job is submitted, so that the run says for good what it began fr
 """
 
 import asyncio
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from stratagem.client.sdk import views
-from stratagem.client.sdk.resumed_job import check_resumed_job
+from stratagem.client.sdk.resumed_job import check_resumed_job, counted
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
@@ -23,7 +21,6 @@ from stratagem.common.tensors.safetensors_file import blob_digest, from_file, re
 from stratagem.v1 import coordinator_pb2 as pb
 
 _FINAL: Final = "final"
-_COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 
 
 async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
@@ -56,18 +53,9 @@ async def _of_run(connection: Connection, job: JobSpec, run_id: str, which: str)
             digest=digest,
             resume=True,
             step=commit.step,
-            metrics=_counted(commit.metrics) or None,
+            metrics=counted(commit.metrics, JobSpec.parse(status.job), job) or None,
         )
     return InitialSpec(digest=digest, trained_with=frozen(commit.hyperparameters) or None)
-
-
-def _counted(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a commit that count something since the run began."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name.startswith(_COUNTED) and math.isfinite(value)
-    }
 
 
 async def _upload(connection: Connection, path: Path) -> Digest:

@@ -4,11 +4,13 @@ What the state was trained with has to stay: the model, the data and their order
 bits of a step. What only says how the training goes on may be another.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec
+from stratagem.common.job.evaluation.followed_metric import plateau_metric, stop_metric
 from stratagem.common.schema.json_text import JSON
 
 MAY_CHANGE: Final = (
@@ -28,16 +30,61 @@ MUST_STAY: Final = {
     "strategy.num_replicas": "the shards of a batch decide the bits of a step",
     "strategy": "it decides the bits of the steps",
 }
+_COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 _OTHERS: Final = "it decides the bits of the steps"
 
 
 def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
     """Raise InvalidInputError for every field that the job must have in common with the job of the
     run that it resumes, and has not."""
-    before = JobSpec.parse(earlier).document()
-    changed = _changed(before, job.document())
-    if violations := [each for each in map(_violation, changed) if each is not None]:
+    before = JobSpec.parse(earlier)
+    changed = _changed(before.document(), job.document())
+    violations = [each for each in map(_violation, changed) if each is not None]
+    if _optimizers_of_groups(before) != _optimizers_of_groups(job):
+        text = f"must stay as it was in the run: {MUST_STAY['optimizer.name']}"
+        violations.append(Violation("optimizer.groups", text))
+    if violations:
         raise InvalidInputError(violations=violations)
+
+
+def _optimizers_of_groups(job: JobSpec) -> list[object]:
+    """Return which parameters have an optimizer of their own, and of which kind."""
+    return [
+        (group.match, group.max_dims, group.optimizer.label)
+        for group in job.optimizer.groups or ()
+        if group.optimizer is not None
+    ]
+
+
+def counted(metrics: Mapping[str, float], earlier: JobSpec, job: JobSpec) -> dict[str, float]:
+    """Return the metrics of a commit that the new run counts on: of a metric that it follows as the
+    earlier one did, and the steps that were left out."""
+    dropped = {
+        f"{prefix}{name}"
+        for prefix, of_job in (("stop.", _stops_by), ("plateau.", _falls_by))
+        if of_job(earlier) != of_job(job)
+        for name in ("best", "evaluations_without_improvement")
+    }
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(_COUNTED) and name not in dropped and math.isfinite(value)
+    }
+
+
+def _stops_by(job: JobSpec) -> tuple[str, str] | None:
+    evaluation = job.evaluation
+    if evaluation is None or evaluation.stop is None:
+        return None
+    followed = stop_metric(evaluation, evaluation.stop)
+    return followed.name, followed.mode
+
+
+def _falls_by(job: JobSpec) -> tuple[str, str] | None:
+    if job.evaluation is None or job.optimizer.plateau is None:
+        return None
+    followed = plateau_metric(job.evaluation, job.optimizer.plateau)
+    return followed.name, followed.mode
 
 
 def _changed(

@@ -22,6 +22,7 @@ from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
+from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
 from stratagem.common.job.optimizer.weight_average_section import (
     reason_against as why_not_averaged,
@@ -124,7 +125,7 @@ class JobSpec(Section):
                 *_population_only(self),
                 *_units(self),
                 *check_resumed(self.initial, self.strategy, _num_steps(self)),
-                *check_followed(self.strategy, self.evaluation),
+                *check_followed(self.strategy, self.evaluation, _plateau(self)),
                 *_graph_strategy(self),
                 *_order_of_sums(self),
                 *_compression(self),
@@ -162,6 +163,10 @@ class JobSpec(Section):
 @lru_cache(maxsize=8)
 def _read(text: str, _are_limits_checked: bool) -> JobSpec:
     return JobSpec.parse(load_json(text))
+
+
+def _plateau(job: JobSpec) -> ScheduleSpec | None:
+    return None if job.optimizer is None else job.optimizer.plateau
 
 
 def _num_steps(job: JobSpec) -> int | None:

@@ -68,6 +68,8 @@ class RunSegment:
     evaluate: tuple[str, ...]
     num_skipped: int = field(default=0, compare=False)
     """Steps that earlier segments have left out."""
+    num_lr_reductions: int = 0
+    """How often a plateau has lowered the learning rates before the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class TrainClient:
     local_epochs: int
     member: Member
     base: Base
+    num_lr_reductions: int = 0
+    """See RunSegment."""
 
 
 @dataclass(frozen=True, slots=True)

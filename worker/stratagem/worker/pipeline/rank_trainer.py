@@ -26,7 +26,7 @@ from stratagem.worker.engine.objectives.evaluator import (
     Evaluator,
 )
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.optim.weight_average import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
@@ -114,6 +114,11 @@ class StageRunner:
                         key = (self._job.seed, step, shard, action.micro_batch)
                         keys = BatchKeys((self._job.seed, "row", epoch), key)
                         yield self._setup.data["train"], batches[action.micro_batch], keys
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        if self._policy.optimizer is not None:
+            lower_learning_rates(self._policy.optimizer, self._job.optimizer, num_reductions)
 
     def train_step(
         self,

@@ -99,7 +99,14 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             timer.begin_step()
             work.host.last_words.step(number)
 
-        done = _runner(work).run(base, plan.client, plan.num_clients, work.segment, before_step)
+        done = _runner(work).run(
+            base,
+            plan.client,
+            plan.num_clients,
+            work.segment,
+            before_step,
+            num_lr_reductions=plan.num_lr_reductions,
+        )
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
     update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})

@@ -108,6 +108,7 @@ def _take_steps(
     """Train to plan.to_step under the view, as long as it is the current one."""
     trainer, exchange = joined
     segment.engine = exchange.name
+    trainer.lower_rates(plan.num_lr_reductions)
     work.set_activity("training")
     trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
     with StepRecorder(work) as recorder:

@@ -29,6 +29,17 @@ class StopSpec(Section):
     min_delta: NotNegative = 0.0
 
 
+class Plateau(Protocol):
+    """What the section `optimizer.schedule` says of the metric that it follows."""
+
+    @property
+    def metric(self) -> str | None: ...
+    @property
+    def mode(self) -> Mode | None: ...
+    @property
+    def min_delta(self) -> float | None: ...
+
+
 class Evaluation(Protocol):
     """What the section `evaluation` says of its metrics."""
 
@@ -58,13 +69,24 @@ def stop_metric(evaluation: Evaluation, spec: StopSpec) -> FollowedMetric:
     return _followed(evaluation, spec.metric, spec.mode, spec.min_delta)
 
 
-def check_followed(strategy: Strategy, evaluation: Evaluation | None) -> Iterator[Violation]:
+def plateau_metric(evaluation: Evaluation, spec: Plateau) -> FollowedMetric:
+    """Return the metric that a plateau follows, in a job that was checked."""
+    return _followed(evaluation, spec.metric, spec.mode, spec.min_delta or 0.0)
+
+
+def check_followed(
+    strategy: Strategy, evaluation: Evaluation | None, plateau: Plateau | None
+) -> Iterator[Violation]:
     """Yield what is wrong with what a job has follow its evaluations."""
-    if evaluation is None or evaluation.stop is None:
-        return
-    path, stop = "evaluation.stop", evaluation.stop
-    yield from _why_not_followed(strategy, path)
-    yield from _metric_and_mode(evaluation, path, stop.metric, stop.mode)
+    stop = None if evaluation is None else evaluation.stop
+    for path, spec in (("evaluation.stop", stop), ("optimizer.schedule", plateau)):
+        if spec is None:
+            continue
+        yield from _why_not_followed(strategy, path)
+        if evaluation is None:
+            yield Violation("evaluation", f"missing; {path} follows evaluations")
+        else:
+            yield from _metric_and_mode(evaluation, path, spec.metric, spec.mode)
 
 
 def _why_not_followed(strategy: Strategy, path: str) -> Iterator[Violation]:

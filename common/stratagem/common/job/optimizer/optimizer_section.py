@@ -132,6 +132,12 @@ class OptimizerSpec(UpdateRuleSpec):
         )
         return self
 
+    @property
+    def plateau(self) -> ScheduleSpec | None:
+        """Return the schedule if it follows the evaluations."""
+        schedule = self.schedule
+        return schedule if schedule is not None and schedule.name == "plateau" else None
+
     def group_of(self, name: str, num_dims: int) -> str:
         """Return the name of the group of a parameter."""
         held = (group.name for group in self.groups or () if group.holds(name, num_dims))

@@ -9,8 +9,17 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
+from stratagem.common.job.evaluation.followed_metric import Mode
 from stratagem.common.schema.document import Section, refuse
-from stratagem.common.schema.field_types import Count, Items, Positive, Share, Whole, ZeroToOne
+from stratagem.common.schema.field_types import (
+    Count,
+    Items,
+    NotNegative,
+    Positive,
+    Share,
+    Whole,
+    ZeroToOne,
+)
 
 MAX_PARTS: Final = 64
 _NEEDED: Final = {
@@ -20,6 +29,9 @@ _NEEDED: Final = {
     "restarts": "period_steps",
     "chain": "parts",
 }
+_OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
+_EPSILON: Final = 1e-8
+"""Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""
 _ONLY_IN: Final = {
     "step_size_steps": "step",
     "milestones": "multistep",
@@ -29,6 +41,7 @@ _ONLY_IN: Final = {
     "up_fraction": "onecycle",
     "initial_lr_fraction": "onecycle",
     "parts": "chain",
+    **dict.fromkeys(_OF_PLATEAU, "plateau"),
 }
 
 
@@ -41,6 +54,11 @@ class ScheduleSpec(Section):
     of `polynomial`; None: 1. period_steps: length of the first period of `restarts`; each following
     one is period_factor times as long, None: 1. up_fraction: the share of `onecycle` in which the
     rate rises from initial_lr_fraction; None: 0.3 and 0.04.
+
+    The others are of `plateau`, torch's ReduceLROnPlateau with an absolute threshold: all rates are
+    multiplied by factor (None: 0.1), but not below min_lr (0), after more than patience (10)
+    evaluations without an improvement by more than min_delta (0); then cooldown (0) evaluations are
+    not counted. metric and mode: those of evaluation.best unless set.
     """
 
     name: Literal[
@@ -54,6 +72,7 @@ class ScheduleSpec(Section):
         "restarts",
         "onecycle",
         "chain",
+        "plateau",
     ]
     warmup_steps: Whole = 0
     final_lr_fraction: ZeroToOne = 0.0
@@ -67,6 +86,13 @@ class ScheduleSpec(Section):
     period_factor: Count | None = None
     up_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     initial_lr_fraction: ZeroToOne | None = None
+    metric: str | None = None
+    mode: Mode | None = None
+    factor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    patience: Whole | None = None
+    min_delta: NotNegative | None = None
+    cooldown: Whole | None = None
+    min_lr: NotNegative | None = None
     parts: Annotated["Items[ScheduleSpec]", Field(max_length=MAX_PARTS)] | None = None
 
     @model_validator(mode="before")
@@ -81,6 +107,20 @@ class ScheduleSpec(Section):
         refuse([*self._misplaced(), *self._in_parts()])
         return self
 
+    @property
+    def num_tolerated(self) -> int:
+        """Return the evaluations without an improvement after which a plateau is not one yet."""
+        return 10 if self.patience is None else self.patience
+
+    def reduced(self, rate: float, num_reductions: int) -> float:
+        """Return a rate after as many reductions of a plateau, one by one as torch does."""
+        for _ in range(num_reductions):
+            lower = max(rate * (self.factor or 0.1), self.min_lr or 0.0)
+            if rate - lower <= _EPSILON:
+                return rate
+            rate = lower
+        return rate
+
     def _misplaced(self) -> Iterator[Violation]:
         needed = _NEEDED.get(self.name)
         # A document that was written out names every field.
@@ -89,6 +129,8 @@ class ScheduleSpec(Section):
         for field, name in _ONLY_IN.items():
             if name != self.name and getattr(self, field) is not None:
                 yield Violation(field, f"belongs to the {name} schedule only")
+        if self.name == "plateau" and self.steps is not None:
+            yield Violation("steps", "has no meaning in plateau; evaluations decide its course")
         milestones = list(self.milestones or ())
         if milestones != sorted(set(milestones)):
             text = f"{milestones} do not ascend; each must be after the one before"
@@ -102,6 +144,9 @@ class ScheduleSpec(Section):
         for number, part in enumerate(parts):
             if part.name == "chain":
                 yield Violation(f"parts[{number}]", "is a chain; a chain holds none")
+            elif part.name == "plateau":
+                text = "is a plateau, whose course evaluations decide; it stands alone"
+                yield Violation(f"parts[{number}]", text)
             elif part.steps is None and number < len(parts) - 1:
                 text = "missing; every part of a chain but the last needs it"
                 yield Violation(f"parts[{number}].steps", text)

@@ -42,6 +42,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         client=effect.client,
         num_clients=effect.num_clients,
         local_epochs=effect.local_epochs,
+        num_lr_reductions=effect.num_lr_reductions,
     )
     at = _session(effect)
     request = env.request(effect.party, at, effect.round_num, client_round=plan)

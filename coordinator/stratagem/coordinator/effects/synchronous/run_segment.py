@@ -59,6 +59,7 @@ async def _train(
         evaluate_splits=effect.evaluate,
         lineage=effect.lineage,
         ranks=effect.ranks,
+        num_lr_reductions=effect.num_lr_reductions,
     )
     at = WorkerSession(member, effect.run_id, effect.party, effect.membership)
     request = env.request(effect.party, at, effect.segment, train=plan)

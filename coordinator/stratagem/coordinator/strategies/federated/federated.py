@@ -71,7 +71,6 @@ from stratagem.coordinator.strategies.federated.client_evaluation import (
 )
 from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
-    Late,
     again_after_resumption,
     due_clients,
     evaluates_at_clients,
@@ -197,7 +196,7 @@ def pending(
     if value.accepted:
         effects.add(_fold(run_id, job, value, value.committed))
     elif horizon is None or value.round_num <= horizon:
-        effects.update(_training(run_id, job, value, value.committed))
+        effects.update(_training(run_id, job, value))
     if horizon is None or value.round_num <= horizon:
         effects.update(late_updates.effects(run_id, job, value))
     for base in value.to_evaluate:
@@ -309,11 +308,9 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
     return ""
 
 
-def _training(
-    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
-) -> Iterator[TrainClient]:
+def _training(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
     for client in due_clients(value):
-        own = Late(value.round_num, base, *value.assigned[client])
+        own = late_updates.of_open_round(value, client)
         yield late_updates.training(run_id, job, value, client, own)
 
 

@@ -42,6 +42,8 @@ class Late:
     member: Member
     membership: int
     """Membership of its assignment."""
+    num_lr_reductions: int = 0
+    """See RunSegment; before the round that it trains for."""
     update: UpdateReceived | None = None
     """Set once it has arrived: it enters the round that closes next."""
 

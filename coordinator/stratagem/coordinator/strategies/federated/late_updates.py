@@ -22,6 +22,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
+from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.core.state import WorkerRecord
 from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
@@ -52,11 +53,17 @@ def after_close(job: JobSpec, before: FederatedRun, value: FederatedRun) -> Fede
     took."""
     if not max_staleness(job):
         return value
-    assert before.committed is not None
     late = {client: training for client, training in before.late.items() if training.update is None}
     for client in due_clients(before):
-        late[client] = Late(before.round_num, before.committed, *before.assigned[client])
+        late[client] = of_open_round(before, client)
     return replace(value, late=late)
+
+
+def of_open_round(value: FederatedRun, client: int) -> Late:
+    """Return what a client of the open round trains from, and where."""
+    assert value.committed is not None
+    num_reductions = num_lr_reductions(value.metrics)
+    return Late(value.round_num, value.committed, *value.assigned[client], num_reductions)
 
 
 def after_commit(job: JobSpec, value: FederatedRun) -> FederatedRun:
@@ -170,6 +177,7 @@ def training(
         local_epochs=strategy.options.local_epochs,
         member=own.member,
         base=own.base,
+        num_lr_reductions=own.num_lr_reductions,
     )
 
 

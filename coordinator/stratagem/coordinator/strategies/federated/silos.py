@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import RunId, child_party
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import GroupSpec, JobSpec, OptimizerSpec, ScheduleSpec, with_fields
+from stratagem.common.job.optimizer.optimizer_section import UpdateRuleSpec
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
     All,
@@ -32,6 +33,7 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
     UpdateRejected,
 )
+from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
@@ -75,9 +77,11 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     if spec.options.late_updates != "refuse":
         text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
         violations.append(Violation("strategy.options.late_updates", text))
-    if job.optimizer.schedule is not None:
+    schedule = job.optimizer.schedule
+    if schedule is not None and (schedule.name != "plateau" or schedule.warmup_steps):
         text = "counts rounds under Federated, and steps inside a silo; leave it out"
-        violations.append(Violation("optimizer.schedule", text))
+        field = "optimizer.schedule" + (".warmup_steps" if schedule.name == "plateau" else "")
+        violations.append(Violation(field, text))
     if spec.options.on_missing_quorum == WAIT:
         text = 'a silo that has failed is not asked again in its round; use "fail"'
         violations.append(Violation("strategy.options.on_missing_quorum", text))
@@ -90,9 +94,9 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
 
-def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
+def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int = 0) -> JobSpec:
     """Return the job of a client in a round: its own rows, with a fresh optimizer and its own
-    order."""
+    order. num_lr_reductions: how often a plateau has lowered the rates before the round."""
     spec = spec_of(job)
     epochs = spec.options.local_epochs
     partition = job.document().get("partition") or {"method": "contiguous"}
@@ -112,7 +116,31 @@ def client_job(job: JobSpec, client: int, round_num: int) -> JobSpec:
     }
     if job.initial is not None and job.initial.resume:
         fields["initial"] = None  # its step is the federation's, and no silo's
+    if job.optimizer.plateau is not None:
+        fields["optimizer"] = _lowered(job.optimizer, job.optimizer.plateau, num_lr_reductions)
     return with_fields(job, fields)
+
+
+def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
+    """Return an optimizer with the rates that a plateau has left, in place of it."""
+    groups = spec.groups and tuple(
+        group.model_copy(update=_lower(group, plateau, num_reductions)) for group in spec.groups
+    )
+    lower = {**_lower(spec, plateau, num_reductions), "groups": groups, "schedule": None}
+    return spec.model_copy(update=lower).document()
+
+
+def _lower(
+    spec: UpdateRuleSpec | GroupSpec, plateau: ScheduleSpec, num_reductions: int
+) -> dict[str, object]:
+    """Return the rates of one section that a plateau has left, by field."""
+    lower: dict[str, object] = {}
+    if spec.lr is not None:
+        lower["lr"] = plateau.reduced(spec.lr, num_reductions)
+    own = spec.optimizer if isinstance(spec, GroupSpec) else None
+    if own is not None:
+        lower["optimizer"] = own.model_copy(update=_lower(own, plateau, num_reductions))
+    return lower
 
 
 def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
@@ -200,7 +228,8 @@ def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
     rounds = value.rounds
     assert rounds.committed is not None
     base = Base(0, 0, rounds.committed.digest)
-    of_round = client_job(job, client, rounds.round_num)
+    num_reductions = num_lr_reductions(rounds.metrics)
+    of_round = client_job(job, client, rounds.round_num, num_reductions)
     return nested.rebased(child, of_round, base, nested.progress(child).num_rows, horizon=1)
 
 

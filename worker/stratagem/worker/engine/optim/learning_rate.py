@@ -40,7 +40,7 @@ def _curve(spec: ScheduleSpec, step: int, num_steps: int) -> float:
     final = spec.final_lr_fraction
     progress = min(1.0, step / num_steps)
     match spec.name:
-        case "constant":
+        case "constant" | "plateau":  # the rate that it multiplies is lowered between segments
             return 1.0
         case "linear":
             return 1.0 - (1.0 - final) * progress
@@ -89,6 +89,18 @@ def _one_cycle(spec: ScheduleSpec, step: int, num_steps: int) -> float:
 def _between(start: float, end: float, share: float) -> float:
     """Returns the half wave of a cosine that leads from start (share 0) to end (share 1)."""
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def lower_learning_rates(
+    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, num_reductions: int
+) -> None:
+    """Lowers the rates that the schedule multiplies to those after as many reductions of a plateau,
+    counted from the beginning of the training."""
+    if spec.plateau is None:
+        return
+    for group in optimizer.param_groups:
+        full = group.setdefault("full_lr", group["initial_lr"])
+        group["initial_lr"] = spec.plateau.reduced(full, num_reductions)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:

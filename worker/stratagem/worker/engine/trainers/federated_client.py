@@ -26,7 +26,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.objective import make_objective
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
@@ -100,15 +100,18 @@ class ClientRunner:
         num_clients: int,
         round_num: int,
         check: Callable[[], None] = lambda: None,
+        *,
+        num_lr_reductions: int = 0,
     ) -> ClientRound:
         """Trains from the global state `base`; the update is on the CPU.
 
-        `check` is called before each step and may raise to end the round.
+        `check` is called before each step and may raise to end the round. num_lr_reductions: how
+        often a plateau has lowered the rates.
         """
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
-        local_step = self._fresh_step()
+        local_step = self._fresh_step(num_lr_reductions)
         lr_factor = learning_rate_factor(self._job.optimizer, round_num - 1, self._strategy.rounds)
         self._model.train()
         self._execution.scale.load({})
@@ -177,12 +180,13 @@ class ClientRunner:
             )
         return splits["train"]
 
-    def _fresh_step(self) -> LocalStep:
+    def _fresh_step(self, num_lr_reductions: int) -> LocalStep:
         """Returns the steps of one round, with an optimizer of their own."""
         job = self._job
         optimizer = make_optimizer(
             *(job.optimizer, self._named), fused=job.execution.fusion, entrypoints=self._entrypoints
         )
+        lower_learning_rates(optimizer, job.optimizer, num_lr_reductions)
         policy = StepPolicy(job, self._execution, self._params, optimizer, self._buffers)
         return LocalStep(policy, self._passes, job.window.must_divide, self._numerics)
 

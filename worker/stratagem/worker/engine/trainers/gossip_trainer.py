@@ -25,7 +25,7 @@ from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
@@ -148,6 +148,11 @@ class GossipTrainer:
 
     def _key(self, step: int, number: int, micro_batch: int) -> Key:
         return (self._job.seed, step, number, micro_batch)
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        for node in self._nodes.values():
+            lower_learning_rates(node.optimizer, self._job.optimizer, num_reductions)
 
     def train_step(
         self, exchange: GossipExchange, owned: range, num_shards: int, *, stop: bool = False

@@ -45,6 +45,10 @@ class MemberTrainer(Protocol[Exchange_contra]):
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Says that steps up to `to_step` come next, of which this member computes these shards."""
 
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the learning rates to those after as many reductions of a plateau, from the next
+        step on."""
+
     def train_step(
         self, exchange: Exchange_contra, owned: range, num_shards: int, *, stop: bool = False
     ) -> StepReport:

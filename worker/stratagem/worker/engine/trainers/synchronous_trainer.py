@@ -21,7 +21,7 @@ from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
@@ -125,6 +125,10 @@ class Trainer:
 
     def _key(self, step: int, shard: int, micro_batch: int) -> Key:
         return (self.job.seed, step, shard, micro_batch)
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
 
     def train_step(
         self, exchange: Reducer, owned: range, num_shards: int, *, stop: bool = False

@@ -4,6 +4,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS
+from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.strategies.evaluation.commit_metrics import commit_metrics
 from stratagem.coordinator.strategies.scheduling.segment_schedule import (
     SegmentSchedule,
@@ -73,5 +74,6 @@ def _segment(
         parts=shape.parts_of(run.members, run.ranks),
         ranks=run.ranks,
         evaluate=splits,
+        num_lr_reductions=num_lr_reductions(latest_metrics(run)),
         num_skipped=int(latest_metrics(run).get(SKIPPED_STEPS, 0)),
     )

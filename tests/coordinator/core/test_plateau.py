@@ -1,0 +1,109 @@
+"""The rates of a plateau: those of torch's scheduler, for any course of a metric."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.coordinator.core.metric_course import num_lr_reductions, with_course
+from tests.coordinator.core.jobs import (
+    FEDERATED,
+    LOCAL,
+    POPULATION_SECTIONS,
+    check_at_submit,
+    job_text,
+    population,
+    silos,
+)
+
+pytestmark = pytest.mark.core
+
+EVALUATION = {"split": "test", "metrics": ["accuracy"], "best": "accuracy", "mode": "max"}
+
+
+def optimizer(**plateau: object) -> dict[str, Any]:
+    return {"name": "sgd", "lr": 0.1, "schedule": {"name": "plateau", **plateau}}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_course_gives_the_rates_of_torch(seed: int) -> None:
+    drawn = random.Random(seed)
+    plateau: dict[str, Any] = {
+        "mode": drawn.choice(["min", "max"]),
+        "metric": "loss",
+        "factor": drawn.choice([0.1, 0.3, 0.7]),
+        "patience": drawn.randrange(4),
+        "cooldown": drawn.randrange(3),
+        "min_delta": drawn.choice([0.0, 0.05]),
+        "min_lr": drawn.choice([0.0, 1e-4, 0.03]),
+    }
+    text = job_text(LOCAL, evaluation=EVALUATION, optimizer=optimizer(**plateau))
+    job = JobSpec.from_json(text)
+    shadow = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    named = {name: plateau[name] for name in ("mode", "factor", "patience", "cooldown", "min_lr")}
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        shadow, threshold=plateau["min_delta"], threshold_mode="abs", **named
+    )
+    metrics: dict[str, float] = {}
+    schedule = job.optimizer.plateau
+    assert schedule is not None
+    for _ in range(60):
+        value = drawn.choice([drawn.random(), drawn.random(), math.nan, math.inf])
+        scheduler.step(value)
+        metrics = with_course(job, metrics, {"test.loss": value})
+        rate = schedule.reduced(0.1, num_lr_reductions(metrics))
+        assert rate == shadow.param_groups[0]["lr"]
+        metrics = with_course(job, metrics, {})  # a segment that is not evaluated
+
+
+OF_POPULATION = {**POPULATION_SECTIONS, "optimizer": optimizer()}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (job_text(LOCAL, optimizer=optimizer()), "evaluation: missing; optimizer.schedule follows"),
+        (
+            job_text(LOCAL, optimizer=optimizer(), evaluation={"split": "test"}),
+            "optimizer.schedule.metric: missing; evaluation.best",
+        ),
+        (
+            job_text(LOCAL, optimizer=optimizer(metric="f1"), evaluation=EVALUATION),
+            "optimizer.schedule.metric: 'f1' is not measured",
+        ),
+        (
+            job_text(LOCAL, optimizer=optimizer(metric="loss"), evaluation=EVALUATION),
+            "optimizer.schedule.mode: missing; max or min",
+        ),
+        (
+            job_text(population(), **OF_POPULATION),
+            "optimizer.schedule: is not allowed with strategy PopulationBased",
+        ),
+        (
+            job_text(silos(2), optimizer=optimizer(warmup_steps=2), evaluation={"best": "loss"}),
+            "optimizer.schedule.warmup_steps: counts rounds under Federated",
+        ),
+        (
+            job_text(LOCAL, optimizer=optimizer(steps=9), evaluation=EVALUATION),
+            "optimizer.schedule.steps: has no meaning in plateau",
+        ),
+        (
+            job_text(FEDERATED, optimizer={**optimizer(), "schedule": [{"name": "plateau"}]}),
+            "optimizer.schedule.parts[0]: is a plateau, whose course evaluations decide",
+        ),
+        (
+            job_text(
+                LOCAL, optimizer={**optimizer(), "schedule": {"name": "cosine", "factor": 0.5}}
+            ),
+            "optimizer.schedule.factor: belongs to the plateau schedule only",
+        ),
+    ],
+)
+def test_a_plateau_that_cannot_be_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        check_at_submit(text)
+    assert said in str(refused.value)
