@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
-from stratagem.common.job import DataSpec
-from stratagem.worker.data.data_factory import made_data
+from stratagem.worker.data.data_factory import DataFunction, made_data
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.reader.reader_messages import ReaderSetup
@@ -32,20 +31,15 @@ SEED = 3
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return DataSpec.parse(
-        {
-            "entrypoint": "tests.userland.read_rows:rows",
-            "kwargs": {"folder": str(tmp_path_factory.mktemp("rows"))},
-            "collate": "tests.userland.read_rows:collate",
-        }
-    )
+def function(tmp_path_factory: pytest.TempPathFactory) -> DataFunction:
+    kwargs = {"folder": str(tmp_path_factory.mktemp("rows"))}
+    return DataFunction("tests.userland.read_rows:rows", kwargs, "tests.userland.read_rows:collate")
 
 
 @pytest.fixture(scope="module")
-def pool(spec: DataSpec) -> Iterator[ReaderPool]:
+def pool(function: DataFunction) -> Iterator[ReaderPool]:
     """Two processes for all tests of this file."""
-    made = ReaderPool(ReaderSetup(spec, SEED, ALLOWED), 2)
+    made = ReaderPool(ReaderSetup(function, SEED, ALLOWED), 2)
     made.start()
     yield made
     processes = [psutil.Process(pid) for pid in made.pids]
@@ -54,8 +48,8 @@ def pool(spec: DataSpec) -> Iterator[ReaderPool]:
 
 
 @pytest.fixture(scope="module")
-def data(spec: DataSpec) -> dict[str, RowDataset]:
-    splits = made_data(spec, ALLOWED, {}, SEED)
+def data(function: DataFunction) -> dict[str, RowDataset]:
+    splits = made_data(function, ALLOWED, {}, SEED)
     return {split: each for split, each in splits.items() if isinstance(each, RowDataset)}
 
 
@@ -193,12 +187,12 @@ def test_readers_end_with_their_worker(tmp_path: Path) -> None:
     """However that ends, and whatever they do."""
     code = (
         "import os, sys, threading\n"
-        "from stratagem.common.job import DataSpec\n"
+        "from stratagem.worker.data.data_factory import DataFunction\n"
         "from stratagem.worker.data.reader.reader_messages import ReaderSetup\n"
         "from stratagem.worker.data.reader.reader_pool import ReaderPool\n"
         "from stratagem.worker.user_code.entrypoints import EntryPoints\n"
-        "spec = DataSpec(entrypoint='tests.userland.read_rows:rows', kwargs={'folder': '.'})\n"
-        "pool = ReaderPool(ReaderSetup(spec, 0, EntryPoints(['tests.*:*'])), 2)\n"
+        "function = DataFunction('tests.userland.read_rows:rows', {'folder': '.'}, None)\n"
+        "pool = ReaderPool(ReaderSetup(function, 0, EntryPoints(['tests.*:*'])), 2)\n"
         "pool.start()\n"
         "open(sys.argv[1], 'w').write(' '.join(map(str, pool.pids)))\n"
         "os.kill(os.getpid(), 9)\n"

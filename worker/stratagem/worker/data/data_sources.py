@@ -20,7 +20,7 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.job import DataSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.client_partition import client_rows
-from stratagem.worker.data.data_factory import made_data
+from stratagem.worker.data.data_factory import DataFunction, made_data
 from stratagem.worker.data.datasets import Dataset, Readers, Subset, tensor_dataset
 from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import RowDataset
@@ -152,9 +152,9 @@ def _from_entrypoint(
 ) -> dict[str, Dataset]:
     factory = entrypoints.bind(name, job.data.kwargs, "data")
     wanted = _client_arguments(factory, client)
-    splits = made_data(
-        job.data, entrypoints, wanted, job.seed if numerics >= SEEDED_FACTORIES else None
-    )
+    function = DataFunction(name, job.data.kwargs, job.data.collate)
+    seed = job.seed if numerics >= SEEDED_FACTORIES else None
+    splits = made_data(function, entrypoints, wanted, seed)
     _check_kinds(job, splits)
     return splits if wanted else _own_rows(job, splits, client)
 

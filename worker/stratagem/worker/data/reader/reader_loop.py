@@ -70,10 +70,9 @@ class _Reader:
     def prepare(self) -> None:
         """Makes the data before the first order, where that is not a single client's. What goes
         wrong will go wrong again then."""
-        data = self._setup.data
-        assert data.entrypoint is not None
+        function = self._setup.function
         with suppress(StratagemError):
-            factory = self._setup.entrypoints.bind(data.entrypoint, data.kwargs, "data")
+            factory = self._setup.entrypoints.bind(function.entrypoint, function.kwargs, "data")
             if not {"client_id", "num_clients"} & inspect.signature(factory).parameters.keys():
                 self._splits(())
 
@@ -126,7 +125,9 @@ class _Reader:
             if len(self._made) >= _MAX_MADE:
                 self._made.popitem(last=False)
             setup = self._setup
-            self._made[given] = made_data(setup.data, setup.entrypoints, dict(given), setup.seed)
+            self._made[given] = made_data(
+                setup.function, setup.entrypoints, dict(given), setup.seed
+            )
         self._made.move_to_end(given)
         return self._made[given]
 

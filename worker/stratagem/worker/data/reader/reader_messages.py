@@ -15,7 +15,7 @@ from stratagem.common.base.errors import (
     UserCodeError,
     Violation,
 )
-from stratagem.common.job import DataSpec
+from stratagem.worker.data.data_factory import DataFunction
 from stratagem.worker.data.row_datasets import BatchKeys, ReadOrder
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -24,7 +24,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 class ReaderSetup:
     """What a reader makes its data set of: the same as its worker."""
 
-    data: DataSpec
+    function: DataFunction
     seed: int
     entrypoints: EntryPoints
 
@@ -35,7 +35,9 @@ class ReaderSetup:
                 "sys_path": list(sys_path),
                 "allow": list(self.entrypoints.allow),
                 "import_paths": list(map(str, self.entrypoints.import_paths)),
-                "data": self.data.document(),
+                "entrypoint": self.function.entrypoint,
+                "kwargs": self.function.kwargs,
+                "collate": self.function.collate,
                 "seed": self.seed,
             }
         )
@@ -44,7 +46,8 @@ class ReaderSetup:
 def setup_of(message: Mapping[str, Any]) -> ReaderSetup:
     """Returns the setup of the first line."""
     entrypoints = EntryPoints(message["allow"], message["import_paths"])
-    return ReaderSetup(DataSpec.parse(message["data"]), message["seed"], entrypoints)
+    function = DataFunction(message["entrypoint"], message["kwargs"], message["collate"])
+    return ReaderSetup(function, message["seed"], entrypoints)
 
 
 def order_text(ticket: int, order: ReadOrder, freed: Sequence[int]) -> str:

@@ -3,13 +3,13 @@
 from collections import OrderedDict
 
 from stratagem.common.job import JobSpec
-from stratagem.common.schema.json_text import dump_json
+from stratagem.worker.data.data_factory import DataFunction
 from stratagem.worker.data.reader.reader_messages import ReaderSetup
 from stratagem.worker.data.reader.reader_pool import PREFETCH, ReaderPool
 from stratagem.worker.user_code import output_capture
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
-_Key = tuple[str, str, int]
+_Key = tuple[str, str, int, int]
 
 
 class WorkerReaders:
@@ -26,7 +26,11 @@ class WorkerReaders:
         number = min(wanted, self._max_readers)
         if not number:
             return None
-        key = (run_id, dump_json(job.data.document()), job.seed)
+        name, prefetch = job.data.entrypoint, job.data.prefetch or PREFETCH
+        assert name is not None  # else there are no readers
+        function = DataFunction(name, job.data.kwargs, job.data.collate)
+        setup = ReaderSetup(function, job.seed, entrypoints)
+        key = (run_id, setup.text(()), number, prefetch)
         if key not in self._pools:
             if number < wanted:
                 output_capture.pass_on(
@@ -34,8 +38,6 @@ class WorkerReaders:
                     f"data.readers: the job asks for {wanted}, this worker allows {number} "
                     "(--max-readers)",
                 )
-            setup = ReaderSetup(job.data, job.seed, entrypoints)
-            prefetch = job.data.prefetch or PREFETCH
             self._pools[key] = ReaderPool(setup, number, prefetch, self._make_room)
         return self._pools[key]
 
