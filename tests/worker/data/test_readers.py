@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +155,26 @@ def test_a_reader_that_dies_is_replaced_and_its_orders_are_repeated(
     assert told[1:] == 2 * ["(signal 9); another takes its place"]
 
 
-def test_rows_that_end_their_reader_again_and_again_are_named(
-    pool: ReaderPool, data: dict[str, RowDataset]
+def test_rows_at_which_three_readers_end_are_named(
+    function: DataFunction, data: dict[str, RowDataset]
 ) -> None:
-    dataset = data["ends"]
-    said = r"3 processes ended \(exit status 7\).*data\.ends: 2, 3"
-    with pytest.raises(UserCodeError, match=said):
-        pool.batch(dataset, order(dataset, [2, BAD_ROW]))
-    wanted = order(data["plain"], [1, 2])
-    assert_alike(pool.batch(data["plain"], wanted), data["plain"].read(wanted))
+    dataset, is_over = data["plain"], threading.Event()
+    pool = ReaderPool(ReaderSetup(function, SEED, ALLOWED), 1)
+
+    def end_each() -> None:
+        while not is_over.is_set():
+            for pid in pool.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    with ExitStack() as opened:
+        opened.callback(pool.stop)
+        opened.enter_context(ThreadPoolExecutor(1)).submit(end_each)
+        opened.callback(is_over.set)
+        said = r"3 processes ended .* data\.plain: 2, 3 \(while reading rows of data\.plain\)"
+        with pytest.raises(UserCodeError, match=said):
+            pool.batch(dataset, order(dataset, [2, NUM_ROWS + 3]))
+        is_over.set()
 
 
 def test_what_is_printed_while_rows_are_read_is_told(
@@ -228,11 +242,13 @@ def test_a_worker_has_no_more_readers_than_it_allows() -> None:
     assert WorkerReaders(0).of("first", asking(2), ALLOWED) is None
     first.start()
     second.start()
+    readers.close("third")
     assert (len(first.pids), len(second.pids)) == (0, 3)
     first.start()
     assert (len(first.pids), len(second.pids)) == (2, 0)
     readers.close("first")
     assert first.pids == []
+    second.stop()
 
 
 def test_readers_need_an_entry_point_of_rows() -> None:

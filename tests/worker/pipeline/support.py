@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
+from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.build_stages import RankEndpoint, StageAssignment, build_stage_runner
 from stratagem.worker.pipeline.rank_trainer import StageRunner
@@ -69,6 +70,7 @@ class Party:
         self, spec: JobSpec, placement: StageAssignment,
         transports: Sequence[StageTransport] | None = None, *,
         fresh: bool = True, timeout_s: float = PATIENCE_S,
+        sources: Sequence[DataSources] | None = None,
     ) -> None:  # fmt: skip
         size = max(placement.ranks) + 1
         if transports is None:
@@ -83,6 +85,7 @@ class Party:
                 placement,
                 RankEndpoint(rank, TakingTurns(transport, self._turn), timeout_s),
                 fresh=fresh,
+                sources=None if sources is None else sources[rank],
             )
             for rank, transport in enumerate(transports)
         ]
