@@ -34,7 +34,7 @@ from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import Evaluator
-from stratagem.worker.engine.objectives.objective import make_objective
+from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.exchange import SingleMemberReducer

@@ -21,9 +21,9 @@ from stratagem.common.job import (
     phases_section,
     sections,
 )
-from stratagem.common.job.built_in_names import LOSSES, METRICS
 from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every
+from stratagem.common.job.objective.built_in_names import LOSSES, METRICS
 from stratagem.common.job.optimizer.optimizer_section import (
     GroupSpec,
     OptimizerSpec,

@@ -45,13 +45,14 @@ def evaluation_loop(
     objective, gather = objective_of(job, entrypoints), Gather(float_dtype(job), device)
     predict = prediction_of(job, entrypoints)
     metrics = make_metrics(spec.metrics, entrypoints)
-    execution = prepare(model, job, device, KeyedRandomness(model, device))
+    randomness = KeyedRandomness(model, device)
+    execution = prepare(model, job, device, randomness)
     sums: dict[str, list[float]] = {}
     kept: list[tuple[Tensor, Tensor]] = []
     for batch, start in enumerate(range(0, len(dataset), spec.batch_size)):
         rows = torch.arange(start, min(start + spec.batch_size, len(dataset)))
         key = ("evaluate", spec.split, batch)
-        x, y = read(gather, dataset, rows, ("row", "evaluate", spec.split), key)
+        x, y = read(gather, dataset, rows, ("row", "evaluate", spec.split), key, randomness)
         execution.begin_batch(len(rows))
         with torch.no_grad():
             loss = objective(model, x, y, len(rows))

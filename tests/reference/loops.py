@@ -59,6 +59,8 @@ class Result:
     losses: list[float]
     average: Mapping[str, Tensor] = field(default_factory=dict)
     """The model of averaged parameters, where the job has one."""
+    logged: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    """Of what each step has logged, by name: the sum of mean · weight, and the weight."""
 
 
 def trained_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -124,6 +126,7 @@ def sharded_loop(
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
     average = RunningAverage(job.weight_average, params)
     losses: list[float] = []
+    logged: list[dict[str, tuple[float, float]]] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
         step = len(losses)
         epoch, position = divmod(step, steps_per_epoch)
@@ -133,6 +136,7 @@ def sharded_loop(
         execution.begin_batch(len(batch))
         before = [tensor.clone() for tensor in buffers]
         parts: list[list[Tensor]] = []
+        logs: list[dict[str, Tensor]] = []
         reached: set[int] = set()
         for shard, shard_rows in enumerate(shards):
             for tensor, old in zip(buffers, before, strict=True):
@@ -140,11 +144,16 @@ def sharded_loop(
             for each in trained:
                 each.forget()
             weight, loss = torch.zeros(2, dtype=torch.float64).unbind()
+            logs.append({})
             for micro_batch, rows in enumerate(cut_rows(job, shard_rows, micro_batch_size)):
                 key = (job.seed, step, shard, micro_batch)
                 x, y = take(rows, (job.seed, "row", epoch), key, randomness)
                 value = loss_fn(model, x, y, len(rows))
-                scale.up(value.mean * value.weight).backward()
+                if value.weight or value.mean.requires_grad:
+                    scale.up(value.mean * value.weight).backward()
+                for name, mean, of in value.log:
+                    pair = torch.tensor([float(mean) * of, of], dtype=torch.float64)
+                    logs[-1][name] = logs[-1].get(name, torch.zeros_like(pair)) + pair
                 weight += value.weight
                 loss += value.mean.detach().double() * value.weight
             found = [each.gradient() for each in trained]
@@ -164,6 +173,8 @@ def sharded_loop(
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             param.grad = grad / (divisor * scale.value) if i in reached else None
         losses.append((loss_sum / total).item())
+        totals = {name: add_in_tree([log[name] for log in logs]) for name in logs[0]}
+        logged.append({name: (pair[0].item(), pair[1].item()) for name, pair in totals.items()})
         if is_skipped(job, losses[-1], params, scale):
             for tensor, old in zip(buffers, before, strict=True):
                 tensor.copy_(old)
@@ -178,7 +189,7 @@ def sharded_loop(
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
         average.update(step + 1)
-    return Result(model.state_dict(), losses, average.model_state(model))
+    return Result(model.state_dict(), losses, average.model_state(model), logged)
 
 
 def federated_loop(
@@ -341,7 +352,8 @@ def backward(
     """(mean · weight, weight) of a micro-batch. A single one's mean is differentiated as it is."""
     is_single = num_micro_batches == 1 and job.window.must_divide
     root = value.mean if is_single else value.mean * value.weight
-    scale.up(root).backward()
+    if value.weight or value.mean.requires_grad:
+        scale.up(root).backward()
     return value.mean.item() * value.weight, value.weight
 
 

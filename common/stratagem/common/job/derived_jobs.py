@@ -55,7 +55,9 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
         "model.entrypoint": job.model.entrypoint,
         "data.entrypoint": data.entrypoint,
         "data.collate": data.collate,
-        "loss.entrypoint": job.loss.entrypoint,
+        "loss.entrypoint": None if job.loss is None else job.loss.entrypoint,
+        "step": job.step,
+        "predict": job.predict,
     }
     if order is not None:
         named["data.order.entrypoint"] = order.entrypoint

@@ -12,14 +12,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest
-from stratagem.common.job.built_in_names import (
+from stratagem.common.job.evaluation.followed_metric import StopSpec
+from stratagem.common.job.interval import Every, EveryField
+from stratagem.common.job.objective.built_in_names import (
     RETURNED,
     check_loss_kwargs,
     check_loss_name,
     check_metric_name,
 )
-from stratagem.common.job.evaluation.followed_metric import StopSpec
-from stratagem.common.job.interval import Every, EveryField
 from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.schema.document import Section, one_of, only_with, refuse

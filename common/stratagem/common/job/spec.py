@@ -13,7 +13,6 @@ from pydantic import Field, WrapSerializer, model_validator
 from stratagem.common.base import limits
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
-from stratagem.common.job.built_in_names import RETURNED
 from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
 from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
@@ -21,6 +20,7 @@ from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
+from stratagem.common.job.objective.step_checks import check_objective
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
@@ -38,7 +38,7 @@ from stratagem.common.job.sections import (
     PartitionSpec,
 )
 from stratagem.common.schema.document import Section, refuse
-from stratagem.common.schema.field_types import MAX_COUNT, Count, Name
+from stratagem.common.schema.field_types import MAX_COUNT, Count, EntrypointName, Name
 from stratagem.common.schema.json_text import dump_json, load_json
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
@@ -47,7 +47,6 @@ from stratagem.common.strategy import (
     Local,
     PopulationBased,
     all_reduce_of,
-    is_cut,
 )
 from stratagem.common.strategy.kinds import StrategyField
 
@@ -69,14 +68,19 @@ class JobSpec(Section):
     Nothing in it can be changed, at any depth: it is shared by all that read the same text.
 
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
-    optimizer, and its batches are those of the evaluation. placement_timeout_s: how long the run
+    optimizer, and its batches are those of the evaluation. step: an entry point (model, batch) that
+    computes what is minimised, in place of loss; predict: one that returns (output, target) for
+    metrics. placement_timeout_s: how long the run
     may be without workers before it fails; no limit unless set.
     """
 
     name: Name
     model: ModelSpec
     data: DataSpec
-    loss: LossSpec
+    # Code that computes a loss of the model's output need not ask whether the job has one.
+    loss: Annotated[LossSpec, _IF_THERE] = _ABSENT
+    step: EntrypointName | None = None
+    predict: EntrypointName | None = None
     # Only a job that trains nothing has none; code that trains need not ask.
     optimizer: Annotated[OptimizerSpec, _IF_THERE] = _ABSENT
     weight_average: WeightAverageSpec | None = None
@@ -112,14 +116,21 @@ class JobSpec(Section):
             settled = evaluation.model_copy(update={"every": Every(1, unit)})
             self.__dict__["evaluation"] = settled
         if self.only_evaluates:
-            refuse([*check_evaluating(self), *_federated_only(self), *_execution(self)])
-            refuse([*_returned_loss(self)])
+            refuse(
+                [
+                    *check_objective(self),
+                    *check_evaluating(self),
+                    *_federated_only(self),
+                    *_execution(self),
+                ]
+            )
             assert self.evaluation is not None
             self.__dict__["batch_size"] = self.evaluation.batch_size
             return self
         refuse(
             [
                 *_missing(self),
+                *check_objective(self),
                 *_length(self),
                 *_federated_only(self),
                 *_population_only(self),
@@ -133,7 +144,6 @@ class JobSpec(Section):
                 *_execution(self),
                 *_phases(self),
                 *_weight_average(self),
-                *_returned_loss(self),
             ]
         )
         return self
@@ -321,21 +331,6 @@ def _weight_average(job: JobSpec) -> list[Violation]:
         return []
     reason = why_not_averaged(job.strategy)
     return [] if reason is None else [Violation("weight_average", reason)]
-
-
-def _returned_loss(job: JobSpec) -> list[Violation]:
-    if job.loss.name != RETURNED:
-        return []
-    violations = []
-    if is_cut(job.strategy):
-        text = (
-            "model is not allowed with strategy ModelParallel: a stage cannot call model(**batch)"
-        )
-        violations.append(Violation("loss", f"{text}; name a loss of the last stage's output"))
-    if job.model.graph is not None:
-        text = "model is not allowed with model.graph, which returns outputs and no loss"
-        violations.append(Violation("loss", text))
-    return violations
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stratagem.common.job.built_in_names import FROM_LOSS
+from stratagem.common.job.objective.built_in_names import FROM_LOSS
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.user_code.entrypoints import EntryPoints
 

@@ -21,10 +21,10 @@ from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluation_metrics import Metric, make_metrics
 from stratagem.worker.engine.objectives.kept_batches import KeptBatch
 from stratagem.worker.engine.objectives.losses import Assessment, LossFunction
+from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.objectives.objective import (
     Objective,
     OutputLoss,
-    make_objective,
 )
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code

@@ -75,16 +75,16 @@ def _user_loss(function: Callable[..., Any]) -> LossFunction:
     def loss(output: Any, target: Any, num_rows: int) -> LossValue:
         value = function(output, target)
         mean, weight = value if isinstance(value, tuple) else (value, num_rows)
-        return LossValue(scalar(mean), float(weight))
+        return LossValue(one_number(mean, "the loss"), float(weight))
 
     return loss
 
 
-def scalar(mean: Any) -> Tensor:
-    """Returns a loss as 0-d; raises ValueError for what is not one number."""
+def one_number(mean: Any, what: str) -> Tensor:
+    """Returns a tensor of one element as one of no dimensions; raises ValueError for others."""
     if not isinstance(mean, Tensor) or mean.numel() != 1:
-        what = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-        raise ValueError(f"the loss must be one number as a tensor, not {what}")
+        kind = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"{what} must be one number as a tensor, not {kind}")
     return mean.reshape(())
 
 

@@ -5,23 +5,17 @@ model and batch. Everything that trains or evaluates a whole model knows objecti
 pipeline, whose model is in stages, needs the loss of an output. Must not know shards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
 
-from stratagem.common.job import JobSpec
-from stratagem.common.job.built_in_names import RETURNED
 from stratagem.worker.engine.objectives.losses import (
     Assessment,
     LossFunction,
     LossValue,
     NamedLoss,
-    counts_rows,
-    make_loss,
 )
-from stratagem.worker.engine.objectives.returned_loss import ReturnedLoss
-from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
 class Objective(Protocol):
@@ -34,6 +28,10 @@ class Objective(Protocol):
     @property
     def counts_rows(self) -> bool:
         """True if the weight is always the number of rows, so that it is known beforehand."""
+
+    @property
+    def may_log(self) -> bool:
+        """True if there may be numbers to log beside the loss."""
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
         """Computes the forward pass and the loss of a micro-batch; the caller goes backward."""
@@ -51,6 +49,7 @@ class OutputLoss:
 
     loss: LossFunction
     counts_rows: bool
+    may_log: bool = field(default=False, init=False)
 
     @property
     def is_users(self) -> bool:
@@ -67,10 +66,3 @@ class OutputLoss:
         """Computes output and loss of a batch."""
         output = model(x)
         return Assessment(self.loss(output, y, num_rows), output, y)
-
-
-def make_objective(job: JobSpec, entrypoints: EntryPoints) -> Objective:
-    """Makes the objective that a job names."""
-    if job.loss.name == RETURNED:
-        return ReturnedLoss(job.loss.weight)
-    return OutputLoss(make_loss(job.loss, entrypoints), counts_rows(job.loss))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.worker.engine.objectives.losses import Assessment, LossValue, scalar
+from stratagem.worker.engine.objectives.losses import Assessment, LossValue, one_number
 
 Weight = Literal["rows", "labels", "shifted_labels"]
 
@@ -44,6 +44,11 @@ class ReturnedLoss:
     def counts_rows(self) -> bool:
         """True if the job says so; otherwise the labels decide."""
         return self.weight == "rows"
+
+    @property
+    def may_log(self) -> bool:
+        """Always false: a model returns nothing to log."""
+        return False
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
         """An `Objective`."""
@@ -112,7 +117,7 @@ def _loss_of(outputs: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor
         keys = ", ".join(map(str, batch))
         text = f"model wants {type(model).__name__} to return a loss, and it returned none for a "
         raise InvalidInputError.at("loss", f"{text}batch of {keys}")
-    return scalar(found)
+    return one_number(found, "the loss")
 
 
 def _output(outputs: Any) -> Any:

@@ -15,8 +15,10 @@ from stratagem.worker.data.datasets import Coming, Dataset, Gather, TensorDatase
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
+from stratagem.worker.engine.objectives.losses import LossValue
 from stratagem.worker.engine.objectives.objective import Objective
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.engine.step.logged_sums import LoggedSums, sums_of
 from stratagem.worker.user_code.entrypoints import user_code
 
 
@@ -28,6 +30,7 @@ class Counted:
     weight: float
     losses: tuple[float, ...] = ()
     """Mean losses of the micro-batches."""
+    logged: LoggedSums = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -128,7 +131,7 @@ class Passes:
 
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
         is_users = self.objective.is_users or not isinstance(rows.dataset, TensorDataset)
-        counted_losses: list[tuple[Tensor, float]] = []
+        values: list[LossValue] = []
         weight = 0.0
 
         def weigh(own: float) -> None:
@@ -141,13 +144,14 @@ class Passes:
             key = window.key(number)
             self.randomness.begin(*key, is_users=is_users)
             own = replace(rows, indices=part(rows.indices, cut))
-            counted_losses.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
+            values.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
-        losses = tuple([mean.item() for mean, _ in counted_losses])
-        for loss, (_, counted) in zip(losses, counted_losses, strict=True):
-            loss_sum += loss * counted
-        return Counted(loss_sum, weight, losses)
+        losses = tuple([value.mean.item() for value in values])
+        for loss, value in zip(losses, values, strict=True):
+            loss_sum += loss * value.weight
+        logged = sums_of(values) if self.objective.may_log else {}
+        return Counted(loss_sum, weight, losses, logged)
 
     def _run_one(
         self,
@@ -155,12 +159,14 @@ class Passes:
         keys: BatchKeys,
         before_backward: Callable[[float], None],
         is_weighted: bool,
-    ) -> tuple[Tensor, float]:
-        """Forward and backward of one micro-batch; (its mean loss, its weight)."""
+    ) -> LossValue:
+        """Forward and backward of one micro-batch; its loss, as plain numbers."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity, keys)
         with user_code(rows.activity):
             loss = self.objective(self.model, x, y, rows.indices.shape[0])
         before_backward(float(loss.weight))
+        if loss.weight == 0 and not loss.mean.requires_grad:  # nothing was counted
+            return loss
         with user_code(rows.activity):
             root, mean = self.execution.scale.up(loss.mean), loss.mean
             # The bits of the gradient of mean · weight, without the two products.
@@ -169,4 +175,4 @@ class Passes:
                 root.backward(begin)
             except RuntimeError as error:
                 raise naming_parameters(error, [root], self.model.named_parameters()) from error
-        return loss.mean.detach(), float(loss.weight)
+        return LossValue(loss.mean.detach(), float(loss.weight), loss.log)

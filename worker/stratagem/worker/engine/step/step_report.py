@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -23,6 +25,8 @@ class StepReport:
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers about the step, besides the loss."""
+    logged: LoggedSums = field(default_factory=dict)
+    """What the step function has logged."""
     micro_batch_losses: tuple[float, ...] = field(default=(), compare=False)
     """Mean losses, not weighted, of the micro-batches of this member's shards: in a pipeline the
     last stage sends them to all ranks."""
@@ -35,10 +39,11 @@ class StepReport:
     def progress_metrics(self) -> dict[str, float]:
         """The metrics that are shown while the run is in progress."""
         losses = self.micro_batch_losses
+        shown = {**self.metrics, **means(self.logged)}
         if len(losses) < 2:
-            return dict(self.metrics)
+            return shown
         spread = {"micro_batch_loss_min": min(losses), "micro_batch_loss_max": max(losses)}
-        return {**self.metrics, **spread}
+        return {**shown, **spread}
 
 
 @dataclass(slots=True)
@@ -54,6 +59,7 @@ class Tally:
     max_grad_norm: float = 0.0
     num_skipped: int = 0
     """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
+    logged: LoggedSums = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -68,6 +74,8 @@ class Tally:
             return
         self.weight += report.weight
         self.loss_sum += report.loss * report.weight
+        if report.logged:
+            self.logged = added(self.logged, report.logged)
         if math.isfinite(report.grad_norm):
             self.grad_norm = report.grad_norm
             self.max_grad_norm = max(self.max_grad_norm, report.grad_norm)
@@ -75,7 +83,8 @@ class Tally:
     def metrics(self, *, may_skip: bool) -> dict[str, float]:
         """Returns the metrics of the segment, besides the loss."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
-        return {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm, **skipped}
+        norms = {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm}
+        return {**norms, **skipped, **means(self.logged)}
 
 
 @dataclass(frozen=True, slots=True)

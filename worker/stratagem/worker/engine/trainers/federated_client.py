@@ -25,13 +25,14 @@ from stratagem.worker.data.sampler import epoch_order
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.objectives.objective import make_objective
+from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.models.model_builder import build_model
@@ -52,7 +53,8 @@ class ClientRound:
     num_steps: int
     metrics: Mapping[str, float]
     """max_grad_norm: the largest 2-norm of a step's gradient before clipping, of those that are
-    finite. skipped_steps, where they may be: those that were not finite and changed nothing."""
+    finite. skipped_steps, where they may be: those that were not finite and changed nothing. And
+    the means of what the step function has logged."""
     trained: frozenset[str]
     """Names of the trainable parameters; tied ones under each of their names."""
 
@@ -116,6 +118,7 @@ class ClientRunner:
         self._model.train()
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
+        logged: LoggedSums = {}
         num_steps = num_skipped = 0
         self._passes.gather.expect(
             batch
@@ -132,6 +135,7 @@ class ClientRunner:
                     continue
                 loss_sum += report.counted.loss_sum
                 weight_sum += report.counted.weight
+                logged = added(logged, report.counted.logged)
                 if math.isfinite(report.grad_norm):
                     max_norm = max(max_norm, report.grad_norm)
         finally:
@@ -141,7 +145,7 @@ class ClientRunner:
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
         may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
         skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
-        metrics = {"max_grad_norm": max_norm, **skipped}
+        metrics = {"max_grad_norm": max_norm, **skipped, **means(logged)}
         return ClientRound(tensors, len(data), mean_loss, num_steps, metrics, self._trained)
 
     def _steps(self, data: Dataset, client: int, round_num: int) -> Iterator[tuple[Rows, Key]]:

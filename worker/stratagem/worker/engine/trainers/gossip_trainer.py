@@ -30,6 +30,14 @@ from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.step.logged_sums import (
+    NUM_EXTRAS,
+    LoggedSums,
+    added,
+    means,
+    packed,
+    unpacked,
+)
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
@@ -56,6 +64,7 @@ class _Sums:
     grad_norm: float = 0.0
     """The largest before clipping, of those that are finite."""
     num_skipped: int = 0
+    logged: LoggedSums = field(default_factory=dict)
 
     def add(self, report: LocalReport) -> None:
         """Account for a local step."""
@@ -64,6 +73,7 @@ class _Sums:
             return
         self.weight += report.counted.weight
         self.loss += report.counted.loss_sum
+        self.logged = added(self.logged, report.counted.logged)
         if math.isfinite(report.grad_norm):
             self.grad_norm = max(self.grad_norm, report.grad_norm)
 
@@ -198,6 +208,7 @@ class GossipTrainer:
             stop=False,
             grad_norm=own.grad_norm,
             num_skipped=own.num_skipped,
+            logged=own.logged,
             metrics={
                 "neighbour_distance": neighbour_distance([*distances.values()]),
                 **self._measured,
@@ -241,6 +252,7 @@ class GossipTrainer:
             [_NUM_COLUMNS * exchange.num_nodes],
             lambda n, _: _row(n, exchange.num_nodes, columns[n]).to(self._setup.gather.device),
         )
+        logged = self._sum_logged(exchange)
         by_column = [table[i::_NUM_COLUMNS].tolist() for i in range(_NUM_COLUMNS)]
         weight, loss, moved, square, num_skipped = map(math.fsum, by_column[:-1])
         num_rounds = exchange.num_nodes * max(1, self._num_segment_steps)
@@ -254,9 +266,20 @@ class GossipTrainer:
                 "mixing_distance": math.sqrt(moved / num_rounds),
                 "max_grad_norm": max(by_column[-1]),
                 **({"skipped_steps": num_skipped} if self._job.window.may_skip else {}),
+                **means(logged),
             },
             traffic={} if self.public is None else asdict(self.public.take_traffic()),
         )
+
+    def _sum_logged(self, exchange: GossipExchange) -> LoggedSums:
+        """What all nodes have logged in this segment."""
+        if not self._setup.objective.may_log:
+            return {}
+        own = {number: node.sums.logged for number, node in self._nodes.items()}
+        device = self._setup.gather.device
+        (total,) = exchange.sum_in_order([NUM_EXTRAS], lambda n, _: packed(own[n]).to(device))
+        here = next((tuple(logged) for logged in own.values() if logged), None)
+        return unpacked(total, here)
 
     def _average(self, exchange: GossipExchange) -> dict[int, float]:
         """Sets `model`; for each own node the squared distance of its parameters to the mean."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
@@ -33,6 +34,7 @@ from stratagem.worker.engine.step.forward_backward import (
     micro_batches,
     part,
 )
+from stratagem.worker.engine.step.logged_sums import NUM_EXTRAS, LoggedSums, packed, unpacked
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
@@ -74,7 +76,9 @@ class Trainer:
             self.phases = PhaseTraining(job.phases, self.params, setup.numerics)
         self._timer = PassTimer(setup.gather.device, is_idle=job.phases is None)
         self._replicas = ReplicaCheck(self.phases)
+        self._may_log = setup.objective.may_log
         num_rest = self._buffers.num_elements + self._replicas.num_extras
+        num_rest += NUM_EXTRAS if self._may_log else 0
         self.num_extras = num_scalars(len(self.params), num_rest)
         self.compressor = compressor_of(
             job,
@@ -102,6 +106,7 @@ class Trainer:
         self._is_training = False
         self._wait_s = 0.0  # of the latest step, for the sums
         self._losses: list[float] = []  # of its own micro-batches
+        self._logged: LoggedSums = {}  # of the latest step
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the coming steps read ahead. Phases say in each step only
@@ -150,7 +155,7 @@ class Trainer:
         self._buffers.snapshot()
         self._execution.begin_batch(num_rows)
         own = range(owned.start, min(owned.stop, len(live)))
-        self._losses = []
+        self._losses, logged = [], None
         divisor = self._divisor(num_rows)
         must_weigh = divisor is None and self._window.must_divide
         try:
@@ -161,16 +166,23 @@ class Trainer:
                 rows = self._rows(self.step, epoch, part(indices, live[shard]))
                 counted = self._run_shard(exchange, shard, rows, must_weigh=must_weigh)
                 self._losses += counted.losses
-                changes = self._buffers.contribution(shard, len(live))
-                changes = self._replicas.with_checksum(changes)
+                rest = self._buffers.contribution(shard, len(live))
+                if self._may_log:
+                    logged = tuple(counted.logged)
+                    rest = torch.cat([rest, packed(counted.logged)])
+                rest = self._replicas.with_checksum(rest)
                 scalars = StepScalars(
-                    counted.weight, counted.loss_sum, float(stop), exchange.reached(), changes
+                    counted.weight, counted.loss_sum, float(stop), exchange.reached(), rest
                 )
                 exchange.end_shard(shard, scalars)
             waits_since_s = time.perf_counter()
             sums = exchange.finish()
             self._wait_s = time.perf_counter() - waits_since_s
             self._replicas.compare(sums.rest, len(live), self.step + 1)
+            start = self._buffers.num_elements
+            self._logged = (
+                unpacked(sums.rest[start : start + NUM_EXTRAS], logged) if self._may_log else {}
+            )
         except BaseException:
             # The step will be done again, perhaps with other members: forget all of it.
             exchange.discard()
@@ -320,6 +332,7 @@ class Trainer:
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
             phase=phase,
+            logged=self._logged,
             micro_batch_losses=tuple(self._losses),
             news=() if self.phases is None else self.phases.take_news(),
             exchange_wait_s=self._wait_s,

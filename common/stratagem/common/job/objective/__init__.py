@@ -1,0 +1,1 @@
+"""What a job minimises and measures: names that have a meaning, and checks of the objective."""
