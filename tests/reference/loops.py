@@ -25,7 +25,8 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
-from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
@@ -36,12 +37,14 @@ from stratagem.worker.engine.trainers.federated_client import client_order
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.models.model_nodes import program_of, separate_tied
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.reference import stream_rows
 from tests.reference.decoded_update import is_coded, received
 from tests.reference.objective import Objective, objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
+from tests.reference.stream_rows import PlainRows, PlainStreams
 from tests.reference.weight_average import RunningAverage
 
 _CPU = torch.device("cpu")
@@ -307,10 +310,10 @@ def _train_client(
     if set_rates is not None:
         set_rates(optimizer, round_num - 1)
     epochs = strategy.options.local_epochs
-    loss_sum, num_rows, num_steps, num_applied = 0.0, 0.0, 0, 0
+    loss_sum, num_rows, num_steps, num_applied, num_seen = 0.0, 0.0, 0, 0, 0
     for epoch in range((round_num - 1) * epochs, round_num * epochs):
-        order = client_order(len(data), job.seed, client, epoch)
-        for rows in torch.split(order, job.batch_size):
+        for dataset, rows in _client_batches(job, data, client, epoch):
+            num_seen += len(rows)
             before = [tensor.clone() for tensor in model.buffers()]
             optimizer.zero_grad()
             execution.begin_batch(len(rows))
@@ -319,7 +322,7 @@ def _train_client(
             for micro_batch, part in enumerate(parts := cut_rows(job, rows)):
                 own_key: Key = (*key, micro_batch) if micro_batch else key
                 row_key = (job.seed, "row", "client", client, epoch)
-                x, y = read(gather, data, part, row_key, own_key, randomness)
+                x, y = read(gather, dataset, part, row_key, own_key, randomness)
                 value = loss_fn(model, x, y, len(part))
                 values.append(backward(job, value, len(parts), scale))
             loss, weight = divide(job, params, values, scale)
@@ -336,7 +339,16 @@ def _train_client(
             num_applied += 1
             loss_sum += loss
             num_rows += weight
-    return len(data), loss_sum / num_rows if num_rows else 0.0, num_applied > 0
+    return num_seen // epochs, loss_sum / num_rows if num_rows else 0.0, num_applied > 0
+
+
+def _client_batches(
+    job: JobSpec, data: Dataset, client: int, epoch: int
+) -> list[tuple[Dataset | PlainRows, Tensor]]:
+    if isinstance(data, StreamDataset):
+        return list(stream_rows.client_batches(job, data, client, epoch))
+    order = client_order(len(data), job.seed, client, epoch)
+    return [(data, rows) for rows in torch.split(order, job.batch_size)]
 
 
 def cut_rows(job: JobSpec, rows: Tensor, size: int | None = None) -> list[Tensor]:
@@ -413,7 +425,8 @@ def _setup(
     loss_fn = objective_of(job, entrypoints)
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
-    take = partial(read, gather, data)
+    rows = PlainStreams(job, data) if isinstance(data, StreamDataset) else data
+    take = partial(read, gather, rows)
     return model, loss_fn, params, take, execution, randomness
 
 

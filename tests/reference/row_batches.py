@@ -5,11 +5,9 @@ how often it came before); the batch is collated with a key of its own; then the
 force. Data sets with `take` draw from the model's generator.
 """
 
-import random
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +15,16 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.mixed_keys import Key, mix
 from stratagem.worker.data.datasets import Dataset, Gather, Subset, map_tensors
 from stratagem.worker.data.row_datasets import RowDataset
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.reference.seeding import seed_all
+from tests.reference.stream_rows import PlainRows
 
 
 def read(
     gather: Gather,
-    dataset: Dataset,
+    dataset: Dataset | PlainRows,
     rows: Tensor,
     row_key: Key,
     key: Key,
@@ -34,30 +35,32 @@ def read(
         randomness.begin(*key)
     while isinstance(dataset, Subset):
         rows, dataset = dataset.rows[rows], dataset.base
-    if not isinstance(dataset, RowDataset):
+    if isinstance(dataset, PlainRows):
+        found = [dataset[row] for row in rows.tolist()]
+    elif isinstance(dataset, RowDataset):
+        found = [_fetched(dataset, row, row_key) for row in rows.tolist()]
+    else:
         return gather(dataset, rows, "reference")
-    found = []
-    for row in rows.tolist():
-        occurrence, number = divmod(row, len(dataset))
-        _seed(mix(*row_key, number, occurrence))
-        found.append(dataset.source[number])
-    _seed(mix("collate", *key))
+    seed_all(mix("collate", *key))
     batch = map_tensors(dataset.collate(found), gather.place)
     if randomness is not None:
         randomness.begin(*key)
     return (batch[0], batch[1]) if isinstance(batch, list | tuple) else (batch, batch)
 
 
-def _seed(key: int) -> None:
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    torch.manual_seed(key % 2**63)
+def _fetched(dataset: RowDataset, row: int, row_key: Key) -> Any:
+    occurrence, number = divmod(row, len(dataset))
+    seed_all(mix(*row_key, number, occurrence))
+    return dataset.source[number]
 
 
 def epoch_batches(
     job: JobSpec, entrypoints: EntryPoints, dataset: Dataset, epoch: int
 ) -> list[Tensor]:
-    """The batches of an epoch; a row that came before has its number plus that of all rows."""
+    """The batches of an epoch; a row that came before has its number plus that of all rows. Of
+    streams, each step counts as an epoch."""
+    if isinstance(dataset, StreamDataset):
+        return [torch.arange(epoch * job.batch_size, (epoch + 1) * job.batch_size)]
     order, num_rows = job.data.order, len(dataset)
     draw = torch.Generator().manual_seed(job.seed + epoch)
     given = dataset.source if isinstance(dataset, RowDataset) else dataset
@@ -81,7 +84,7 @@ def epoch_batches(
         batches = [part.tolist() for part in torch.split(drawn, job.batch_size)]
     else:
         assert order.entrypoint is not None
-        _seed(mix(job.seed, "order", epoch))
+        seed_all(mix(job.seed, "order", epoch))
         batches = [list(batch) for batch in entrypoints.resolve(order.entrypoint)(given, epoch)]
     counts: Counter[int] = Counter()
     for batch in batches:

@@ -745,7 +745,7 @@ class BuildResult(_message.Message):
     """Digest of (name, dtype, shape) of every tensor of the model's state, sorted by name."""
     @_builtins.property
     def num_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Rows per split of the job's data."""
+        """Rows per split of the job's data; 0 of one that comes as a stream."""
 
     @_builtins.property
     def structural(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -2,7 +2,6 @@
 
 import random
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data import TensorDataset as TorchDataset
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
@@ -90,10 +89,6 @@ def test_what_others_call_take_is_not_ours() -> None:
 
 
 def test_data_sets_that_cannot_be_used_are_refused() -> None:
-    class Endless(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(())
-
     class Unbounded:
         def __getitem__(self, row: int) -> int:
             return row
@@ -102,7 +97,6 @@ def test_data_sets_that_cannot_be_used_are_refused() -> None:
     said = r"give its dataset: its collate_fn is data\.collate, its batch_size the job's"
     for value, words in (
         (loader, f"DataLoader; {said}"),
-        (Endless(), "IterableDataset"),
         (Unbounded(), r"Unbounded, which has no len\(\)"),
         ({"x": torch.arange(3)}, "is a dict"),
         ((1, 2, 3), "is a tuple"),

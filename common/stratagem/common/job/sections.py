@@ -80,6 +80,8 @@ class DataSpec(Section):
     collate: an entry point that makes a batch of a list of rows, where they are fetched one by one.
     readers: processes per worker that fetch such rows, 0 = the computing thread does; prefetch:
     micro-batches that each of them reads ahead, 2 unless set. Neither changes a bit.
+    streams: into how many logical streams rows are divided that have no numbers; a multiple of the
+    replicas, and as many unless set. shuffle_rows: such rows are shuffled in blocks of so many.
     """
 
     entrypoint: EntrypointName | None = None
@@ -88,6 +90,8 @@ class DataSpec(Section):
     readers: Annotated[int, Field(ge=0, le=MAX_READERS)] | None = None
     prefetch: Annotated[int, Field(ge=1, le=MAX_PREFETCH)] | None = None
     order: OrderSpec | None = None
+    streams: Count | None = None
+    shuffle_rows: Count | None = None
     path: Annotated[str, AfterValidator(check_tensor_file)] | None = None
     inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
     worker_local: Name | None = None
@@ -96,9 +100,9 @@ class DataSpec(Section):
     def _one_source(self) -> Self:
         one_of(self, ("entrypoint", "path", "inline", "worker_local"))
         refuse(only_with(self, "kwargs", "entrypoint"))
-        refuse(only_with(self, "collate", "entrypoint"))
-        refuse(only_with(self, "readers", "entrypoint"))
         refuse(only_with(self, "prefetch", "readers"))
+        for name in ("collate", "readers", "streams", "shuffle_rows"):
+            refuse(only_with(self, name, "entrypoint"))
         return self
 
 

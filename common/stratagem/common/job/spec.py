@@ -37,6 +37,7 @@ from stratagem.common.job.sections import (
     ModelSpec,
     PartitionSpec,
 )
+from stratagem.common.job.stream_rules import against_streams, says_stream
 from stratagem.common.schema.document import Section, refuse
 from stratagem.common.schema.field_types import MAX_COUNT, Count, EntrypointName, Name
 from stratagem.common.schema.json_text import dump_json, load_json
@@ -144,6 +145,7 @@ class JobSpec(Section):
                 *_execution(self),
                 *_phases(self),
                 *_weight_average(self),
+                *(against_streams(self) if says_stream(self) else ()),
             ]
         )
         return self

@@ -22,8 +22,10 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.client_partition import client_rows
 from stratagem.worker.data.data_factory import DataFunction, made_data
 from stratagem.worker.data.datasets import Dataset, Readers, Subset, tensor_dataset
+from stratagem.worker.data.make_stream import check_streams, stream_of
 from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import RowDataset
+from stratagem.worker.data.stream_dataset import StreamDataset, StreamedSplit
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 MAX_CLIENTS_KEPT: Final = 64
@@ -107,12 +109,14 @@ class ClientData:
             self._shared = self._load(None)
         if self._job.data.worker_local is not None or "train" not in self._shared:
             return self._shared
+        train = self._shared["train"]
+        if isinstance(train, StreamDataset):
+            own = train.of_client(client.number, client.num_clients)
+            return {**self._shared, "train": own}
         if client.num_clients not in self._rows:
-            self._rows[client.num_clients] = _divided(
-                self._job, self._shared["train"], client.num_clients
-            )
+            self._rows[client.num_clients] = _divided(self._job, train, client.num_clients)
         rows = self._rows[client.num_clients][client.number]
-        return {**self._shared, "train": Subset(self._shared["train"], rows)}
+        return {**self._shared, "train": Subset(train, rows)}
 
     def _is_made_per_client(self) -> bool:
         spec = self._job.data
@@ -155,15 +159,21 @@ def _from_entrypoint(
     function = DataFunction(name, job.data.kwargs, job.data.collate)
     seed = job.seed if numerics >= SEEDED_FACTORIES else None
     splits = made_data(function, entrypoints, wanted, seed)
+    splits = {
+        split: stream_of(dataset, job) if isinstance(dataset, StreamedSplit) else dataset
+        for split, dataset in splits.items()
+    }
     _check_kinds(job, splits)
     return splits if wanted else _own_rows(job, splits, client)
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:
     """Refuses settings that do not go with the kind of the data sets, and rows that change."""
+    streams = [split for split, dataset in splits.items() if isinstance(dataset, StreamDataset)]
+    check_streams(job, streams)
     by_row = [split for split, dataset in splits.items() if isinstance(dataset, RowDataset)]
     for key in ("collate", "readers"):
-        if getattr(job.data, key) and not by_row:
+        if getattr(job.data, key) and not by_row and not streams:
             raise InvalidInputError.at(
                 f"data.{key}",
                 "belongs to data sets with len() and [row]; the entry point gives none",
@@ -204,6 +214,8 @@ def _own_rows(
     if client is None or "train" not in splits:
         return splits
     train = splits["train"]
+    if isinstance(train, StreamDataset):
+        return {**splits, "train": train.of_client(client.number, client.num_clients)}
     rows = _divided(job, train, client.num_clients)
     return {**splits, "train": Subset(train, rows[client.number])}
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema.frozen import FrozenDict
@@ -24,6 +25,8 @@ from stratagem.worker.data.row_datasets import (
     refuse_loaders,
     row_dataset,
 )
+from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset, StreamedSplit
+from stratagem.worker.data.stream_sources import stream_source
 from stratagem.worker.user_code.entrypoints import user_code
 
 # torch aligns its own CPU allocations to this many bytes.
@@ -117,13 +120,16 @@ def as_dataset(
         return tensor_dataset(value[0], value[1] if len(value) == 2 else None, split)
     if isinstance(value, Dataset) and not has_foreign_take(value):
         return value
+    source = stream_source(value, split)
+    if source is not None:
+        return StreamedSplit(source, split, collate or default_collate)
     rows = row_dataset(value, split, collate, given)
     if rows is not None:
         return rows
     raise InvalidInputError.at(
         f"data.{split}",
         f"is a {type(value).__name__}; allowed are a tuple (x, y) of tensors, an object with "
-        "len() and [row], and one with len() and take(indices) -> (x, y)",
+        "len() and [row], one with len() and take(indices) -> (x, y), and a stream of rows",
     )
 
 
@@ -212,9 +218,8 @@ class Gather:
     ) -> tuple[Any, Any]:
         """(x, y) of the data set itself, placed."""
         base, numbers = at_the_base(dataset, indices)
-        if isinstance(base, RowDataset):
-            order = base.order(numbers, keys)
-            x, y = base.read(order) if self.readers is None else self.readers.batch(base, order)
+        if isinstance(base, RowDataset | StreamDataset | FetchedRows):
+            x, y = self._read(base, numbers, keys)
             placed = map_tensors(x, self.place)
             return placed, placed if y is x else map_tensors(y, self.place)
         if self.pool is not None and isinstance(base, TensorDataset):
@@ -223,6 +228,15 @@ class Gather:
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
             raise TypeError(f"take() must return (x, y), not a {type(pair).__name__}")
         return map_tensors(pair[0], self.place), map_tensors(pair[1], self.place)
+
+    def _read(
+        self, base: RowDataset | StreamDataset | FetchedRows, numbers: Tensor, keys: BatchKeys
+    ) -> tuple[Any, Any]:
+        """(x, y) of rows that are read one by one."""
+        if not isinstance(base, RowDataset):
+            return base.batch(numbers, keys)
+        order = base.order(numbers, keys)
+        return base.read(order) if self.readers is None else self.readers.batch(base, order)
 
     def _pooled(self, value: Any, indices: Tensor) -> Any:
         pool = self.pool

@@ -40,17 +40,18 @@ def check_purity(dataset: RowDataset) -> None:
 
 def _fetched(dataset: RowDataset, number: int) -> dict[str, str]:
     """Returns a fingerprint of each leaf of a row, by its path."""
-    return dict(_leaves(dataset.row(number, _KEYS), "the row"))
+    return dict(leaves_of(dataset.row(number, _KEYS)))
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def leaves_of(value: Any, path: str = "the row") -> Iterator[tuple[str, str]]:
+    """Yields (path, fingerprint) of each leaf of a row."""
     match value:
         case Mapping():
             for key, inner in value.items():
-                yield from _leaves(inner, f"{path}[{key!r}]")
+                yield from leaves_of(inner, f"{path}[{key!r}]")
         case tuple() | list():
             for place, inner in enumerate(value):
-                yield from _leaves(inner, f"{path}[{place}]")
+                yield from leaves_of(inner, f"{path}[{place}]")
         case _:
             yield path, f"{type(value).__name__} {_text(value)}"
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.mixed_keys import Key, mix
@@ -92,10 +92,7 @@ class RowDataset:
                 self.row(number % self.num_rows, order.keys, number // self.num_rows)
                 for number in order.numbers
             ]
-            seed_generators(mix("collate", *order.keys.batch))
-            with user_code(f"collating rows of data.{self.split}"):
-                batch = self.collate(rows)
-        return _pair(batch)
+            return collated(rows, self.collate, order.keys, self.split)
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns what `read` does, for a use that has no key of its own."""
@@ -114,6 +111,13 @@ class RowDataset:
         return torch.as_tensor(found)
 
 
+def collated(rows: list[Any], collate: Collate, keys: BatchKeys, split: str) -> tuple[Any, Any]:
+    """Returns (x, y) of rows that have been fetched, with the generators seeded for the batch."""
+    seed_generators(mix("collate", *keys.batch))
+    with user_code(f"collating rows of data.{split}"):
+        return _pair(collate(rows))
+
+
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
@@ -129,10 +133,6 @@ def refuse_loaders(value: object, split: str) -> None:
             f"data.{split}",
             "is a DataLoader; give its dataset: its collate_fn is data.collate, its batch_size "
             "the job's",
-        )
-    if isinstance(value, IterableDataset):
-        raise InvalidInputError.at(
-            f"data.{split}", "is an IterableDataset; a data set with len() and [row] is needed"
         )
 
 

@@ -78,6 +78,19 @@ class BatchOrder:
         return len(order) if isinstance(order, list) else math.ceil(len(order) / self.batch_size)
 
 
+class StreamOrder:
+    """Batches of rows of a stream, which are numbered on and on: they have no epochs in common."""
+
+    steps_per_epoch: Final = 1
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def batch(self, step: int) -> tuple[int, Tensor]:
+        """Returns (0, numbers) of the rows of the batch that comes after `step` applied steps."""
+        return 0, torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
+
+
 def epoch_order(num_rows: int, seed: int) -> Tensor:
     """Returns the order of all rows in one epoch: a permutation of their indices."""
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))

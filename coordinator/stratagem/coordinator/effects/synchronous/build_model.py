@@ -79,10 +79,11 @@ def _begins_after(job: JobSpec) -> tuple[int, int]:
 
 
 def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:
-    if job.only_evaluates or "train" not in num_rows or job.batch_size <= num_rows["train"]:
+    num_train_rows = num_rows.get("train", 0)  # 0, too, where they come as a stream
+    if job.only_evaluates or not num_train_rows or job.batch_size <= num_train_rows:
         return ""
     return (
-        f"batch_size {job.batch_size} is larger than the {num_rows['train']} rows of the train "
+        f"batch_size {job.batch_size} is larger than the {num_train_rows} rows of the train "
         "split, so every step takes all of them"
     )
 

@@ -13,6 +13,8 @@ from stratagem.common.job import Every, JobSpec
 from stratagem.common.strategy import Federated
 
 TRAIN_SPLIT = "train"
+STREAM_CHECKPOINT_STEPS = 1000
+"""Steps from commit to commit where rows come as a stream, unless the job says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
     if isinstance(job.strategy, Federated):
         every = job.evaluation.every.count if job.evaluation else None
         return SegmentSchedule(job.strategy.rounds, evaluate_every=every, checkpoint_every=1)
-    num_train_rows = num_rows[TRAIN_SPLIT]
-    steps_per_epoch = max(1, ceil(num_train_rows / job.batch_size))
+    num_train_rows = num_rows[TRAIN_SPLIT]  # 0 where they come as a stream
+    steps_per_epoch = ceil(num_train_rows / job.batch_size) or STREAM_CHECKPOINT_STEPS
 
     def steps_of(every: Every) -> int:
         return every.count * (steps_per_epoch if every.unit == "epoch" else 1)

@@ -22,6 +22,7 @@ from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSources
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.sampler import epoch_order
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
@@ -119,7 +120,7 @@ class ClientRunner:
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
         logged: LoggedSums = {}
-        num_steps = num_skipped = 0
+        num_rows = num_steps = num_skipped = 0
         self._passes.gather.expect(
             batch
             for rows, key in self._steps(data, client, round_num)
@@ -128,7 +129,7 @@ class ClientRunner:
         try:
             for rows, key in self._steps(data, client, round_num):
                 check()
-                num_steps += 1
+                num_steps, num_rows = num_steps + 1, num_rows + len(rows.indices)
                 report = self._step(local_step, lr_factor, anchors, rows, key)
                 if report.is_skipped:
                     num_skipped += 1
@@ -140,26 +141,28 @@ class ClientRunner:
                     max_norm = max(max_norm, report.grad_norm)
         finally:
             self._randomness.end()
+        if not num_steps:
+            raise _no_rows(client, num_clients)
         failpoint("worker.client_round.after_training")
         tensors = state_format.copied(state_format.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
         may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
         skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
         metrics = {"max_grad_norm": max_norm, **skipped, **means(logged)}
-        return ClientRound(tensors, len(data), mean_loss, num_steps, metrics, self._trained)
+        num_samples = num_rows // self._strategy.options.local_epochs
+        return ClientRound(tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
 
     def _steps(self, data: Dataset, client: int, round_num: int) -> Iterator[tuple[Rows, Key]]:
         """The rows of each step of a client's round, and the key of what it draws at random."""
         local_epochs, num_steps = self._strategy.options.local_epochs, 0
         for local_epoch in range(local_epochs):
             epoch = (round_num - 1) * local_epochs + local_epoch
-            order = client_order(len(data), self._job.seed, client, epoch)
             row_key = (self._job.seed, "row", "client", client, epoch)
-            for indices in torch.split(order, self._job.batch_size):
+            for dataset, indices in self._batches(data, client, epoch):
                 key = (self._job.seed, "client", client, round_num, num_steps)
                 num_steps += 1
                 activity = f"round {round_num}, client {client}, step {num_steps}"
-                yield Rows(data, indices, activity, row_key), key
+                yield Rows(dataset, indices, activity, row_key), key
 
     def _cuts(self, rows: Rows) -> Sequence[range]:
         return self._job.window.cut(len(rows.indices))
@@ -178,11 +181,21 @@ class ClientRunner:
         splits = self._data.of(client)
         if "train" not in splits:
             raise InvalidInputError.at("data", 'has no split "train"')
-        if len(splits["train"]) == 0:
-            raise InvalidInputError.at(
-                "data.train", f"client {client.number} of {client.num_clients} has no rows"
-            )
-        return splits["train"]
+        train = splits["train"]
+        if len(train) == 0 and not isinstance(train, StreamDataset):
+            raise _no_rows(client.number, client.num_clients)
+        return train
+
+    def _batches(self, data: Dataset, client: int, epoch: int) -> Iterator[tuple[Dataset, Tensor]]:
+        """Yields the batches of one epoch, each as rows of a data set; a stream is read to its
+        end."""
+        if isinstance(data, StreamDataset):
+            for fetched in data.client_batches(client, epoch):
+                yield fetched, torch.arange(len(fetched))
+            return
+        order = client_order(len(data), self._job.seed, client, epoch)
+        for indices in torch.split(order, self._job.batch_size):
+            yield data, indices
 
     def _fresh_step(self, num_lr_reductions: int) -> LocalStep:
         """Returns the steps of one round, with an optimizer of their own."""
@@ -217,6 +230,10 @@ class ClientRunner:
 def _keyed(step: Key, micro_batch: int) -> Key:
     """The key of a micro-batch of a step."""
     return (*step, micro_batch) if micro_batch else step
+
+
+def _no_rows(client: int, num_clients: int) -> InvalidInputError:
+    return InvalidInputError.at("data.train", f"client {client} of {num_clients} has no rows")
 
 
 def run_client_round(

@@ -18,7 +18,6 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
-from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
@@ -67,9 +66,7 @@ class Trainer:
             raise InvalidInputError.at("model", "has no trainable parameter")
         self.optimizer = setup.optimizer_of(self.params)
         self._buffers = Buffers(self.model, setup.gather.device)
-        self._order = BatchOrder(
-            len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows
-        )
+        self._order = setup.batch_order()
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
         self.phases: PhaseTraining | None = None
         if job.phases is not None:

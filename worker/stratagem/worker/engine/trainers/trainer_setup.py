@@ -8,7 +8,8 @@ from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
-from stratagem.worker.data.sampler import EpochRows
+from stratagem.worker.data.sampler import BatchOrder, EpochRows, StreamOrder
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
@@ -42,9 +43,16 @@ class Setup:
             job.optimizer, params, fused=job.execution.fusion, entrypoints=self.entrypoints
         )
 
+    def batch_order(self) -> BatchOrder | StreamOrder:
+        """Makes the order of the training batches."""
+        train = self.data["train"]
+        if isinstance(train, StreamDataset):
+            return StreamOrder(self.job.batch_size)
+        return BatchOrder(len(train), self.job.batch_size, self.job.seed, self.epoch_rows)
+
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows per split."""
+        """Rows per split; 0 of a stream, whose rows are not known before they are read."""
         return {split: len(dataset) for split, dataset in self.data.items()}
 
     @property

@@ -1,0 +1,71 @@
+"""Training rows that come as a stream, over real processes that are killed."""
+
+import signal
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import UserCodeError
+from tests.cluster.jobs import (
+    ALLOWED,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    federated,
+    outcome_of,
+    train,
+    wait_for,
+)
+from tests.jobs import job
+from tests.reference.loops import federated_loop, sharded_loop
+from tests.stream_jobs import NAMED, streamed
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_member_killed_in_the_middle_of_a_stream_changes_no_bit(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
+) -> None:
+    """Its streams go to the members that are left, who read them from the beginning."""
+    data = streamed("shards", streams=6, shuffle_rows=4, stateful=True, folder=str(gates.folder))
+    spec = job(
+        "dropout_mlp",
+        data=data,
+        accumulation={"micro_batch_size": 3},
+        evaluation={"split": "test", "every": "4 steps", "metrics": ["accuracy"]},
+        strategy=data_parallel(3),
+    )
+    gates.close("streamed-40")  # of each member, the first rows that are read to be checked too
+    run = client.submit(spec)
+    gates.wait_reached("streamed-40")
+    (formed,) = wait_for(run, "MembersFormed")
+    exact_cluster.kill(formed.payload["members"][1]["worker_id"], signal.SIGKILL)
+    gates.open()
+    outcome = outcome_of(run)
+    assert len(outcome.of("MembersFormed")) > 1
+    assert outcome.status.reproducible
+    assert outcome.status.metrics["test.accuracy"] > 0
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
+def test_streams_of_hugging_face_under_a_parameter_server_have_the_bits_of_the_loop(
+    client: Client,
+) -> None:
+    pytest.importorskip("datasets", reason="needs the extra interop")
+    data = streamed("hugging_face", NAMED, num_shards=5, streams=4)
+    spec = job("dropout_mlp", data=data, strategy=data_parallel(2, "ParameterServer"))
+    assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 2).state)
+
+
+def test_federated_clients_read_streams_of_their_own(client: Client) -> None:
+    spec = federated("dropout_mlp", data=streamed("shards", shuffle_rows=3), batch_size=4)
+    assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
+
+
+def test_a_job_that_does_not_say_that_its_rows_are_a_stream_is_refused_when_they_are(
+    client: Client,
+) -> None:
+    words = r"epochs: is not allowed with a stream of rows \(data\.streams\)"
+    with pytest.raises(UserCodeError, match=words):
+        client.submit(job(data=streamed("shards"), epochs=2, steps=None)).result()

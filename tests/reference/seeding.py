@@ -1,0 +1,13 @@
+"""Seeds all generators that a user's code may draw from."""
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_all(key: int) -> None:
+    """Seeds Python's, numpy's and torch's default generator."""
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.manual_seed(key % 2**63)

@@ -1,0 +1,203 @@
+"""One logical stream: rows of some shards of a source, epoch after epoch, at any position.
+
+The row at a position is a function of the source and the seed alone: a reader that is ahead of it
+goes back to a place it has marked and reads again, one that is behind reads on. Where the source
+has a state, a mark holds it; else it leads to the beginning of a shard. Must not know steps.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+import torch
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.numerics.mixed_keys import POSITIVE, Key, mix
+from stratagem.worker.data.generators import seed_generators
+from stratagem.worker.data.stream_sources import StreamSource, opened, state_of
+from stratagem.worker.user_code.entrypoints import user_code
+
+log = structlog.get_logger(__name__)
+
+_MARK_EVERY: Final = 256
+"""Rows between two marks: to ask a source for its state takes some 0.1 ms."""
+_NUM_MARKS: Final = 4
+"""Marks that are kept of what was read last."""
+_SAY_EVERY_S: Final = 10.0
+_END: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place that a stream can be read from again: after `position` rows of it."""
+
+    position: int = 0
+    epoch: int = 0
+    place: int = 0
+    """Of the shard among those of the stream."""
+    row: int = 0
+    """Rows of the epoch before it."""
+    row_of_shard: int = 0
+    state: str | None = None
+    """That of the source, as JSON; None: its shard is read from the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRules:
+    """What decides the rows of a stream.
+
+    name: of the split, for errors. key: completed by the epoch and the row's number in it.
+    block_rows: rows that are shuffled with each other. has_states: those of the source lead to
+    exactly the rows that come next.
+    """
+
+    split: str
+    number: int
+    shards: Sequence[int]
+    key: Key
+    block_rows: int | None = None
+    has_states: bool = False
+
+
+class StreamReader:
+    """Reads the rows of one stream. The caller keeps the generators, which are seeded here for each
+    row. Used by one thread."""
+
+    def __init__(self, source: StreamSource, rules: StreamRules) -> None:
+        self._source, self._rules = source, rules
+        self._marks: list[Mark] = []
+        self._rows: Iterable[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._go_to(Mark())
+
+    def row(self, position: int) -> Any:
+        """Returns the row at a position, counted over all epochs from 0."""
+        if position < self._position or self._leaps(position):
+            before = (mark for mark in self._marks if mark.position <= position)
+            self._go_to(max(before, key=lambda mark: mark.position, default=Mark()))
+        if position - self._position > _MARK_EVERY:
+            self._read_up_to(position)
+        while self._position < position:
+            self._next()
+        return self._next()
+
+    def epoch_rows(self, epoch: int) -> Iterator[Any]:
+        """Yields all rows of one epoch."""
+        self._go_to(Mark(epoch=epoch))
+        while block := self._read_block():
+            yield from block
+
+    def mark(self) -> Mark:
+        """Returns a mark that is not behind what was read last, as far back as its block."""
+        return self._mark if self._ready else self._here()
+
+    def add_mark(self, mark: Mark) -> None:
+        """Adds a mark that a reader of the same stream has made."""
+        self._marks.append(mark)
+
+    def _leaps(self, position: int) -> bool:
+        """Returns whether a mark is nearer to a position ahead than what was read last."""
+        return any(self._position < mark.position <= position for mark in self._marks)
+
+    def _go_to(self, mark: Mark) -> None:
+        self._mark, self._position = mark, mark.position
+        self._epoch, self._row = mark.epoch, mark.row
+        self._place, self._row_of_shard = mark.place, 0
+        self._rows = self._iterator = None
+        self._ready: deque[Any] = deque()
+        if mark.state is not None and self._rules.has_states:
+            self._open(mark.state)
+            self._row_of_shard = mark.row_of_shard
+            return
+        self._row -= mark.row_of_shard
+        for _ in range(mark.row_of_shard):
+            self._read()
+
+    def _here(self) -> Mark:
+        """Returns the mark of what comes next; nothing of the present block is left."""
+        state = None
+        if self._rules.has_states and self._iterator is not None and self._rows is not None:
+            with user_code(f"asking data.{self._rules.split} for its state"):
+                state = state_of(self._rows)
+        place = self._epoch, self._place, self._row, self._row_of_shard
+        return Mark(self._position, *place, state)
+
+    def _next(self) -> Any:
+        while not self._ready:
+            is_due = self._position - self._mark.position >= _MARK_EVERY
+            if is_due or self._rules.block_rows is not None:
+                self._mark = self._here()
+                self._marks = [*self._marks[-_NUM_MARKS:], self._mark]
+            self._ready.extend(self._read_block())
+            if not self._ready:
+                self._begin_epoch()
+        self._position += 1
+        return self._ready.popleft()
+
+    def _begin_epoch(self) -> None:
+        if self._row == 0:
+            rules = self._rules
+            raise InvalidInputError.at(
+                f"data.{rules.split}", f"gives stream {rules.number} no row in epoch {self._epoch}"
+            )
+        self._epoch, self._place, self._row, self._row_of_shard = self._epoch + 1, 0, 0, 0
+
+    def _read_block(self) -> list[Any]:
+        """Reads the rows that are shuffled with each other, which is one unless the job says
+        otherwise; none at the end of an epoch."""
+        first, size = self._row, self._rules.block_rows or 1
+        rows: list[Any] = []
+        while len(rows) < size and (row := self._read()) is not _END:
+            rows.append(row)
+        if self._rules.block_rows is None:
+            return rows
+        key = mix(*self._rules.key, "block", self._epoch, first // size)
+        draw = torch.Generator().manual_seed(key & POSITIVE)
+        return [rows[i] for i in torch.randperm(len(rows), generator=draw).tolist()]
+
+    def _read(self) -> Any:
+        """Reads the next row of the epoch, with the generators seeded for it."""
+        rules = self._rules
+        while self._place < len(rules.shards):
+            if self._iterator is None:
+                self._open(None)
+            assert self._iterator is not None
+            seed_generators(mix(*rules.key, self._epoch, self._row))
+            what = f"reading row {self._row} of epoch {self._epoch} of stream {rules.number}"
+            with user_code(f"{what} of data.{rules.split}"):
+                row = next(self._iterator, _END)
+            if row is not _END:
+                self._row += 1
+                self._row_of_shard += 1
+                return row
+            self._rows = self._iterator = None
+            self._place, self._row_of_shard = self._place + 1, 0
+        return _END
+
+    def _open(self, state: str | None) -> None:
+        rules, shard = self._rules, self._rules.shards[self._place]
+        with user_code(f"opening shard {shard} of data.{rules.split} in epoch {self._epoch}"):
+            seed_generators(mix(*rules.key, "open", self._epoch, shard))
+            self._rows = opened(self._source, self._epoch, shard, state)
+            self._iterator = iter(self._rows)
+
+    def _read_up_to(self, position: int) -> None:
+        """Reads and drops many rows, and says at intervals how far it has come."""
+        first, began_s = self._position, time.monotonic()
+        said_s = began_s
+        while self._position < position:
+            self._next()
+            now_s = time.monotonic()
+            if now_s - said_s > _SAY_EVERY_S:
+                said_s, rate = now_s, (self._position - first) / (now_s - began_s)
+                log.info(
+                    "reading a stream again up to where the run is",
+                    stream=self._rules.number,
+                    row=self._position,
+                    of=position,
+                    rows_per_s=round(rate),
+                    seconds_left=round((position - self._position) / rate),
+                )
