@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import (
     AccumulationSpec,
+    CodeSpec,
     CompressionSpec,
     ExecutionSpec,
     InitialSpec,
@@ -57,6 +58,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         SubgraphSpec,
         sections.DataSpec,
         OrderSpec,
+        CodeSpec,
         InitialSpec,
         sections.LossSpec,
         OptimizerSpec,
@@ -103,6 +105,8 @@ CHECKED_BY = {
     "check_tensor_file": ("path", "ends in `.safetensors`"),
     "check_run_id": ("text", "1 to 64 of a–z, 0–9, `-`"),
     "_check_which": ("text", "`final`, `best`, the number of a segment"),
+    "_check_signature": ("text", "128 hex digits, of `stratagem code sign`"),
+    "check_requirement": ("text", "a distribution and its versions, `name>=1`"),
     "_check_node_id": ("text", "1 to 64 of A–Z, a–z, 0–9, `_`, `-`"),
     "_check_module": ("text", "a module named [below](#modules-of-a-graph)"),
     "_check_topology": ("text", choices.KNOWN_TOPOLOGIES),

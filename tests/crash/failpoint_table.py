@@ -61,6 +61,8 @@ AFTER_ANOTHER = {
 """Reached only after another crash: of this process, at that failpoint."""
 OVER_AN_OBJECT_STORE = {"coordinator.objects.after_part", "coordinator.objects.after_put"}
 """Not reached where blobs lie in a folder; see test_object_store.py."""
+ONCE_PER_BUNDLE = {"worker.code.unpacked"}
+"""Reached where code is new to a worker; see test_brought_code.py."""
 LATER_HITS = {
     "coordinator.segment.trained": (3,),
     "coordinator.commit.pulled": (2,),

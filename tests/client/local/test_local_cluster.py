@@ -61,7 +61,8 @@ def test_processes_are_told_where_to_find_each_other(tmp_path: Path) -> None:
     assert worker == [
         *("--coordinator", address, "--name", "worker-1", "--listen", "127.0.0.1:0"),
         *("--data-dir", str(tmp_path / "worker-1")),
-        *("--allow", "jobs.a:build", "--allow", "jobs.a:load", "--import-path", "/modules"),
+        *("--allow", "jobs.a:build", "--allow", "jobs.a:load"),
+        *("--allow-code", "any", "--import-path", "/modules"),
         *("--data-root", "/"),
         *("--threads", "3", "--ready-file", str(tmp_path / "ready" / "worker-1")),
         *("--tag", "gpu"),

@@ -1,6 +1,7 @@
 """Questions that the client asks a process with torch."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 from stratagem.client.cli.main import app
 from stratagem.client.cli.planning_commands import parse_size
 from stratagem.client.sdk import planning, torch_process
-from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.errors import InvalidInputError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
 from tests.repository import ROOT
 
@@ -41,6 +42,21 @@ def test_the_command_estimates_in_a_process_of_its_own() -> None:
         )
     )
     assert found["rows"] == 64
+
+
+def test_code_that_would_travel_is_what_is_looked_at(tmp_path: Path) -> None:
+    """As on a worker: what is left out of it is not there."""
+    model = "from torch import nn\nimport {} as helper\ndef build(): return nn.Linear(64, 10)\n"
+    (tmp_path / "brought.py").write_text(model.format("there"))
+    (tmp_path / "wrong.py").write_text(model.format("ignored"))
+    (tmp_path / "there.py").write_text("")
+    (tmp_path / "ignored.py").write_text("")
+    (tmp_path / ".gitignore").write_text("ignored.py")
+    job = load_job(EXAMPLE, [f"code={tmp_path}", "model={entrypoint: 'brought:build'}"])
+    assert planning.estimate_memory(job, import_path=[ROOT]).num_parameters == 650
+    wrong = load_job(EXAMPLE, [f"code={tmp_path}", "model={entrypoint: 'wrong:build'}"])
+    with pytest.raises(UserCodeError, match="No module named 'ignored'"):
+        planning.estimate_memory(wrong, import_path=[ROOT])
 
 
 @pytest.mark.sweep

@@ -7,6 +7,7 @@ import typer
 
 from stratagem.client.cli import (
     check_command,
+    code_commands,
     doctor_commands,
     identity_commands,
     planning_commands,
@@ -53,6 +54,7 @@ app.command()(server_commands.up)
 app.command()(server_commands.health)
 app.add_typer(identity_commands.certs, name="certs")
 app.add_typer(identity_commands.token, name="token")
+app.add_typer(code_commands.code, name="code")
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
 

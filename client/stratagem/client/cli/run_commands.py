@@ -104,7 +104,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
         if job.placement_timeout_s is None:
             job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
         folders = tuple(map(str, import_folders(job_path)))
-        known = LocalRun(entry_points(job), folders, tuple(tag or ()))
+        allow_code = "none" if job.code is None else "any"
+        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code)
         with _local_client(known, local, data_dir) as client:
             known.save(data_dir, chosen)
             _follow_local(_Following(submitted(client), form, output), local)
@@ -300,6 +301,7 @@ class LocalRun:
     allow: tuple[str, ...]
     import_path: tuple[str, ...]
     tags: tuple[str, ...] = ()
+    allow_code: str = "none"
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -313,7 +315,8 @@ class LocalRun:
             kept = json.loads(path.read_text())
         except FileNotFoundError:
             raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
-        return cls(**{name: tuple(values) for name, values in kept.items()})
+        lists = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
+        return cls(**{**kept, **lists})
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
         """The settings of a run whose job names further code of the user's in these overrides."""
@@ -331,6 +334,7 @@ def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Cli
         workers=workers,
         data_dir=data_dir,
         allow=known.allow,
+        allow_code=known.allow_code,
         import_path=tuple(Path(folder) for folder in known.import_path),
         worker_arguments=tag_arguments(known.tags, workers),
     )

@@ -53,6 +53,8 @@ class LocalCluster:
     """Journal, states and logs; None: a temporary folder that close() removes."""
     allow: Sequence[str] = ("*:*",)
     """Entry points (`module:name`, with wildcards) that jobs may name."""
+    allow_code: str = "any"
+    """Code that jobs may bring along, as `stratagem worker --allow-code` says it."""
     import_path: Sequence[Path] = ()
     """Folders from which the workers import the user's modules."""
     data_root: Sequence[Path] = (Path("/"),)
@@ -226,6 +228,7 @@ class LocalCluster:
                 *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
                 *("--listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
                 *(part for pattern in self.allow for part in ("--allow", pattern)),
+                *("--allow-code", self.allow_code),
                 *(part for folder in self.import_path for part in ("--import-path", str(folder))),
                 *(part for root in self.data_root for part in ("--data-root", str(root))),
                 *("--threads", str(threads), "--ready-file", str(self._ready_file(name))),

@@ -24,7 +24,7 @@ from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.client.sdk.planning import resolve_parallelism
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.torch_process import import_folders
-from stratagem.client.sdk.uploads import InlineData
+from stratagem.client.sdk.uploads import InlineData, resolve_code
 from stratagem.client.sdk.views import Event, LogLine, Phase, Progress, RunStatus, Worker
 from stratagem.common.base.errors import (
     InvalidInputError,
@@ -120,7 +120,7 @@ class AsyncClient:
         chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
         if packed is not None:
             await uploads.upload(connection, packed)
-        spec = await resolve_initial(connection, spec)
+        spec = await resolve_code(connection, await resolve_initial(connection, spec))
         reason = ""
         if spec.execution.parallelism != "None":
             # The run has a real strategy from the start; replays need not know how it came about.

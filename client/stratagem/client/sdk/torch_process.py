@@ -7,12 +7,14 @@ process of its own.
 import json
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
+from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.common.base.errors import (
     InvalidInputError,
@@ -21,6 +23,7 @@ from stratagem.common.base.errors import (
     UserCodeError,
     Violation,
 )
+from stratagem.common.code.bundle import digest_of
 from stratagem.common.job import entry_points
 
 _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
@@ -49,13 +52,16 @@ def ask(
     if find_spec("torch") is None:
         raise UnavailableError(NO_TORCH)
     spec = parse_job(job)
-    request = {
+    request: dict[str, Any] = {
         "question": question,
         "job_json": spec.canonical_json(),
         "allow": entry_points(spec),
         "import_path": [str(path) for path in import_path or import_folders(job)],
         **asked,
     }
+    if spec.code is not None and spec.code.path is not None:
+        archive = bundle_of(spec.code)
+        request["code"] = {"digest": digest_of(archive), "archive": b64encode(archive).decode()}
     done = subprocess.run(
         _PROGRAM, input=json.dumps(request), capture_output=True, text=True, check=False
     )

@@ -1,17 +1,22 @@
-"""Inline data: arrays or tensors of the caller, uploaded as one blob that the job names by digest.
+"""What a job brings along, data and code, uploaded as blobs that the job names by their digests.
 
-Owns how splits and rows become named tensors (`train.x`, `train.y`, `train.x.<key>`). Does not
-import torch unless the caller passes tensors in.
+Inline data are arrays or tensors of the caller. Owns how splits and rows become named tensors
+(`train.x`, `train.y`, `train.x.<key>`). Does not import torch unless the caller passes tensors in.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Digest
+from stratagem.common.code.bundle import manifest_of
+from stratagem.common.job import CodeSpec, JobSpec
 from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.chunks import Source
 from stratagem.common.tensors.dtypes import dtype_named
@@ -73,6 +78,18 @@ async def send(
         content,
         retry=connection.stream_retry,
     )
+
+
+async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
+    """The job with its code as the digest of a bundle that the coordinator has."""
+    code = job.code
+    if code is None or code.digest is not None:
+        return job
+    archive = await asyncio.to_thread(bundle_of, code)
+    manifest = manifest_of(archive)
+    await send(connection, manifest, [memoryview(archive)])
+    sent = CodeSpec(digest=Digest(manifest.digest), signature=code.signature)
+    return job.model_copy(update={"code": sent})
 
 
 def _named(data: InlineData) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ MAX_ID_CHARS: Final = 64
 
 _RUN_ID: Final = re.compile(r"[a-z0-9-]{1,64}")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _PARTY: Final = re.compile(r"|(?!\.+(/|$))[A-Za-z0-9._-]+(/(?!\.+(/|$))[A-Za-z0-9._-]+)*")
 _MAX_PARTY_CHARS: Final = 256
 _SUFFIX_BYTES: Final = 4
@@ -49,6 +50,13 @@ def new_submission() -> str:
 def new_incarnation() -> Incarnation:
     """A fresh name for one start of a worker process."""
     return Incarnation(secrets.token_hex(8))
+
+
+def check_digest(value: str) -> Digest:
+    """The digest of a blob; raises InvalidInputError for other text."""
+    if not _DIGEST.fullmatch(value):
+        raise InvalidInputError(f"{value!r} is not a SHA-256 digest of 64 hex digits")
+    return Digest(value)
 
 
 def check_run_id(value: str) -> RunId:

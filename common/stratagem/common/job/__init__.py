@@ -1,5 +1,6 @@
 """The job document: its sections, how it is read from a file, its canonical text."""
 
+from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression_section import CompressionSpec
 from stratagem.common.job.derived_jobs import entry_points, entry_points_by_field, with_fields
@@ -36,6 +37,7 @@ __all__ = [
     "AccumulationSpec",
     "AdaptationSpec",
     "CheckpointSpec",
+    "CodeSpec",
     "CompressionSpec",
     "DataSpec",
     "EdgeSpec",

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.base.ids import Digest, check_run_id
-from stratagem.common.job.sections import check_digest, check_tensor_file
+from stratagem.common.base.ids import Digest, check_digest, check_run_id
+from stratagem.common.job.sections import check_tensor_file
 from stratagem.common.schema.document import Section, one_of, refuse
 from stratagem.common.schema.field_types import Kwargs, Whole
 from stratagem.common.strategy import (

@@ -4,14 +4,13 @@ Each section checks itself; what concerns several sections at once is checked by
 User code is only named here (an entry point is text), never imported.
 """
 
-import re
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.base.ids import Digest
+from stratagem.common.base.ids import Digest, check_digest
 from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every, EveryField
 from stratagem.common.job.objective.built_in_names import (
@@ -39,8 +38,6 @@ MAX_METRICS: Final = 64
 MAX_READERS: Final = 256
 MAX_PREFETCH: Final = 64
 
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-
 
 class ModelSpec(Section):
     """The model: an entry point that builds it, or a graph.
@@ -58,13 +55,6 @@ class ModelSpec(Section):
         one_of(self, ("entrypoint", "graph"))
         refuse(only_with(self, "kwargs", "entrypoint"))
         return self
-
-
-def check_digest(value: str) -> Digest:
-    """The digest of a blob; raises InvalidInputError for other text."""
-    if not _DIGEST.fullmatch(value):
-        raise InvalidInputError(f"{value!r} is not a SHA-256 digest of 64 hex digits")
-    return Digest(value)
 
 
 def check_tensor_file(value: str) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field, WrapSerializer, model_validator
 
 from stratagem.common.base import limits
 from stratagem.common.base.errors import Violation
+from stratagem.common.code.code_section import CodeSpec, RequirementText
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
 from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
 from stratagem.common.job.evaluation.followed_metric import check_followed
@@ -39,7 +40,13 @@ from stratagem.common.job.sections import (
 )
 from stratagem.common.job.stream_rules import against_streams, says_stream
 from stratagem.common.schema.document import Section, refuse
-from stratagem.common.schema.field_types import MAX_COUNT, Count, EntrypointName, Name
+from stratagem.common.schema.field_types import (
+    MAX_COUNT,
+    Count,
+    EntrypointName,
+    Name,
+    NonEmptyItems,
+)
 from stratagem.common.schema.json_text import dump_json, load_json
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
@@ -78,6 +85,8 @@ class JobSpec(Section):
     name: Name
     model: ModelSpec
     data: DataSpec
+    code: CodeSpec | None = None
+    requires: NonEmptyItems[RequirementText] | None = None
     # Code that computes a loss of the model's output need not ask whether the job has one.
     loss: Annotated[LossSpec, _IF_THERE] = _ABSENT
     step: EntrypointName | None = None

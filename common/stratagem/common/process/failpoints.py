@@ -50,6 +50,7 @@ FAILPOINTS: Final = (
     "worker.client_round.after_training",
     "worker.execute.accepted",
     "worker.blob.committed",
+    "worker.code.unpacked",
     "worker.build.done",
     "worker.gossip.loaded",
     "worker.gossip.before_backward",

@@ -13,10 +13,9 @@ from stratagem.common.base.errors import (
     NotFoundError,
     UnavailableError,
 )
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import Digest, Party, RunId, check_digest
 from stratagem.common.identity.authentication import Caller, current_caller
 from stratagem.common.job import JobSpec
-from stratagem.common.job.sections import check_digest
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
@@ -145,9 +144,9 @@ async def _store(
 
 
 async def check_job(app: App, job_json: str, caller: Caller) -> None:
-    """Check that a job has at most max_graph_nodes nodes, and names only data and a state that are
-    stored here already and that the caller may use. A refusal does not reveal what other callers
-    have uploaded."""
+    """Check that a job has at most max_graph_nodes nodes, and names only data, code and a state
+    that are stored here already and that the caller may use. A refusal does not reveal what other
+    callers have uploaded."""
     max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
@@ -155,16 +154,19 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
         raise LimitError(
             f"max_graph_nodes: the graph has {num_nodes}, the limit is {max_graph_nodes}"
         )
-    inline, initial = job.data.inline, job.initial
-    if initial is not None and initial.digest is None:
-        text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
-        raise InvalidInputError.at("initial", text)
+    inline, initial, code = job.data.inline, job.initial, job.code
+    for name, section in (("initial", initial), ("code", code)):
+        if section is not None and section.digest is None:
+            text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
+            raise InvalidInputError.at(name, text)
     by = f" by {caller.name}" if caller.is_known else ""
     if initial is not None and not await _is_here(app, caller, initial.digest):
         where = f"is here that was uploaded{by} or committed by a run"
         raise NotFoundError(f"initial.digest: no state {initial.digest} {where}")
     if inline is not None and not await _is_here(app, caller, inline):
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")
+    if code is not None and not await _is_here(app, caller, code.digest):
+        raise NotFoundError(f"code.digest: no code {code.digest} was uploaded{by}")
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:

@@ -8,8 +8,9 @@ prints goes to standard error.
 import json
 import os
 import sys
+from base64 import b64decode
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,7 @@ from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
 from stratagem.tools.planning.simulated_step import Site
 from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.user_code.code_store import CodeStore
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 DEVICES: Final = ("cpu", "cuda")
@@ -30,8 +32,11 @@ DEVICES: Final = ("cpu", "cuda")
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one request; raises what the question raises."""
-    job = JobSpec.from_json(request["job_json"])
-    return _QUESTIONS[request["question"]](job, _site(request), request)
+    job, bundles = JobSpec.from_json(request["job_json"]), CodeStore(None)
+    try:
+        return _QUESTIONS[request["question"]](job, _site(request, bundles), request)
+    finally:
+        bundles.close()
 
 
 def _estimate(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +94,7 @@ _QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict
 }
 
 
-def _site(request: Mapping[str, Any]) -> Site:
+def _site(request: Mapping[str, Any], bundles: CodeStore) -> Site:
     name = request.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in DEVICES:
         raise InvalidInputError.at("device", not_one_of(name, DEVICES))
@@ -98,6 +103,9 @@ def _site(request: Mapping[str, Any]) -> Site:
             "device", f"{name} is not here; leave the device out for this machine's own"
         )
     entrypoints = EntryPoints(request["allow"], request["import_path"])
+    if code := request.get("code"):
+        bundles.take(code["digest"], "", lambda: b64decode(code["archive"]))
+        entrypoints = replace(entrypoints, code=code["digest"])
     return Site(entrypoints, torch.device(name), DataSources())
 
 

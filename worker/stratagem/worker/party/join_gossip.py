@@ -65,7 +65,7 @@ def _load_base(
     failpoint("worker.gossip.loaded")
     trainer = build_gossip_trainer(
         work.job,
-        work.host.entrypoints,
+        work.entrypoints,
         nodes,
         device=work.host.device,
         sources=work.sources(),

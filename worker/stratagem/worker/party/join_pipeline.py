@@ -196,7 +196,7 @@ def _runner(
     )
     runner = build_stage_runner(
         work.job,
-        work.host.entrypoints,
+        work.entrypoints,
         placement,
         RankEndpoint(where.rank, exchange.transport, work.exchange_timeout_s),
         device=work.host.device,

@@ -49,7 +49,7 @@ def own_metrics(
 def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
     """Return the metrics of the batches of all members, which the plan's blob holds."""
     work.set_activity("measuring")
-    own = make_own_metrics(work.job.evaluation, work.host.entrypoints, work.numerics)
+    own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     tensors, metadata = work.blob(plan.outputs)
     result = pb.OwnMetrics(are_measured=True)
     for split in plan.splits:

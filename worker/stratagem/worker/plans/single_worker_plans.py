@@ -154,7 +154,7 @@ def _runner(work: ExecutionContext) -> ClientRunner:
         if len(runners) == MAX_RUNNERS:
             runners.popitem(last=False)
         runners[text] = ClientRunner(
-            work.job, work.host.entrypoints, work.host.device, work.sources(), work.numerics
+            work.job, work.entrypoints, work.host.device, work.sources(), work.numerics
         )
         work.warn(runners[text].notes)
     runners.move_to_end(text)

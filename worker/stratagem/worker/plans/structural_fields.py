@@ -35,7 +35,7 @@ def structural(
     model: as the job trains it.
     """
     names: dict[str, None] = {}
-    own, entrypoints = work.job, work.host.entrypoints
+    own, entrypoints = work.job, work.entrypoints
     trained = [
         (name, param.dim()) for name, param in model.named_parameters() if param.requires_grad
     ]

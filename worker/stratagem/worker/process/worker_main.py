@@ -57,8 +57,11 @@ from stratagem.worker.process.worker_settings import WorkerSettings, advertised,
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
-from stratagem.worker.user_code import output_capture
+from stratagem.worker.user_code import bundle_import, output_capture
+from stratagem.worker.user_code.code_policy import CodePolicy
+from stratagem.worker.user_code.code_store import CodeStore
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from stratagem.worker.user_code.job_code import UserCode
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -114,7 +117,7 @@ def keep_forks_away() -> None:
     first wanted, by exec.
     """
     multiprocessing.set_start_method("forkserver", force=True)
-    multiprocessing.set_forkserver_preload(["torch"])
+    multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 
 
 async def run(settings: WorkerSettings, thread: TorchThread) -> None:
@@ -169,6 +172,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             host.blobs.clear()
+            host.user_code.bundles.close()
 
 
 def _limits(settings: WorkerSettings) -> WorkerLimits:
@@ -282,7 +286,7 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         incarnation=incarnation,
         address=reach.address,
         device=torch.device(settings.device),
-        entrypoints=EntryPoints(tuple(settings.allow), tuple(settings.import_path)),
+        user_code=_user_code(settings),
         local_data=settings.local_data,
         data_roots=settings.data_roots,
         exchange_timeout_s=settings.exchange_timeout_s,
@@ -302,6 +306,12 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         clock=CoordinatorClock(),
         readers=WorkerReaders(settings.max_readers),
     )
+
+
+def _user_code(settings: WorkerSettings) -> UserCode:
+    installed = EntryPoints(tuple(settings.allow), tuple(settings.import_path))
+    folder = settings.data_dir and settings.data_dir / f"code-{settings.worker_id}"
+    return UserCode(installed, CodePolicy(settings.allow_code), CodeStore(folder))
 
 
 async def _serve_health(security: WorkerSecurity, port: int) -> _Health:

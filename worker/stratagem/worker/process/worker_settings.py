@@ -114,6 +114,11 @@ class WorkerSettings(BaseSettings):
     )
     tags: Strings = Field([], description="labels that strategies select by")
     allow: Strings = Field([], description="entry points that jobs may name, as 'package.*:*'")
+    allow_code: str = Field(
+        "none",
+        description="code that jobs may bring along: none, signed:FILE (by one of the public keys "
+        "in it), digests:FILE (listed in it) or any",
+    )
     import_path: Strings = Field([], description="directories of the users' modules")
     data_root: Strings = Field(
         [], description="folders that data.path of a job must be in; --import-path if unset"

@@ -188,6 +188,7 @@ class Sessions:
             self._run_caches.pop(run_id, None)
             self._host.blobs.drop_run(run_id)
             self._host.thread.submit(lambda: self._host.readers.close(run_id))
+            self._host.thread.submit(lambda: self._host.user_code.bundles.drop_run(run_id))
             # After the sessions have left their parties, which happens in the same thread.
             here = contextvars.copy_context()
             self._host.thread.submit(lambda: here.run(self._host.activations.clear_run, run_id))

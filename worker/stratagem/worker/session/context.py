@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.code import bundle
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
 from stratagem.v1 import worker_pb2 as pb
@@ -47,6 +49,7 @@ from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
 from stratagem.worker.session.work_statistics import WorkStats
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from stratagem.worker.user_code.job_code import UserCode
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -68,7 +71,7 @@ class Host:
     incarnation: str
     address: str
     device: torch.device
-    entrypoints: EntryPoints
+    user_code: UserCode
     local_data: Mapping[str, str]
     data_roots: tuple[Path, ...]
     exchange_timeout_s: float
@@ -219,6 +222,17 @@ class ExecutionContext:
         finally:
             self.outbox.has(digest)
 
+    @property
+    def entrypoints(self) -> EntryPoints:
+        """Return what resolves the entry points of the job, whose code is here then."""
+        return self.host.user_code.entry_points_of(self.job, self.key.run_id, self._archive)
+
+    def _archive(self, digest: str) -> bytes:
+        tensor = self.blob(digest)[0].get(bundle.TENSOR)
+        if tensor is None or tensor.dtype is not torch.uint8:
+            raise InvalidInputError.at("code.digest", f"{digest} is no bundle")
+        return tensor.numpy().tobytes()
+
     def sources(self) -> DataSources:
         """Return the data that the job may name, the caller's own included."""
         inline = self.job.data.inline
@@ -228,13 +242,13 @@ class ExecutionContext:
 
     def readers(self) -> ReaderPool | None:
         """Return the processes that read rows for this run; None where the torch thread does."""
-        return self.host.readers.of(self.key.run_id, self.job, self.host.entrypoints)
+        return self.host.readers.of(self.key.run_id, self.job, self.entrypoints)
 
     def new_trainer(self, *, fresh: bool) -> Trainer:
         """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded."""
         trainer = build_trainer(
             self.job,
-            self.host.entrypoints,
+            self.entrypoints,
             device=self.host.device,
             fresh=fresh,
             sources=self.sources(),
@@ -247,7 +261,7 @@ class ExecutionContext:
         """Build a model of the job that is only run, initialised (fresh) or to be loaded."""
         inference = build_inference(
             self.job,
-            self.host.entrypoints,
+            self.entrypoints,
             device=self.host.device,
             fresh=fresh,
             sources=self.sources(),

@@ -24,6 +24,7 @@ import stratagem
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.schema.frozen import thawed
+from stratagem.worker.user_code import bundle_import
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MACHINERY: Final = (*stratagem.__path__, str(Path(torch.__file__).parent))
@@ -35,11 +36,13 @@ class EntryPoints:
     """The operator's allow list: exact names or fnmatch patterns over "package.module:name".
 
     `import_paths` are directories in which user modules are looked for, after everything else on
-    sys.path, so that a user's module never hides an installed one.
+    sys.path, so that a user's module never hides an installed one. code: the digest of the bundle
+    of a job, in which names are looked for first; what is in it is allowed.
     """
 
     allow: Sequence[str]
     import_paths: Sequence[str | Path] = ()
+    code: str = ""
 
     def __post_init__(self) -> None:
         for path in map(str, self.import_paths):
@@ -53,11 +56,14 @@ class EntryPoints:
         module_name, _, qualname = name.partition(":")
         if "__" in qualname:
             raise _refusal(field, name, "names a private attribute")
-        if not self._allows(name):
+        is_brought = self._brings(module_name)
+        if not (is_brought or self._allows(name)):
             allowed = ", ".join(self.allow) or "nothing"
             raise _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
         target = _walk(self.import_allowed(module_name, field, name), qualname, field, name)
-        return self._checked(name, target, field)
+        if isinstance(target, ModuleType) or not callable(target):
+            raise _refusal(field, name, f"is a {type(target).__name__}, which cannot be called")
+        return target if is_brought else self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
         """Return what `resolve` does, with keyword arguments that are given with every call."""
@@ -73,6 +79,8 @@ class EntryPoints:
         """
         with user_code(f"importing {module_name}"):
             try:
+                if self._brings(module_name):
+                    return bundle_import.import_module(self.code, module_name)
                 return importlib.import_module(module_name)
             except ModuleNotFoundError as error:
                 missing = error.name or ""
@@ -81,18 +89,19 @@ class EntryPoints:
                     raise _refusal(field, name, reason) from error
                 raise
 
+    def _brings(self, module_name: str) -> bool:
+        return self.code != "" and bundle_import.has_module(self.code, module_name)
+
     def _looked_in(self) -> str:
-        folders = " or ".join(map(str, self.import_paths))
-        return f"is installed, or is in {folders}" if folders else "is installed"
+        places = [*(["the job's code"] if self.code else []), *map(str, self.import_paths)]
+        return f"is installed, or is in {' or '.join(places)}" if places else "is installed"
 
     def _allows(self, name: str) -> bool:
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.allow)
 
-    def _checked(self, name: str, target: object, field: str) -> Callable[..., Any]:
+    def _checked(self, name: str, target: Callable[..., Any], field: str) -> Callable[..., Any]:
         """Refuses what the module merely imported from a place that is not allowed itself, unless
         the operator has listed exactly this name: that says which thing is meant."""
-        if isinstance(target, ModuleType) or not callable(target):
-            raise _refusal(field, name, f"is a {type(target).__name__}, which cannot be called")
         if name in self.allow:
             return target
         home = getattr(target, "__module__", None)

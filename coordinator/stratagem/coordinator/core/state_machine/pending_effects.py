@@ -29,12 +29,14 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
 
 def blobs_of(run: RunRecord) -> frozenset[Digest]:
     """Return the blobs of a run that must be kept: retained commits, bases of what is due, inline
-    data, given states, predictions."""
+    data, code, given states, predictions."""
     live = {commit.digest for commit in retained(run)}
     live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
     live |= run.strategy.blobs(run.value)
     if run.job.data.inline is not None:
         live.add(Digest(run.job.data.inline))
+    if run.job.code is not None and run.job.code.digest is not None:
+        live.add(run.job.code.digest)
     if run.job.initial is not None and run.job.initial.digest is not None:
         live.add(run.job.initial.digest)
     if run.predictions:

@@ -212,6 +212,7 @@ def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> f
         request.measure.outputs,
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
         job.get("data", {}).get("inline"),
+        (job.get("code") or {}).get("digest"),
         (job.get("initial") or {}).get("digest"),
     }
     return frozenset(digest for digest in named if digest)

@@ -35,6 +35,7 @@ class ReaderSetup:
                 "sys_path": list(sys_path),
                 "allow": list(self.entrypoints.allow),
                 "import_paths": list(map(str, self.entrypoints.import_paths)),
+                "code": self.entrypoints.code,
                 "entrypoint": self.function.entrypoint,
                 "kwargs": self.function.kwargs,
                 "collate": self.function.collate,
@@ -45,7 +46,7 @@ class ReaderSetup:
 
 def setup_of(message: Mapping[str, Any]) -> ReaderSetup:
     """Returns the setup of the first line."""
-    entrypoints = EntryPoints(message["allow"], message["import_paths"])
+    entrypoints = EntryPoints(message["allow"], message["import_paths"], message["code"])
     function = DataFunction(message["entrypoint"], message["kwargs"], message["collate"])
     return ReaderSetup(function, message["seed"], entrypoints)
 

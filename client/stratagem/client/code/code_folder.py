@@ -1,0 +1,119 @@
+"""The user's folder as a code bundle: which of its files travel with a job.
+
+Left out are dot files, `__pycache__`, what a .gitignore ignores, and what is no plain file. Owns
+that choice; the form of a bundle is in common/code.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from pathspec import GitIgnoreSpec
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.code.bundle import check_names, check_size, pack
+from stratagem.common.job import CodeSpec
+
+_IGNORE_FILE: Final = ".gitignore"
+_LEFT_OUT: Final = "__pycache__"
+
+
+def bundle_of(code: CodeSpec) -> bytes:
+    """The bundle of the folder that `code` names, seen from the current folder.
+
+    Raises InvalidInputError for a folder that is not there or holds nothing to take, LimitError,
+    which names the largest files, before any is read.
+    """
+    folder = Path(code.path or ".").absolute()
+    if not folder.is_dir():
+        raise InvalidInputError.at("code.path", f"{folder} is no folder")
+    chosen = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    if code.include is not None:
+        included = _patterns("code.include", code.include)
+        chosen = {name: path for name, path in chosen.items() if included.match_file(name)}
+    if code.exclude is not None:
+        excluded = _patterns("code.exclude", code.exclude)
+        chosen = {name: path for name, path in chosen.items() if not excluded.match_file(name)}
+    if not chosen:
+        raise InvalidInputError.at("code", f"{folder} holds no file to take along")
+    try:
+        check_names(chosen)
+        check_size({name: path.stat().st_size for name, path in chosen.items()})
+        return pack({name: path.read_bytes() for name, path in chosen.items()})
+    except OSError as error:
+        raise InvalidInputError.at("code", f"{error.filename}: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ignored:
+    """The rules of one .gitignore, for paths below its folder."""
+
+    folder: Path
+    rules: GitIgnoreSpec
+
+    def verdict(self, path: Path, *, is_folder: bool) -> bool | None:
+        """Return whether the path is ignored; None where no rule speaks of it."""
+        name = path.relative_to(self.folder).as_posix()
+        return self.rules.check_file(f"{name}/" if is_folder else name).include
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are not left out, links to files among them."""
+    above = list(_rules_above(folder))
+    return _walk(folder, above)
+
+
+def _walk(folder: Path, rules: Sequence[_Ignored]) -> Iterator[Path]:
+    rules = [*rules, *_rules_of(folder)]
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise InvalidInputError.at("code", f"{folder}: {error.strerror}") from None
+    for entry in entries:
+        path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=False)
+        if entry.name.startswith(".") or entry.name == _LEFT_OUT:
+            continue
+        if not is_folder and not entry.is_file():
+            continue  # a socket, a link to a folder or to nothing
+        if _is_ignored(path, rules, is_folder=is_folder):
+            continue
+        if is_folder:
+            yield from _walk(path, rules)
+        else:
+            yield path
+
+
+def _is_ignored(path: Path, rules: Sequence[_Ignored], *, is_folder: bool) -> bool:
+    """The rules nearest to a path count first, as they do for git."""
+    verdicts = (each.verdict(path, is_folder=is_folder) for each in reversed(rules))
+    return next((verdict for verdict in verdicts if verdict is not None), False)
+
+
+def _rules_above(folder: Path) -> Iterator[_Ignored]:
+    """Yield the rules of the folders above, from the top of the repository on, if it is in one."""
+    above = list(folder.parents)
+    for depth, top in enumerate(chain([folder], above)):
+        if (top / ".git").exists():
+            for between in reversed(above[:depth]):
+                yield from _rules_of(between)
+            return
+
+
+def _rules_of(folder: Path) -> Iterator[_Ignored]:
+    file = folder / _IGNORE_FILE
+    if file.is_file():
+        try:
+            lines = file.read_text(errors="surrogateescape").splitlines()
+        except OSError as error:
+            raise InvalidInputError.at("code", f"{file}: {error.strerror}") from None
+        yield _Ignored(folder, GitIgnoreSpec.from_lines(lines))
+
+
+def _patterns(field: str, patterns: Sequence[str]) -> GitIgnoreSpec:
+    try:
+        return GitIgnoreSpec.from_lines(patterns)
+    except ValueError as error:
+        raise InvalidInputError.at(field, str(error)) from None

@@ -1,0 +1,69 @@
+"""The code that travels with a job, and the distributions that it needs on workers.
+
+What a person gives is a folder; the client makes a bundle of it, and the job that is sent names
+that by its digest.
+"""
+
+import re
+from typing import Annotated, Final, Self, TypeAlias
+
+from packaging.requirements import InvalidRequirement, Requirement
+from pydantic import AfterValidator, model_validator
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.ids import Digest, check_digest
+from stratagem.common.schema.document import Section, one_of, refuse
+from stratagem.common.schema.field_types import NonEmptyItems, NonEmptyText
+
+_MAX_CHARS: Final = 256
+_SIGNATURE: Final = re.compile("[0-9a-f]{128}")
+
+
+def _check_signature(value: str) -> str:
+    if not _SIGNATURE.fullmatch(value):
+        raise InvalidInputError("is not the 128 hex digits that `stratagem code sign` prints")
+    return value
+
+
+class CodeSpec(Section):
+    """A folder of the client, or the digest of a bundle. Bare text is a folder.
+
+    include: take only files that match one of these patterns, of the kind that .gitignore has;
+    exclude: and none that match one of these. signature: of the bundle, by `stratagem code sign`.
+    """
+
+    path: NonEmptyText | None = None
+    include: NonEmptyItems[NonEmptyText] | None = None
+    exclude: NonEmptyItems[NonEmptyText] | None = None
+    digest: Annotated[Digest, AfterValidator(check_digest)] | None = None
+    signature: Annotated[str, AfterValidator(_check_signature)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        one_of(self, ("path", "digest"))
+        text = "has a meaning only together with path"
+        given = (name for name in ("include", "exclude") if getattr(self, name) is not None)
+        refuse([] if self.path is not None else [Violation(name, text) for name in given])
+        return self
+
+
+def check_requirement(value: str) -> str:
+    """A distribution and its versions, as in "transformers>=5"; raises InvalidInputError."""
+    if len(value) > _MAX_CHARS:
+        raise InvalidInputError(f"is longer than {_MAX_CHARS} characters")
+    try:
+        requirement = Requirement(value)
+    except InvalidRequirement as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidInputError(f"{value!r} is no requirement such as name>=1: {reason}") from None
+    if requirement.url is not None:
+        raise InvalidInputError(f"{value!r}: nothing is installed; name versions and no address")
+    return value
+
+
+RequirementText: TypeAlias = Annotated[str, AfterValidator(check_requirement)]
