@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
+from examples.interop import plain_loop
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import RunStatus
+from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import JobSpec, load_job
+from stratagem.tools.check.job_check import check_job
+from stratagem.tools.planning.memory_estimate import estimate_memory
+from stratagem.tools.planning.simulated_step import Site
+from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import assert_same_bits
-from tests.reference.loops import sharded_loop
+from tests.reference.evaluation_loop import evaluation_loop
+from tests.reference.loops import federated_loop, sharded_loop
 from tests.repository import ROOT
 
 pytestmark = [
@@ -99,7 +107,20 @@ def test_two_workers_have_the_bits_of_the_sharded_loop(client: Client, example: 
     state, status = trained(client, spec)
     assert_same_bits(state, dict(sharded_loop(spec, ALLOWED, 2).state))
     assert status.reproducible
-    assert status.metrics
+    measured = evaluation_loop(spec, ALLOWED, state)
+    assert status.metrics.items() >= measured.items()
+    assert len(measured) == 1 + len(spec.evaluation.metrics if spec.evaluation else ())
+    for suffix in (".py", ".yaml"):
+        lines = (FOLDER / f"{example.__name__.rpartition('.')[2]}{suffix}").read_text().splitlines()
+        assert len([line for line in lines if line.strip()]) < 60
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("example", NEEDS, indirect=True)
+def test_a_check_finds_no_fault(example: Any) -> None:
+    spec, site = job_of(example), Site(ALLOWED, torch.device("cpu"), DataSources())
+    found = check_job(spec, site, lambda: str(estimate_memory(spec, site).total))
+    assert [finding for finding in found if finding.level is Level.FAIL] == []
 
 
 @pytest.mark.parametrize("example", NEEDS, indirect=True)
@@ -109,3 +130,40 @@ def test_the_plain_loop_is_equal(client: Client, example: Any) -> None:
     spec = job_of(example, strategy=LOCAL, **(data if "resnet" in example.__name__ else {}))
     state, _ = trained(client, spec)
     torch.testing.assert_close(state, example.train(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("example", ["gpt2", "bert"], indirect=True)
+def test_dropout_has_the_bits_of_the_sharded_loop(client: Client, example: Any) -> None:
+    model = {"entrypoint": f"{example.__name__}:build_model", "kwargs": {"dropout": 0.1}}
+    spec = job_of(example, model=model, accumulation={"micro_batch_size": 3}, evaluation=None)
+    state, _ = trained(client, spec)
+    assert_same_bits(state, dict(sharded_loop(spec, ALLOWED, 2).state))
+
+
+@pytest.mark.parametrize("example", ["gpt2", "lora"], indirect=True)
+def test_federated_clients_have_the_bits_of_the_loop(client: Client, example: Any) -> None:
+    optimizer = {"name": "adamw", "lr": 0.01}
+    spec = job_of(example, strategy=FEDERATED, optimizer=optimizer, epochs=None, evaluation=None)
+    state, _ = trained(client, spec)
+    assert_same_bits(state, dict(federated_loop(spec, ALLOWED).state))
+
+
+@pytest.mark.parametrize("example", ["lora"], indirect=True)
+def test_lora_changes_nothing_but_what_it_adds(client: Client, example: Any) -> None:
+    spec = job_of(example)
+    torch.manual_seed(spec.seed)
+    before, (after, _) = example.build_model().state_dict(), trained(client, spec)
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in after if "lora_" in name}
+
+
+@pytest.mark.parametrize("example", ["bert"], indirect=True)
+def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(client: Client, example: Any) -> None:
+    spec = job_of(example)
+    state, status = trained(client, spec)
+    model = example.build_model()
+    model.load_state_dict(state)
+    for make in (example.f1, example.auroc):
+        batches = [default_collate(example.load()["test"])]
+        expected = plain_loop.evaluate(model, batches, make())
+        assert status.metrics[f"test.{example.__name__}:{make.__name__}"] == expected

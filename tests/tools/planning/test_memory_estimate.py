@@ -17,7 +17,7 @@ from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
-from tests.jobs import job, user_model
+from tests.jobs import NOT_TRAINED, job, user_model
 from tests.tools.planning.support import SITE, kind_job, replicas
 from tests.worker.engine.gossip_nodes import gossip_job
 from tests.worker.engine.gossip_nodes import trainer as gossip_trainer
@@ -165,6 +165,16 @@ def test_inference_holds_the_weights_and_one_layer() -> None:
     found = estimate(kind_job("mlp"), inference=True)
     assert (found.gradients, found.optimizer) == (0, 0)
     assert found.total < found.parameters + estimate(kind_job("mlp")).activations
+
+
+def test_a_model_that_returns_its_loss_is_called_with_the_keys_of_its_batches() -> None:
+    model = {"entrypoint": "tests.userland.returning:WordsForCausalLM", "kwargs": {}}
+    data = {"entrypoint": "tests.userland.returning:words", "kwargs": {}}
+    sections: dict[str, Any] = {"model": model, "data": data, "loss": "model"}
+    trained = estimate(JobSpec.parse({**kind_job("mlp").document(), **sections}))
+    assert trained.parameters == (2 * 12 * 8 + 12) * 4
+    evaluated = estimate(job(**NOT_TRAINED, **sections, evaluation={"metrics": ["accuracy"]}))
+    assert evaluated.parameters == trained.parameters
 
 
 def test_a_pipeline_is_its_heaviest_stage() -> None:

@@ -24,6 +24,7 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
@@ -128,10 +129,11 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
         cached = _cached(job, data, gather) if job.only_evaluates else None
         buffers = live.live - parameters
         live.forget_peak()
-        x, _ = gather(data[_split(job)], torch.arange(num_rows), "running the model")
+        x, y = gather(data[_split(job)], torch.arange(num_rows), "running the model")
+        objective = make_objective(job, site.entrypoints)
         with FlopCounterMode(display=False) as counter:
-            output = model(x)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            found = objective.evaluate(model, x, y, num_rows, wants_output=True)
+        outputs = [leaf for leaf in tree_leaves(found.output) if isinstance(leaf, Tensor)]
         state = live.size_of(_tensors_of(model))
         del cached
     return Reading(
