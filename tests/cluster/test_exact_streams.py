@@ -1,5 +1,6 @@
 """Training rows that come as a stream, over real processes that are killed."""
 
+import json
 import signal
 
 import pytest
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.cluster
 def test_a_member_killed_in_the_middle_of_a_stream_changes_no_bit(
     exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
 ) -> None:
-    """Its streams go to the members that are left, who read them from the beginning."""
+    """Who takes its streams over reads them on from the marks of the last commit."""
     data = streamed("shards", streams=6, shuffle_rows=4, stateful=True, folder=str(gates.folder))
     spec = job(
         "dropout_mlp",
@@ -36,17 +37,27 @@ def test_a_member_killed_in_the_middle_of_a_stream_changes_no_bit(
         evaluation={"split": "test", "every": "4 steps", "metrics": ["accuracy"]},
         strategy=data_parallel(3),
     )
-    gates.close("streamed-40")  # of each member, the first rows that are read to be checked too
+    gates.close("streamed-60")  # 11 rows to check the source, 6 in each step: one but the last
     run = client.submit(spec)
-    gates.wait_reached("streamed-40")
+    gates.wait_reached("streamed-60")
     (formed,) = wait_for(run, "MembersFormed")
-    exact_cluster.kill(formed.payload["members"][1]["worker_id"], signal.SIGKILL)
-    gates.open()
+    members = [member["worker_id"] for member in formed.payload["members"]]
+    exact_cluster.kill(members[1], signal.SIGKILL)
+    new = {members[1], *(f"worker-{number}" for number in range(4))} - {members[0], members[2]}
+    gates.close(*(f"{name}-streamed-55" for name in new))  # on the way from the beginning
+    gates.open("streamed-60")
     outcome = outcome_of(run)
+    assert not any((gates.folder / f"{name}-streamed-55.reached").exists() for name in new)
     assert len(outcome.of("MembersFormed")) > 1
     assert outcome.status.reproducible
     assert outcome.status.metrics["test.accuracy"] > 0
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+    committed = {each.payload["step"]: each.payload for each in outcome.of("SegmentCommitted")}
+    marks = {int(s): json.loads(m) for s, m in json.loads(committed[10]["streams"]).items()}
+    # Five rows in each of ten steps and more, of two streams each; blocks have up to 4 rows.
+    assert sorted(marks) == list(range(6))
+    assert all(25 - 4 <= mark["position"] <= 30 for mark in marks.values())
+    assert any(mark["state"] for mark in marks.values())
 
 
 def test_streams_of_hugging_face_under_a_parameter_server_have_the_bits_of_the_loop(

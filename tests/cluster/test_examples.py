@@ -45,6 +45,8 @@ def small(path: Path) -> JobSpec:
         overrides = ["strategy.rounds=2"]
     elif isinstance(strategy, PopulationBased):
         overrides = ["strategy.generations=2", "steps_per_generation=2"]
+    if job.data.streams is not None:
+        overrides = ["steps=4", "evaluation.every=2 steps", "data.kwargs.num_lines=60"]
     if path.name.startswith("charlm"):
         overrides += ["data.kwargs.num_chars=8000", "model.kwargs.width=16"]
     return load_job(path, overrides)

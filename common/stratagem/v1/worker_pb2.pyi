@@ -137,19 +137,25 @@ class StateRef(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     step: _builtins.int
     digest: _builtins.str
+    streams: _builtins.str
+    """Where rows come as streams: marks from which they can be read on, by stream, as JSON. Which rows
+    come does not depend on them.
+    """
     def __init__(
         self,
         *,
         segment: _builtins.int = ...,
         step: _builtins.int = ...,
         digest: _builtins.str = ...,
+        streams: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "segment", b"segment", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "segment", b"segment", "step", b"step", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -811,6 +817,26 @@ class TrainResult(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class StreamsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     NUM_ROWS_FIELD_NUMBER: _builtins.int
@@ -823,6 +849,7 @@ class TrainResult(_message.Message):
     TRAFFIC_FIELD_NUMBER: _builtins.int
     OWN_METRICS_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -858,6 +885,10 @@ class TrainResult(_message.Message):
     def own_metrics(self) -> Global___OwnMetrics:
         """Where the job has metrics of the user's own and this member has evaluated something."""
 
+    @_builtins.property
+    def streams(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """Where rows come as streams: a mark of each stream that this member reads, as JSON."""
+
     def __init__(
         self,
         *,
@@ -873,10 +904,11 @@ class TrainResult(_message.Message):
         traffic: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         own_metrics: Global___OwnMetrics | None = ...,
         stop_reason: _builtins.str = ...,
+        streams: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

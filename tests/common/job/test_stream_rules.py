@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoint": ({"checkpoint": {"every": "1 epoch"}}, r"checkpoint\.every: .*data\.streams"),
     "order": ({"data": {**STREAMED, "order": "sequential"}}, r"data\.order: .*data\.shuffle_rows"),
     "cached": ({"execution": {"memory": "Cached"}}, r"execution\.memory: Cached .*data\.streams"),
+    "readers": ({"data": {**STREAMED, "readers": 2}}, r"data\.readers: .*\(data\.streams\)"),
     "replicas": (
         {"strategy": data_parallel(4)},
         r"data\.streams: 6 is not a multiple of strategy\.num_replicas, which is 4",

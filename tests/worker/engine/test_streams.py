@@ -64,6 +64,26 @@ def test_a_run_that_is_resumed_equals_the_undisturbed_one(case: str) -> None:
     assert second.fingerprint() == straight.fingerprint()
 
 
+def test_a_run_that_is_resumed_with_marks_reads_only_what_comes_next() -> None:
+    spec = job(
+        "FunctionalDropout",
+        strategy=data_parallel(2),
+        data=streamed("shards", streams=4, stateful=True),
+        steps=60,
+    )
+    straight, first = trainer_of(spec), trainer_of(spec)
+    train(straight, 2, 55)
+    train(first, 2, 50)
+    second = trainer_of(spec, fresh=False)
+    second.load_state(*first.copy_state())
+    second.add_stream_marks(first.stream_marks())
+    num_read = Shard.num_read
+    train(second, 2, 5)
+    assert Shard.num_read - num_read == 5 * 16
+    assert second.fingerprint() == straight.fingerprint()
+    assert trainer_of(job()).stream_marks() == {}
+
+
 def test_a_step_that_is_done_again_reads_the_same_rows() -> None:
     spec, num_shards = spec_of("shuffled")
     straight, again = trainer_of(spec), trainer_of(spec)

@@ -29,6 +29,8 @@ class Base:
     segment: int
     step: int
     digest: Digest
+    streams: str = ""
+    """Where rows come as streams: marks from which they can be read on, by stream, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class CommitSegment:
     parts: tuple[tuple[Member, ...], ...]
     """Per part of the state, the members any of which has it."""
     metrics: tuple[tuple[str, float], ...] = ()
+    streams: str = ""
+    """See Base."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,8 @@ class RunResumed(Value):
     by_policy: bool = False
     """True when the strategy keeps more than the commit holds, which starts afresh: the result is
     not what it would have been without."""
+    streams: str = ""
+    """Those of that commit."""
 
 
 class RunFailed(Value):
@@ -223,6 +225,8 @@ class SegmentFinished(Value):
     """With a codec: "sent_bytes" of all members in the segment, and "uncompressed_bytes"."""
     stop_reason: str = ""
     """Why the user's code has ended the training with this segment, at whatever step it was."""
+    streams: str = ""
+    """Where rows come as streams: marks from which they can be read on, by stream, as JSON."""
 
 
 class SegmentCommitted(Value):
@@ -238,6 +242,8 @@ class SegmentCommitted(Value):
     """For a federated round: the state of its server optimizer, one blob per slot."""
     max_staleness: int = 0
     """For a federated round: how many later rounds may still take updates of its clients."""
+    streams: str = ""
+    """Those of the finished segment."""
 
 
 class Evaluated(Value):

@@ -55,6 +55,8 @@ class CommittedState:
     step: int
     digest: Digest
     metrics: Mapping[str, float] = field(default_factory=dict)
+    streams: str = ""
+    """See effects.Base."""
 
 
 @dataclass(frozen=True, slots=True)

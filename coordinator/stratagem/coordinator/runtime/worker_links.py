@@ -176,4 +176,6 @@ def session(run_id: RunId, party: str) -> types_pb2.SessionRef:
 
 def state_ref(base: Base) -> worker_pb2.StateRef:
     """Return a committed state as a protobuf message."""
-    return worker_pb2.StateRef(segment=base.segment, step=base.step, digest=base.digest)
+    return worker_pb2.StateRef(
+        segment=base.segment, step=base.step, digest=base.digest, streams=base.streams
+    )

@@ -22,11 +22,13 @@ from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.row_order import epoch_rows_of
 from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset
 from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
 from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.supported_settings import check_supported
 
 _NUM_ROWS: Final = 2
+_STREAMED_ROWS: Final = 64
 _NUM_NAMES: Final = 5
 """How many names a finding lists."""
 
@@ -100,12 +102,22 @@ class _JobChecks:
         data = self.report.attempt(
             "data", "data", lambda: load_data(job, site.entrypoints, site.sources)
         )
-        for split, dataset in (data or {}).items():
+        data = {split: self._known(split, dataset) for split, dataset in (data or {}).items()}
+        for split, dataset in data.items():
             if len(dataset):
                 self.report.attempt("data", f"data.{split}", lambda: self._batch(split, dataset))  # noqa: B023
             else:
                 self.report.warn("data", f"data.{split}", "has no rows")
-        return data or {}
+        return data
+
+    def _known(self, split: str, dataset: Dataset) -> Dataset:
+        """The first rows of a stream, or the data set as it is."""
+        if not isinstance(dataset, StreamDataset):
+            return dataset
+        how = "its states lead on" if dataset.has_states else "a shard is read again to go on"
+        found = f"a stream of {dataset.source.num_shards} shards; {how}"
+        self.report.ok("data", f"data.{split}", found)
+        return dataset.head(_STREAMED_ROWS)
 
     def _batch(self, split: str, dataset: Dataset) -> None:
         rows = min(_NUM_ROWS, len(dataset))
@@ -123,6 +135,8 @@ class _JobChecks:
         if "train" not in data or self.job.only_evaluates:
             return
         steps = self.report.attempt("order", "data.order", lambda: self._steps_of(data))
+        if isinstance(data["train"], FetchedRows):
+            return
         if steps is not None:
             total = self.job.steps or (self.job.epochs or 0) * steps
             in_all = f", {total:,} in all" if total else ""  # rounds are counted instead

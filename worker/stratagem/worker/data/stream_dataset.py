@@ -124,6 +124,13 @@ class StreamDataset:
         """Returns what `batch` does, for a use that has no key of its own."""
         return self.batch(indices, _NO_KEYS)
 
+    def head(self, num_rows: int) -> FetchedRows:
+        """Returns the first rows of the first stream."""
+        with generators_kept():
+            reader = StreamReader(self.source, self._rules(0, 1, (self.job.seed, "row", "head")))
+            rows = list(islice(reader.epoch_rows(0), num_rows))
+            return FetchedRows(rows, self.collate, self.split)
+
     def of_client(self, number: int, num_clients: int) -> "StreamDataset":
         """Returns the part of one federated client: shards c, c + C, ... of the source."""
         if self.source.num_shards < num_clients:

@@ -28,6 +28,7 @@ from stratagem.worker.session.plan_control import MemberView
 from stratagem.worker.session.session_states import freeze
 
 _TALLY: Final = "tally"
+_STREAMS: Final = "streams"
 
 
 def agree_on_state(
@@ -35,6 +36,19 @@ def agree_on_state(
 ) -> Trainer:
     """Bring this member to the newest state of the party, or to the base if no member holds one;
     return its trainer."""
+    trainer = _newest_or_base(work, plan, view, members)
+    if plan.base.streams:  # it may have got streams that others have read so far
+        trainer.add_stream_marks(_marks(plan.base.streams))
+    return trainer
+
+
+def _marks(text: str) -> dict[int, str]:
+    return {int(number): mark for number, mark in json.loads(text).items()}
+
+
+def _newest_or_base(
+    work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, members: Members
+) -> Trainer:
     steps = [member.applied_step for member in members if member.HasField("applied_step")]
     newest = max(steps, default=-1)
     trainer = _held(work)
@@ -92,8 +106,9 @@ def _copy_from(work: ExecutionContext, view: MemberView, address: str) -> Traine
         tensors, metadata = work.control.wait(_pull_live(work, view, address), view.membership)
     except StratagemError as error:  # the donor is gone, or no longer offers
         raise ExchangeError(f"no state from {address}: {error}") from error
-    sums = metadata.pop(_TALLY, "")
+    sums, marks = metadata.pop(_TALLY, ""), metadata.pop(_STREAMS, "{}")
     trainer = _load(work, tensors, metadata)
+    trainer.add_stream_marks(_marks(marks))
     tally = Tally(**json.loads(sums)) if sums else Tally()
     work.holding.tally = tally if tally.segment == work.segment else Tally(work.segment)
     return trainer
@@ -130,6 +145,8 @@ def _from(request: pb.GetStateRequest, offset: int) -> pb.GetStateRequest:
 def _offer(work: ExecutionContext, view: MemberView, trainer: Trainer) -> None:
     """Freeze what we hold for members that are behind; dropped after the next step."""
     tensors, metadata = trainer.copy_state()
-    sums = json.dumps(asdict(work.holding.tally))
+    beside = {_TALLY: json.dumps(asdict(work.holding.tally))}
+    if marks := trainer.stream_marks():
+        beside[_STREAMS] = json.dumps(marks)
     work.holding.is_offering = True
-    work.post(work.states.set_live, view.membership, freeze(tensors, {**metadata, _TALLY: sums}))
+    work.post(work.states.set_live, view.membership, freeze(tensors, {**metadata, **beside}))

@@ -25,6 +25,7 @@ from stratagem.worker.engine import (
     Joined,
     SegmentSummary,
     StepReport,
+    Trainer,
 )
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.mesh.shm_segments import UnshareableError
@@ -52,6 +53,8 @@ class Segment:
     engine: str = ""
     summary: SegmentSummary | None = None
     """Its summary, once it has ended and its snapshot has been taken."""
+    streams: dict[int, str] = field(default_factory=dict)
+    """Marks of the streams of rows that were read, at its end."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
     """The sums of each batch: the next view may ask for them again."""
     outputs: dict[Batch, dict[str, Tensor]] = field(default_factory=dict)
@@ -189,6 +192,7 @@ def _conclude(
         summary = trainer.end_segment(exchange, work.holding.tally)
         state = trainer.copy_state(is_first=view.rank == 0)
         work.post(work.states.keep, work.segment, freeze(*state))
+        segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
         segment.summary = summary
         failpoint("worker.snapshot.taken")
     parts, own = _evaluate(work, plan, view, segment, joined)
@@ -204,6 +208,7 @@ def _conclude(
         metrics=segment.summary.metrics,
         traffic=segment.summary.traffic,
         own_metrics=own,
+        streams=segment.streams,
     )
 
 

@@ -216,7 +216,9 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             commit = CommittedState(fact.segment, fact.step, fact.digest, metrics)
             return _with_commit(_with_metrics(record, metrics), commit)
         case SegmentCommitted():
-            commit = CommittedState(fact.segment, fact.step, fact.digest, fact.metrics)
+            commit = CommittedState(
+                fact.segment, fact.step, fact.digest, fact.metrics, fact.streams
+            )
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
             trained = {TRAIN_LOSS: fact.loss} if fact.step else {}

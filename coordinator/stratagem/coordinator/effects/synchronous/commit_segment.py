@@ -51,6 +51,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
         digest=digest,
         size_bytes=size_bytes,
         metrics=dict(effect.metrics),
+        streams=effect.streams,
     )
     await env.report(effect.run_id, fact)
 

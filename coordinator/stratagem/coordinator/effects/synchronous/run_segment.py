@@ -6,9 +6,11 @@ the next one gives the survivors their new view: what they compute goes on untou
 """
 
 from collections.abc import Mapping
+from typing import Final
 
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import ROOT, SKIPPED_STEPS, PartyFailed, SegmentFinished
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -22,6 +24,8 @@ from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 from stratagem.v1 import worker_pb2
 
+MAX_STREAMS_CHARS: Final = 1 << 16
+"""Of the marks of a segment, which are journaled."""
 EXCHANGE = {
     ExchangeMethod.ALL_REDUCE: worker_pb2.EXCHANGE_METHOD_ALL_REDUCE,
     ExchangeMethod.PARAMETER_SERVER: worker_pb2.EXCHANGE_METHOD_PARAMETER_SERVER,
@@ -147,8 +151,17 @@ async def _report(
             name: sum(result.traffic[name] for result in results) for name in sorted(first.traffic)
         },
         stop_reason=first.stop_reason,
+        streams=_streams(results),
     )
     await env.report(effect.run_id, fact)
+
+
+def _streams(results: list[worker_pb2.TrainResult]) -> str:
+    """Return the marks of all members' streams as JSON; none where they are too long to be kept,
+    and so streams are read again from further back."""
+    marks = {number: text for result in results for number, text in result.streams.items()}
+    text = dump_json({str(number): marks[number] for number in sorted(marks)}) if marks else ""
+    return text if len(text) <= MAX_STREAMS_CHARS else ""
 
 
 def _differing(effect: RunSegment, results: list[worker_pb2.TrainResult]) -> str:

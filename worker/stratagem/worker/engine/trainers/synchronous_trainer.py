@@ -18,6 +18,7 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
@@ -238,6 +239,17 @@ class Trainer:
                 loss = self.phases.last_loss
         coder = self.compressor
         return SegmentSummary(loss, metrics, {} if coder is None else asdict(coder.take_traffic()))
+
+    def stream_marks(self) -> dict[int, str]:
+        """Returns a mark of each stream of rows that is read here, as JSON; none for other rows."""
+        train = self._data["train"]
+        return train.marks() if isinstance(train, StreamDataset) else {}
+
+    def add_stream_marks(self, marks: Mapping[int, str]) -> None:
+        """Takes over marks of any streams, to read on from. No bit depends on them."""
+        train = self._data["train"]
+        if isinstance(train, StreamDataset):
+            train.add_marks(marks)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state that `state` gave, of this or another process."""

@@ -40,7 +40,14 @@ def pending(
         metrics = commit_metrics(job, trained, done.metrics)
         effects.add(
             CommitSegment(
-                run_id, run.party, done.segment, done.step, run.membership, parts, metrics
+                run_id,
+                run.party,
+                done.segment,
+                done.step,
+                run.membership,
+                parts,
+                metrics,
+                done.streams,
             )
         )
     schedule = schedule_of(job, run.num_rows)

@@ -32,6 +32,8 @@ class Finished:
     """Mean training loss of the segment."""
     stop_reason: str = ""
     """See SegmentFinished."""
+    streams: str = ""
+    """See effects.Base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,13 @@ def transition(
         case SegmentFinished():
             metrics = with_course(job, latest_metrics(run), fact.metrics)
             done = Finished(
-                fact.segment, fact.step, metrics, run.members, fact.loss, fact.stop_reason
+                fact.segment,
+                fact.step,
+                metrics,
+                run.members,
+                fact.loss,
+                fact.stop_reason,
+                fact.streams,
             )
             return replace(
                 run,
@@ -145,7 +153,7 @@ def transition(
         case SegmentCommitted():
             left = tuple(f for f in run.finished if f.segment > fact.segment)
             asked = next((f.stop_reason for f in run.finished if f.segment == fact.segment), "")
-            base = Base(fact.segment, fact.step, fact.digest)
+            base = Base(fact.segment, fact.step, fact.digest, fact.streams)
             return replace(
                 run, finished=left, committed=base, metrics=fact.metrics, stop_reason=asked
             )
