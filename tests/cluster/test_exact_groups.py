@@ -1,5 +1,5 @@
-"""Groups of the optimizer, one with the user's own, and frozen parameters, in every kind of
-training."""
+"""Groups of the optimizer, one with the user's own, a schedule of the user's, and frozen
+parameters, in every kind of training."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ SECTIONS: dict[str, Any] = {
         "name": "adamw",
         "lr": 0.01,
         "weight_decay": 0.2,
-        "schedule": "onecycle",
+        "schedule": "tests.userland.schedules:one_cycle",
         "groups": [
             {"name": "biases", "match": ["0.bias"], "max_dims": 1, "weight_decay": 0.0},
             {"name": "head", "match": ["3.bias"], "lr": 0.1},

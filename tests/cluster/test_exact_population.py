@@ -22,7 +22,6 @@ from stratagem.coordinator.strategies.population.population_run import member_jo
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from tests.cluster.jobs import (
@@ -39,6 +38,7 @@ from tests.cluster.jobs import (
 )
 from tests.jobs import job, user_data, user_model
 from tests.reference.objective import objective_of
+from tests.reference.rates import Rates
 from tests.reference.weight_average import RunningAverage
 
 pytestmark = pytest.mark.cluster
@@ -51,6 +51,7 @@ class Member:
     spec: JobSpec
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    rates: Rates
     params: dict[str, Any]
     average: RunningAverage
     step: int = 0
@@ -58,9 +59,10 @@ class Member:
     @classmethod
     def begin(cls, spec: JobSpec, params: dict[str, Any]) -> "Member":
         model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
-        optimizer = make_optimizer(spec.optimizer, model.named_parameters())
+        optimizer = _optimizer_of(spec, model)
         average = RunningAverage(spec.weight_average, list(model.parameters()))
-        return cls(spec, model, optimizer, params, average)
+        rates = Rates(spec, optimizer, spec.steps or 0, ALLOWED)
+        return cls(spec, model, optimizer, rates, params, average)
 
     def train(self, num_steps: int) -> None:
         data = load_data(self.spec, ALLOWED, DataSources())["train"]
@@ -82,9 +84,9 @@ class Member:
             for param in self.model.parameters():
                 assert param.grad is not None
                 param.grad /= value.weight
-            factor = learning_rate_factor(self.spec.optimizer, self.step, self.spec.steps or 0)
-            set_learning_rates(self.optimizer, factor)
+            self.rates.before(self.step)
             self.optimizer.step()
+            self.rates.after()
             self.step += 1
             self.average.update(self.step)
 
@@ -101,12 +103,17 @@ class Member:
     def copy_of(self, spec: JobSpec, params: dict[str, Any]) -> "Member":
         model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
         model.load_state_dict(self.model.state_dict())
-        optimizer = make_optimizer(spec.optimizer, model.named_parameters())
+        optimizer = _optimizer_of(spec, model)
         pairs = zip(self.model.parameters(), model.parameters(), strict=True)
         for old, new in pairs:
             optimizer.state[new] = copy.deepcopy(self.optimizer.state[old])
         average = self.average.copied(list(model.parameters()))
-        return Member(spec, model, optimizer, params, average, self.step)
+        rates = Rates(spec, optimizer, spec.steps or 0, ALLOWED, behind=self.step)
+        return Member(spec, model, optimizer, rates, params, average, self.step)
+
+
+def _optimizer_of(spec: JobSpec, model: nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer(spec.optimizer, model.named_parameters(), entrypoints=ALLOWED)
 
 
 def population_loop(
@@ -164,6 +171,20 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "dropout_mlp",
         "optimizer": {"name": "adam", "lr": 0.01},
         "search_space": {"optimizer.lr": SPACE["optimizer.lr"]},
+    },
+    "the user's optimizers and schedule, which is stepped anew for another rate": {
+        "optimizer": {
+            "entrypoint": "tests.userland.optimizers:SignMomentum",
+            "lr": 0.01,
+            "schedule": "tests.userland.schedules:sequential",
+            "groups": [
+                {"name": "head", "match": ["2.*"], "optimizer": {"name": "adamw", "lr": 0.01}}
+            ],
+        },
+        "search_space": {
+            "optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
+            "optimizer.groups.head.optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
+        },
     },
     "a model that returns its loss": {
         "model": user_model("returning:WordsForCausalLM"),

@@ -128,6 +128,14 @@ def evaluation() -> Job:
     )
 
 
+BROUGHT: Job = {
+    "entrypoint": "tests.userland.optimizers:SignMomentum",
+    "lr": 0.01,
+    "schedule": "tests.userland.schedules:sequential",
+    "groups": [{"name": "head", "match": ["3.*"], "optimizer": {"name": "adamw", "lr": 0.01}}],
+}
+"""Optimizers and a schedule of which much is saved."""
+
 JOBS: dict[str, Job] = {
     "Local": crash_job(LOCAL),
     # Its metrics are shared: three of the four members have batches.
@@ -140,14 +148,15 @@ JOBS: dict[str, Job] = {
             "of": "average",
         },
         "weight_average": {"kind": "ema", "decay": 0.9},
+        "optimizer": BROUGHT,
     },
     "ParameterServer": crash_job(PARAMETER_SERVER),
     # Each member has residuals that nobody else has.
     "Coded": crash_job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
     "Phases": crash_job(ALL_REDUCE) | {"phases": PHASES},
     "Phases-server": crash_job(PARAMETER_SERVER) | {"phases": PHASES},
-    "Gossip": crash_job(GOSSIP),
-    "Pipeline": crash_job(PIPELINE),
+    "Gossip": crash_job(GOSSIP) | {"optimizer": BROUGHT},
+    "Pipeline": crash_job(PIPELINE) | {"optimizer": BROUGHT},
     # There are workers for one of the two: it computes both shards.
     "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})
     | {"weight_average": {"kind": "swa", "every": 2}},

@@ -28,7 +28,6 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -36,6 +35,7 @@ from tests.reference.decoded_update import is_coded
 from tests.reference.loops import Result, cut_rows, is_skipped
 from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
+from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
 
@@ -68,6 +68,7 @@ def compressed_loop(
     codes_means = numerics >= 2 and is_coded(job)
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
+    rates = Rates(job, optimizer, total_steps, entrypoints)
     losses: list[float] = []
     for step in range(total_steps if num_steps is None else num_steps):
         epoch, position = divmod(step, steps_per_epoch)
@@ -111,10 +112,11 @@ def compressed_loop(
             states = {shard: _times(scale.value / before, state) for shard, state in states.items()}
         if is_left_out:
             continue
-        set_learning_rates(optimizer, learning_rate_factor(job.optimizer, step, total_steps))
+        rates.before(step)
         params = list(named.values())
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
+        rates.after()
     return Result(model.state_dict(), losses)
 
 

@@ -22,7 +22,6 @@ from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -31,6 +30,7 @@ from tests.reference.decoded_update import is_coded
 from tests.reference.loops import SetRates, backward, cut_rows, divide, is_skipped, trained_of
 from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
+from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
 
@@ -88,6 +88,7 @@ def gossip_loop(
     ]
     steps_per_epoch = -(-len(data) // job.batch_size)
     total_steps = job.steps or (job.epochs or 0) * steps_per_epoch
+    rates = [Rates(job, optimizer, total_steps, entrypoints) for optimizer in optimizers]
     coded = CodedMixing(job, models, numerics) if is_coded(job) else None
     losses: list[float] = []
     distances: list[float] = []
@@ -118,14 +119,13 @@ def gossip_loop(
                 for tensor, old in zip(models[node].buffers(), before, strict=True):
                     tensor.copy_(old)
                 continue
-            set_learning_rates(
-                optimizers[node], learning_rate_factor(job.optimizer, step, total_steps)
-            )
+            rates[node].before(step)
             if set_rates is not None:
                 set_rates(optimizers[node], step)
             norm = gradient_norm(params[node], numerics)
             clip(params[node], job.optimizer.clip_norm, norm)
             optimizers[node].step()
+            rates[node].after()
             loss_sum += loss
             weight_sum += weight
         losses.append(loss_sum / weight_sum if weight_sum else math.nan)

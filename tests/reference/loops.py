@@ -31,7 +31,6 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
 from stratagem.worker.engine.objectives.losses import LossValue
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.engine.trainers.federated_client import client_order
 from stratagem.worker.models.model_builder import build_model, float_dtype
@@ -41,6 +40,7 @@ from tests.reference import stream_rows
 from tests.reference.decoded_update import is_coded, received
 from tests.reference.objective import Objective, objective_of
 from tests.reference.plain_job import plainly
+from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
@@ -79,6 +79,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
     optimizer = make_optimizer(
         job.optimizer, trained_of(model), fused=job.execution.fusion, entrypoints=entrypoints
     )
+    rates = Rates(job, optimizer, total_steps, entrypoints)
     losses: list[float] = []
     epoch = 0
     while True:
@@ -86,9 +87,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
         for rows in torch.split(torch.randperm(num_rows, generator=generator), job.batch_size):
             if len(losses) == (total_steps if num_steps is None else num_steps):
                 return Result(model.state_dict(), losses)
-            set_learning_rates(
-                optimizer, learning_rate_factor(job.optimizer, len(losses), total_steps)
-            )
+            rates.before(len(losses))
             x, y = take(rows, (job.seed, "row", epoch), (job.seed, len(losses), 0, 0))
             loss = loss_fn(model, x, y, len(rows)).mean
             optimizer.zero_grad()
@@ -96,6 +95,7 @@ def plain_loop(job: JobSpec, entrypoints: EntryPoints, num_steps: int | None = N
             if job.optimizer.clip_norm is not None:
                 nn.utils.clip_grad_norm_(params, job.optimizer.clip_norm, foreach=False)
             optimizer.step()
+            rates.after()
             losses.append(loss.item())
         epoch += 1
 
@@ -128,6 +128,7 @@ def sharded_loop(
     )
     buffers = [tensor for name, tensor in model.state_dict().items() if name in _buffers(model)]
     average = RunningAverage(job.weight_average, params)
+    rates = Rates(job, optimizer, total_steps, entrypoints)
     losses: list[float] = []
     logged: list[dict[str, tuple[float, float]]] = []
     while len(losses) < (total_steps if num_steps is None else num_steps):
@@ -186,11 +187,12 @@ def sharded_loop(
             is_whole = len(shards) == 1 and old.is_floating_point()
             mean = change / len(shards) if old.is_floating_point() else change
             tensor.copy_(change if is_whole else (old.double() + mean))
-        set_learning_rates(optimizer, learning_rate_factor(job.optimizer, step, total_steps))
+        rates.before(step)
         if set_rates is not None:
             set_rates(optimizer, step)
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
+        rates.after()
         average.update(step + 1)
     return Result(model.state_dict(), losses, average.model_state(model), logged)
 
@@ -305,11 +307,13 @@ def _train_client(
     optimizer = make_optimizer(
         job.optimizer, trained_of(model), fused=job.execution.fusion, entrypoints=entrypoints
     )
-    factor = learning_rate_factor(job.optimizer, round_num - 1, strategy.rounds)
-    set_learning_rates(optimizer, factor)
+    epochs = strategy.options.local_epochs
+    own = job.optimizer.schedule is not None and job.optimizer.schedule.entrypoint is not None
+    num_scheduled = epochs * -(-len(data) // job.batch_size) if own else strategy.rounds
+    rates = Rates(job, optimizer, num_scheduled, entrypoints)
+    rates.before(round_num - 1)
     if set_rates is not None:
         set_rates(optimizer, round_num - 1)
-    epochs = strategy.options.local_epochs
     loss_sum, num_rows, num_steps, num_applied, num_seen = 0.0, 0.0, 0, 0, 0
     for epoch in range((round_num - 1) * epochs, round_num * epochs):
         for dataset, rows in _client_batches(job, data, client, epoch):
@@ -336,6 +340,7 @@ def _train_client(
                 continue
             clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
             optimizer.step()
+            rates.after()
             num_applied += 1
             loss_sum += loss
             num_rows += weight

@@ -22,13 +22,13 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped, trained_of
 from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
+from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import read
 from tests.reference.weight_average import RunningAverage
@@ -273,6 +273,8 @@ class _Loop:
         self._execution = prepare(self._model, plainly(job), _CPU, self._randomness)
         self._scale = self._execution.scale
         self._order = BatchOrder(len(self._data), job.batch_size, job.seed)
+        steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        self._rates = Rates(job, self._optimizer, steps, entrypoints)
         self._reached = [True] * len(self._params)
         self._average = RunningAverage(job.weight_average, self._params)
 
@@ -321,11 +323,11 @@ class _Loop:
     def apply(self, step: int, gradient: Tensor) -> None:
         """One optimizer step."""
         self._spread(gradient)
-        steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
-        set_learning_rates(self._optimizer, learning_rate_factor(self._job.optimizer, step, steps))
+        self._rates.before(step)
         norm = gradient_norm(self._params, self._numerics)
         clip(self._params, self._job.optimizer.clip_norm, norm)
         self._optimizer.step()
+        self._rates.after()
         self._average.update(step + 1)
 
     def result(self, losses: list[float]) -> Result:

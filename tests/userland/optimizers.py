@@ -123,3 +123,9 @@ def nothing(params: Params, lr: float) -> object:
 
 def forgetful(params: Params, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(params)[1:], lr=lr)
+
+
+def two_groups(params: Params, lr: float) -> torch.optim.Optimizer:
+    listed = list(params)
+    groups: list[dict[str, Any]] = [{"params": listed[:1]}, {"params": listed[1:], "lr": lr / 2}]
+    return torch.optim.SGD(groups, lr=lr)

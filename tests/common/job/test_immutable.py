@@ -136,6 +136,7 @@ FREE_FORM = {
     "GroupSpec.kwargs",
     "OptimizerSpec.kwargs",
     "UpdateRuleSpec.kwargs",
+    "ScheduleSpec.kwargs",
     "NodeSpec.kwargs",
     "Custom.config",
     "SearchSpace.frozen",

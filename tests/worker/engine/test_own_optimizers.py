@@ -176,3 +176,16 @@ def test_members_may_vary_what_the_state_does_not_depend_on() -> None:
     other = OptimizerSpec.model_validate(own("halves", amsgrad=True))
     assert go_on(one, faster, params, ALLOWED)
     assert not go_on(one, other, params, ALLOWED)
+
+
+def test_the_optimizer_of_a_group_may_make_its_state_another() -> None:
+    params = [("0.weight", 2), ("0.bias", 1), ("3.weight", 2)]
+
+    def spec(**head: Any) -> OptimizerSpec:
+        group = {"name": "head", "match": ["3.*"], "optimizer": {**MATRICES, **head}}
+        return OptimizerSpec.model_validate(own("halves", groups=[group]))
+
+    assert go_on(spec(), spec(lr=0.5, nesterov=False), params, ALLOWED)
+    other = {"name": "head", "match": ["3.*"], "optimizer": {"name": "adamw", "lr": 0.1}}
+    changed = OptimizerSpec.model_validate(own("halves", groups=[other]))
+    assert not go_on(spec(), changed, params, ALLOWED)

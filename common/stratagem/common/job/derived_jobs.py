@@ -70,6 +70,8 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
     if job.optimizer is not None:
         for each in job.optimizer.rules():
             named[f"{each.path}.entrypoint"] = each.rule.entrypoint
+        if job.optimizer.schedule is not None:
+            named["optimizer.schedule.entrypoint"] = job.optimizer.schedule.entrypoint
     named |= _drawn(job)
     return {field: name for field, name in named.items() if name is not None and ":" in name}
 

@@ -28,6 +28,7 @@ from stratagem.worker.engine.objectives.evaluator import (
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
@@ -69,13 +70,20 @@ class StageRunner:
         self._buffers = Buffers(self.model, gather.device)
         params = [param for _, param in self.params]
         self._average = average_of(self._job, self.params)
-        self._policy = StepPolicy(
-            self._job, setup.execution, params, self.optimizer, self._buffers, self._average
-        )
         self.num_extras = num_scalars(len(self._own), self._buffers.num_elements)
         num_rows = 1 if self._job.only_evaluates else len(setup.data["train"])
         self._order = BatchOrder(num_rows, self._job.batch_size, self._job.seed, setup.epoch_rows)
         self.num_steps = self._job.steps or (self._job.epochs or 0) * self._order.steps_per_epoch
+        self._schedule = (
+            None
+            if self._job.only_evaluates
+            else shadow_schedule(self._job.optimizer, self.num_steps, setup.entrypoints)
+        )
+        self._policy = StepPolicy(
+            *(self._job, setup.execution, params, self.optimizer, self._buffers),
+            average=self._average,
+            schedule=self._schedule,
+        )
         is_pipelined = setup.micro_batch_size is not None
         self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
         self._num_passes = 0
@@ -221,6 +229,8 @@ class StageRunner:
                 means, counts = self._average.state(name for name, _ in mine)
                 tensors, numbers = {**tensors, **means}, {**numbers, **counts}
         numbers |= self._setup.execution.scale.metadata()
+        if self._schedule is not None:
+            numbers |= self._schedule.metadata()
         metadata = state.state_metadata(self.step, numbers)
         return {**state.model_state(self.model), **tensors}, metadata
 
@@ -248,6 +258,8 @@ class StageRunner:
             state.load_optimizer_state(self.optimizer, self.params, own, numbers)
         if self._average is not None:
             self._average.load(own, metadata)
+        if self._schedule is not None:
+            self._schedule.load(metadata, step)
         self._setup.execution.scale.load(metadata)
         self.step = step
 

@@ -1,4 +1,5 @@
-"""The section `optimizer.schedule`: the factor by which the learning rate follows the steps.
+"""The section `optimizer.schedule`: the factor by which the learning rate follows the steps, or an
+entry point that makes a scheduler of torch's kind.
 
 Checks itself; the curves are computed by the worker (`engine/optim/learning_rate.py`).
 """
@@ -10,10 +11,12 @@ from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.evaluation.followed_metric import Mode
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section, one_of, only_with, refuse
 from stratagem.common.schema.field_types import (
     Count,
+    EntrypointName,
     Items,
+    Kwargs,
     NotNegative,
     Positive,
     Share,
@@ -46,8 +49,8 @@ _ONLY_IN: Final = {
 
 
 class ScheduleSpec(Section):
-    """The schedule of the learning rate: a warm-up from 0, then the named curve. Bare text is a
-    name, a list is a chain of schedules.
+    """The schedule of the learning rate: a warm-up from 0, then the named curve; or the user's, by
+    entry point. Bare text is either, a list is a chain of schedules.
 
     steps: the curve's length, warm-up included; None: to the end of the training, or of the part of
     the chain. milestones: steps after the warm-up at which the rate is multiplied by gamma. power:
@@ -61,19 +64,22 @@ class ScheduleSpec(Section):
     not counted. metric and mode: those of evaluation.best unless set.
     """
 
-    name: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "step",
-        "multistep",
-        "exponential",
-        "polynomial",
-        "restarts",
-        "onecycle",
-        "chain",
-        "plateau",
-    ]
+    name: (
+        Literal[
+            "constant",
+            "linear",
+            "cosine",
+            "step",
+            "multistep",
+            "exponential",
+            "polynomial",
+            "restarts",
+            "onecycle",
+            "chain",
+            "plateau",
+        ]
+        | None
+    ) = None
     warmup_steps: Whole = 0
     final_lr_fraction: ZeroToOne = 0.0
     step_size_steps: Count | None = None
@@ -94,17 +100,26 @@ class ScheduleSpec(Section):
     cooldown: Whole | None = None
     min_lr: NotNegative | None = None
     parts: Annotated["Items[ScheduleSpec]", Field(max_length=MAX_PARTS)] | None = None
+    entrypoint: EntrypointName | None = None
+    kwargs: Kwargs | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _from_text_or_list(cls, value: object) -> object:
         if isinstance(value, list):
             return {"name": "chain", "parts": value}
-        return {"name": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"entrypoint" if ":" in value else "name": value}
+        return value
 
     @model_validator(mode="after")
     def _fields_fit_the_name(self) -> Self:
-        refuse([*self._misplaced(), *self._in_parts()])
+        one_of(self, ("name", "entrypoint"))
+        refuse(only_with(self, "kwargs", "entrypoint"))
+        if self.entrypoint is not None:
+            refuse([*self._of_names()])
+        else:
+            refuse([*self._misplaced(), *self._in_parts()])
         return self
 
     @property
@@ -121,8 +136,14 @@ class ScheduleSpec(Section):
             rate = lower
         return rate
 
+    def _of_names(self) -> Iterator[Violation]:
+        for field, info in type(self).model_fields.items():
+            is_own = field in ("entrypoint", "kwargs")
+            if not is_own and getattr(self, field) != info.get_default():
+                yield Violation(field, "belongs to a schedule by name; the entry point has its own")
+
     def _misplaced(self) -> Iterator[Violation]:
-        needed = _NEEDED.get(self.name)
+        needed = _NEEDED.get(self.name or "")
         # A document that was written out names every field.
         if needed and (needed not in self.model_fields_set or not getattr(self, needed)):
             yield Violation(needed, f"missing; the {self.name} schedule needs it")
@@ -142,8 +163,9 @@ class ScheduleSpec(Section):
             yield Violation(field, "has no meaning in a chain; the parts have their own")
         parts = self.parts or ()
         for number, part in enumerate(parts):
-            if part.name == "chain":
-                yield Violation(f"parts[{number}]", "is a chain; a chain holds none")
+            if part.name in ("chain", None):
+                kind = "a chain" if part.entrypoint is None else "an entry point"
+                yield Violation(f"parts[{number}]", f"is {kind}; a chain holds none")
             elif part.name == "plateau":
                 text = "is a plateau, whose course evaluations decide; it stands alone"
                 yield Violation(f"parts[{number}]", text)

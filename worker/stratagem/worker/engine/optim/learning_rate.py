@@ -11,7 +11,7 @@ from stratagem.common.job import OptimizerSpec, ScheduleSpec
 def learning_rate_factor(spec: OptimizerSpec, step: int, num_steps: int) -> float:
     """Returns the factor of all rates for the update that follows `step` applied ones, of
     `num_steps` in all."""
-    if spec.schedule is None:
+    if spec.schedule is None or spec.schedule.entrypoint is not None:
         return 1.0
     return schedule_factor(spec.schedule, step, num_steps)
 

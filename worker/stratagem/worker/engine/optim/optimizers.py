@@ -31,6 +31,8 @@ _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
     kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS.values()
 }
 NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
+GROUP: Final = "group"
+"""Under this key a group of an optimizer has its name in the job."""
 _NOTHING_ALLOWED: Final = EntryPoints([])
 
 
@@ -50,12 +52,13 @@ def without_fused_kernels(spec: OptimizerSpec) -> list[str]:
 class OptimizersInOrder(torch.optim.Optimizer):
     """Several optimizers of different parameters as one, which steps one after the other.
 
-    Its groups are theirs, and they keep their state in its `state`.
+    Its groups are theirs, its defaults those of the first, and they keep their state in its
+    `state`.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
+        self.parts, self.defaults = parts, parts[0].defaults
         for part in parts:
             self.state.update(part.state)
             part.state = self.state
@@ -120,6 +123,9 @@ def make_part(
         optimizer = _torchs(each.path, rule, given, params, fused=fused)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
+    if len(optimizer.param_groups) == len(members):  # the user's may have made others
+        for group, name in zip(optimizer.param_groups, members, strict=True):
+            group[GROUP] = name
     return optimizer
 
 

@@ -17,6 +17,7 @@ from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, update
+from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule
 from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.user_code.entrypoints import user_code
@@ -35,6 +36,8 @@ class StepPolicy:
     """Restored with a step that is skipped; None for steps without a forward pass."""
     average: WeightAverage | None = None
     """Takes in the parameters after each update."""
+    schedule: ShadowSchedule | None = None
+    """The user's; one of ours is in the factor of each step."""
 
     def begin(self) -> None:
         """Drops the gradients of an earlier step and remembers the buffers."""
@@ -83,9 +86,13 @@ def apply_step(
     norm = summary.norm if correct is None else correct(summary.norm)
     if policy.optimizer is not None:
         set_learning_rates(policy.optimizer, lr_factor)
+        if policy.schedule is not None:
+            policy.schedule.set_values(policy.optimizer)
         clip(policy.params, clip_norm, norm)
         with user_code(activity):
             update(policy.optimizer)
+    if policy.schedule is not None:
+        policy.schedule.step()
     if policy.average is not None and number is not None:
         policy.average.update(number)
     if policy.execution.frees_gradients:

@@ -29,6 +29,7 @@ from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule, shadow_schedule
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
@@ -114,7 +115,7 @@ class ClientRunner:
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
-        local_step = self._fresh_step(num_lr_reductions)
+        local_step = self._fresh_step(data, num_lr_reductions)
         lr_factor = learning_rate_factor(self._job.optimizer, round_num - 1, self._strategy.rounds)
         self._model.train()
         self._execution.scale.load({})
@@ -197,14 +198,28 @@ class ClientRunner:
         for indices in torch.split(order, self._job.batch_size):
             yield data, indices
 
-    def _fresh_step(self, num_lr_reductions: int) -> LocalStep:
-        """Returns the steps of one round, with an optimizer of their own."""
+    def _schedule(self, data: Dataset) -> ShadowSchedule | None:
+        """Returns the user's schedule, which begins anew in each round."""
+        schedule = self._job.optimizer.schedule
+        if schedule is None or schedule.entrypoint is None:
+            return None
+        if isinstance(data, StreamDataset):
+            text = "needs the number of steps, which a round over a stream does not know before"
+            raise InvalidInputError.at("optimizer.schedule.entrypoint", text)
+        num_steps = self._strategy.options.local_epochs * -(-len(data) // self._job.batch_size)
+        return shadow_schedule(self._job.optimizer, num_steps, self._entrypoints)
+
+    def _fresh_step(self, data: Dataset, num_lr_reductions: int) -> LocalStep:
+        """Returns the steps of one round, with an optimizer and a schedule of their own."""
         job = self._job
         optimizer = make_optimizer(
             *(job.optimizer, self._named), fused=job.execution.fusion, entrypoints=self._entrypoints
         )
         lower_learning_rates(optimizer, job.optimizer, num_lr_reductions)
-        policy = StepPolicy(job, self._execution, self._params, optimizer, self._buffers)
+        policy = StepPolicy(
+            *(job, self._execution, self._params, optimizer, self._buffers),
+            schedule=self._schedule(data),
+        )
         return LocalStep(policy, self._passes, job.window.must_divide, self._numerics)
 
     def _step(

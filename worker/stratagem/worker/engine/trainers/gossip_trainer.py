@@ -26,6 +26,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
+from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
@@ -113,13 +114,13 @@ class GossipTrainer:
             known = ", ".join(setup.data) or "none"
             raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
         self._setup, self._job, self.model = setup, job, setup.model
-        self._nodes = {number: _node(setup, model) for number, model in models.items()}
-        if not all(node.params for node in self._nodes.values()):
-            raise InvalidInputError.at("model", "has no trainable parameter")
         self._order = BatchOrder(
             len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows
         )
         self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        self._nodes = {n: _node(setup, model, self.num_steps) for n, model in models.items()}
+        if not all(node.params for node in self._nodes.values()):
+            raise InvalidInputError.at("model", "has no trainable parameter")
         params = next(iter(self._nodes.values())).params
         is_coded = job.compression is not None and job.compression.codec != "none"
         self.public = (
@@ -339,6 +340,8 @@ class GossipTrainer:
             moments, numbers = state_format.optimizer_state(node.optimizer, node.params)
             public = self.public.state(number) if self.public is not None else {}
             numbers |= node.local_step.passes.execution.scale.metadata()
+            if (schedule := node.local_step.policy.schedule) is not None:
+                numbers |= schedule.metadata()
             named = {**state_format.model_state(node.model), **moments, **public}
             tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
             metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
@@ -353,6 +356,8 @@ class GossipTrainer:
             state_format.load_model_state(node.model, own)
             state_format.load_optimizer_state(node.optimizer, node.params, own, numbers)
             node.local_step.passes.execution.scale.load(numbers)
+            if (schedule := node.local_step.policy.schedule) is not None:
+                schedule.load(numbers, step)
         if self.public is not None:
             for number in self.public.nodes:
                 self.public.load(number, _of(number, tensors) or tensors)
@@ -363,14 +368,17 @@ class GossipTrainer:
         return state_format.fingerprint(*self.copy_state())
 
 
-def _node(setup: Setup, model: nn.Module) -> _Node:
+def _node(setup: Setup, model: nn.Module, num_steps: int) -> _Node:
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.objective, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
-    policy = StepPolicy(setup.job, execution, [p for _, p in params], optimizer, buffers)
+    policy = StepPolicy(
+        *(setup.job, execution, [p for _, p in params], optimizer, buffers),
+        schedule=shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints),
+    )
     local_step = LocalStep(policy, passes, setup.job.window.must_divide, setup.numerics)
     return _Node(model, params, optimizer, local_step)
 

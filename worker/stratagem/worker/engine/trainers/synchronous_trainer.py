@@ -17,12 +17,14 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Federated
 from stratagem.worker.data.datasets import Coming
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
+from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
@@ -86,6 +88,9 @@ class Trainer:
             numerics=setup.numerics,
         )
         self._average = average_of(job, self.params)
+        schedule = None
+        if not isinstance(job.strategy, Federated):  # whose clients have schedules of their own
+            schedule = shadow_schedule(job.optimizer, self.num_steps, setup.entrypoints)
         self._saved = TrainerState(
             self.model,
             self.optimizer,
@@ -94,10 +99,11 @@ class Trainer:
             self.phases,
             self.compressor,
             self._average,
+            schedule,
         )
         params = [param for _, param in self.params]
         self._policy = StepPolicy(
-            job, execution, params, self.optimizer, self._buffers, self._average
+            job, execution, params, self.optimizer, self._buffers, self._average, schedule
         )
         self.step = 0
         self._window, self._counts_rows = job.window, setup.objective.counts_rows

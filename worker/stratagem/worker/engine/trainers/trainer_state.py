@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
+from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule
 from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
@@ -30,11 +31,14 @@ class TrainerState:
     phases: PhaseTraining | None
     compressor: Compressor | None
     average: WeightAverage | None = None
+    schedule: ShadowSchedule | None = None
 
     def live(self, step: int) -> State:
         """The tensors themselves, after `step` steps. Valid until the next one."""
         tensors, numbers = state_format.optimizer_state(self.optimizer, self.params)
         numbers |= self.scale.metadata()
+        if self.schedule is not None:
+            numbers |= self.schedule.metadata()
         if self.phases is not None:
             saved, texts = self.phases.state()
             tensors, numbers = {**tensors, **saved}, {**numbers, **texts}
@@ -62,5 +66,7 @@ class TrainerState:
             self.phases.load(tensors, metadata)
         if self.average is not None:
             self.average.load(tensors, metadata)
+        if self.schedule is not None:
+            self.schedule.load(metadata, step)
         self.scale.load(metadata)
         return step
