@@ -40,6 +40,12 @@ def faults(spec: JobSpec) -> dict[str, str]:
         job(model=user_model("dropout_mlp"), compression={"codec": "int8"}, strategy=replicas(3)),
         job(model=user_model("batch_norm_mlp"), evaluation={"split": "test"}),
         job(execution={"gradient": {"Accumulated": 4}}, phases={}),
+        job(
+            loss=None,
+            step="tests.userland.steps:noisy",
+            predict="tests.userland.steps:prediction",
+            evaluation={"split": "test", "metrics": ["accuracy"]},
+        ),
     ],
 )
 def test_a_good_job_has_no_fault(spec: JobSpec) -> None:

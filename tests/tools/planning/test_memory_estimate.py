@@ -290,5 +290,12 @@ def test_a_batch_that_is_input_and_target_is_estimated(model: str) -> None:
         user_model(f"returning:{model}"),
         data={"entrypoint": f"tests.userland.returning:{data}"},
         loss={"name": "model"},
+        evaluation={"split": "train"},
     )
+    assert estimate(spec).activations > 0
+    assert estimate(spec, inference=True).total > 0
+
+
+def test_a_step_of_the_users_is_estimated() -> None:
+    spec = job(loss=None, step="tests.userland.steps:noisy", strategy=replicas(2))
     assert estimate(spec).activations > 0

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine.objectives.losses import Logged, LossValue
@@ -72,6 +73,8 @@ def unpacked(total: Tensor, own: Sequence[str] | None = None) -> LoggedSums:
     own: the names that shards of this member have, if it has any. Raises UserCodeError unless all
     shards have the same names.
     """
+    if isinstance(total, FakeTensor):
+        return {}  # a step that is played for an estimate has no values
     count, checksums, *values = total.tolist()
     if not count:
         return {}
