@@ -9,6 +9,7 @@ from stratagem.client.cli import (
     check_command,
     code_commands,
     doctor_commands,
+    export_command,
     identity_commands,
     planning_commands,
     query_commands,
@@ -46,6 +47,7 @@ app.command()(with_proof(query_commands.stop))
 app.command()(with_proof(run_commands.resume))
 app.command()(with_proof(query_commands.delete))
 app.command()(with_proof(query_commands.download))
+app.command()(with_proof(export_command.export))
 app.command()(with_proof(query_commands.workers))
 app.command(cls=doctor_commands.DoctorCommand)(with_proof(doctor_commands.doctor))
 app.command()(planning_commands.estimate)

@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 import grpc
 
@@ -286,6 +286,28 @@ class AsyncRun:
         """
         return await downloads.to_file(
             self._connection, self.run_id, which, Path(path), plain=plain
+        )
+
+    async def export(
+        self,
+        path: str | PathLike[str],
+        to: Literal["hf", "torch-export", "onnx"],
+        which: str = "final",
+        *,
+        shard_size: str = "5GB",
+        import_path: Sequence[Path] = (),
+    ) -> float:
+        """Write the model in the form of another program; nothing may be there yet.
+
+        The model is built on this machine, from the user's code, which needs torch: import_path
+        names the folders of its modules, this folder unless given. hf: a folder for
+        from_pretrained, in shards of shard_size. torch-export, onnx: a file, whose outputs are
+        compared with the model's. Returns by how much they differ.
+        """
+        job = JobSpec.parse(dict((await self.status()).job))
+        asked = {"to": to, "shard_size": shard_size}
+        return await downloads.exported(
+            self._connection, self.run_id, which, job, Path(path), import_path, **asked
         )
 
     async def download_profile(self, path: str | PathLike[str]) -> Path:

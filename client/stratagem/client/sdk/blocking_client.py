@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
@@ -247,6 +247,20 @@ class RunHandle:
         plain: only the model, under all names of its state_dict(); see AsyncRun.download.
         """
         return self._loop.call(self._run.download(path, which, plain=plain))
+
+    def export(
+        self,
+        path: str | PathLike[str],
+        to: Literal["hf", "torch-export", "onnx"],
+        which: str = "final",
+        *,
+        shard_size: str = "5GB",
+        import_path: Sequence[Path] = (),
+    ) -> float:
+        """Write the model in the form of another program; see AsyncRun.export."""
+        return self._loop.call(
+            self._run.export(path, to, which, shard_size=shard_size, import_path=import_path)
+        )
 
     def download_profile(self, path: str | PathLike[str]) -> Path:
         """Write what the workers recorded as one trace; see AsyncRun.download_profile."""

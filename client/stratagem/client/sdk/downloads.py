@@ -1,15 +1,20 @@
 """Committed states as files. A file appears whole and verified, or not at all."""
 
+import asyncio
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import grpc
 
 from stratagem.client.sdk.plain_model import AVERAGE, PlainModel
 from stratagem.client.sdk.retrying_calls import Connection
-from stratagem.common.base.errors import IntegrityError
+from stratagem.client.sdk.torch_process import ask
+from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.job import JobSpec
 from stratagem.common.rpc.tensor_transfer import Accept, pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
@@ -49,6 +54,37 @@ async def to_file(
         if digest.hexdigest() != manifest.digest:
             raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
     return path
+
+
+async def exported(
+    connection: Connection,
+    run_id: RunId,
+    which: str,
+    job: JobSpec,
+    path: Path,
+    import_path: Sequence[Path],
+    **asked: str,
+) -> float:
+    """Write the model in the form of another program; return by how much its outputs differ.
+
+    A process of its own, with torch and the user's code, builds the model.
+    """
+    target = _free(path)
+    with TemporaryDirectory() as folder:
+        state = Path(folder) / "model.safetensors"
+        await to_file(connection, run_id, which, state, plain=True)
+        named = {"state": str(state), "path": target, **asked}
+        answer = await asyncio.to_thread(
+            lambda: ask("export", job, import_path=import_path, device="cpu", **named)
+        )
+    return float(answer["difference"])
+
+
+def _free(path: Path) -> str:
+    """Return the whole path; raise InvalidInputError where something is there."""
+    if path.exists():
+        raise InvalidInputError.at("path", f"{path} is there already; nothing was written")
+    return str(path.absolute())
 
 
 async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> Path:

@@ -11,6 +11,7 @@ import sys
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,9 @@ from stratagem.common.base.errors import InvalidInputError, StratagemError, User
 from stratagem.common.job import JobSpec
 from stratagem.common.schema.json_text import not_one_of
 from stratagem.tools.check.job_check import check_job
+from stratagem.tools.export.exported_program import without_cache, write_onnx, write_program
+from stratagem.tools.export.hf_folder import write_hf_folder
+from stratagem.tools.export.trained_model import example_inputs, trained_model
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
@@ -86,9 +90,21 @@ def _resolve(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, 
     return {"job_json": resolved.canonical_json(), "reason": reason}
 
 
+def _export(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+    target = Path(request["path"])
+    model = trained_model(job, site, Path(request["state"]))
+    if request["to"] == "hf":
+        write_hf_folder(model, target, request["shard_size"])
+        return {"difference": 0.0}
+    without_cache(model)
+    write = write_onnx if request["to"] == "onnx" else write_program
+    return {"difference": write(model, example_inputs(job, site), target)}
+
+
 _QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict[str, Any]]]] = {
     "check": _check,
     "estimate": _estimate,
+    "export": _export,
     "recommend": _recommend,
     "resolve": _resolve,
 }

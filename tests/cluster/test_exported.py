@@ -1,0 +1,34 @@
+"""The model of a run, exported by the client for other programs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import InvalidInputError
+from tests.cluster.jobs import train
+from tests.jobs import job
+from tests.repository import ROOT
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_run_becomes_a_program(
+    client: Client, exact_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    outcome = train(client, job("mlp", steps=3))
+    path, run_id = tmp_path / "model.pt2", outcome.run.run_id
+    named = ["export", run_id, str(path), "--to", "torch-export", "--import-path", str(ROOT)]
+    done = CliRunner().invoke(app, [*named, "--coordinator", exact_cluster.address])
+    assert done.exit_code == 0, done.output
+    assert "differ from the model's by at most 0" in " ".join(done.output.split())
+    program = torch.export.load(path).module()
+    found = {name: each.detach() for name, each in program.state_dict().items()}
+    assert found.keys() == outcome.state.keys()
+    assert all(torch.equal(found[name], each) for name, each in outcome.state.items())
+    with pytest.raises(InvalidInputError, match=r"model\.pt2 is there already; nothing was"):
+        outcome.run.export(path, "torch-export", import_path=[ROOT])

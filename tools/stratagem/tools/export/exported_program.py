@@ -1,0 +1,135 @@
+"""A model as a program without its Python code: of torch.export, or ONNX.
+
+The number of rows is free. What is written is read again, run with two numbers of rows, and
+compared with the model.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from stratagem.common.base.errors import StratagemError, UnavailableError
+from stratagem.tools.export.trained_model import Inputs, resized
+
+_BATCH: Final = "batch"
+_TRIED_ROWS: Final = (2, 5)
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-5
+"""Rounding of kernels that add in another order."""
+NO_ONNX: Final = "--to onnx needs onnx and onnxscript here; pip install onnx onnxscript"
+
+Outputs = Sequence[Tensor]
+
+
+def without_cache(model: nn.Module) -> None:
+    """Have a model of transformers return no cache of its keys and values, which is no tensor."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", None):
+        config.use_cache = False
+
+
+def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
+    """Write what torch.export makes of the model; return the largest difference of an output.
+
+    `torch.export.load(path).module()` is the model, without its code.
+    """
+    args, kwargs = inputs
+    program = _exporting(
+        lambda: torch.export.export(model, args, kwargs, dynamic_shapes=_free_rows(model, inputs))
+    )
+    torch.export.save(program, path)
+    loaded = torch.export.load(path).module()
+    return _compared(model, inputs, lambda given: _outputs(loaded, given))
+
+
+def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> float:
+    """Write the model as ONNX; return the largest difference of an output, as onnxruntime runs it,
+    or the evaluator of onnx itself."""
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  (torch asks for it)
+    except ImportError:
+        raise UnavailableError(NO_ONNX) from None
+    args, kwargs = inputs
+    program = _exporting(
+        lambda: torch.onnx.export(
+            model,
+            args,
+            kwargs=kwargs,
+            dynamo=True,
+            dynamic_shapes=_free_rows(model, inputs),
+            verbose=False,
+        )
+    )
+    assert program is not None
+    program.save(str(path))
+    run = _onnx_runner(path)
+    names = [each.name for each in onnx.load(str(path), load_external_data=False).graph.input]
+
+    def outputs(given: Inputs) -> Outputs:
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        arrays = {name: t.numpy() for name, t in zip(names, tensors, strict=True)}
+        return [torch.as_tensor(found) for found in run(arrays)]
+
+    return _compared(model, inputs, outputs)
+
+
+def _onnx_runner(path: Path) -> Callable[[dict[str, Any]], Sequence[Any]]:
+    try:
+        import onnxruntime
+    except ImportError:
+        from onnx.reference import ReferenceEvaluator
+
+        evaluator = ReferenceEvaluator(str(path))
+        return lambda arrays: evaluator.run(None, arrays)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda arrays: session.run(None, arrays)
+
+
+def _free_rows(model: nn.Module, inputs: Inputs) -> Any:
+    """Return which sizes are free: the first of every tensor, by the names of the arguments."""
+    rows = torch.export.Dim(_BATCH)
+    args, kwargs = tree_map_only(Tensor, lambda _: {0: rows}, inputs)
+    return tuple(args) if not kwargs else {**_by_name(model, args), **kwargs}
+
+
+def _by_name(model: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+
+
+def _exporting(export: Callable[[], Any]) -> Any:
+    try:
+        return export()
+    except Exception as error:  # of any kind, from the exporter or from the model
+        cause = error
+        while isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise StratagemError(f"the model cannot be exported: {first}") from error
+
+
+def _compared(model: nn.Module, inputs: Inputs, run: Callable[[Inputs], Outputs]) -> float:
+    """Return the largest difference; raise StratagemError where it is more than rounding."""
+    largest = 0.0
+    for num_rows in _TRIED_ROWS:
+        given = resized(inputs, num_rows)
+        with torch.no_grad():
+            expected, found = _outputs(model, given), run(given)
+        for ours, theirs in zip(expected, found, strict=True):
+            if ours.is_floating_point():
+                largest = max(largest, float((ours - theirs).abs().max()))
+            if ours.shape != theirs.shape or not torch.allclose(
+                ours, theirs, rtol=_RELATIVE, atol=_ABSOLUTE
+            ):
+                text = f"what was written differs from the model for {num_rows} rows, by {largest}"
+                raise StratagemError(text)
+    return largest
+
+
+def _outputs(model: Callable[..., Any], inputs: Inputs) -> Outputs:
+    args, kwargs = inputs
+    return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
