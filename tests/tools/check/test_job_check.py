@@ -15,6 +15,7 @@ from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
 from tests.jobs import document, job, user_data, user_model
 from tests.repository import ROOT
+from tests.stream_jobs import streamed
 from tests.tools.planning.support import SITE, kind_job, replicas
 
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
@@ -152,3 +153,11 @@ def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.Monk
     assert lacking.found == 'no worker that is alive has "clinic"'
     (none,) = (f for f in check_file(spec, workers=[]) if f.check == "workers")
     assert none.found == "none is alive"
+
+
+def test_a_stream_is_tried_on_its_first_rows() -> None:
+    spec = job(data=streamed("shards", streams=2), strategy=replicas(2))
+    assert faults(spec) == {}
+    said = [finding.found for finding in found(spec)]
+    assert "a stream of 6 shards; a shard is read again to go on" in said
+    assert not any("has no rows" in text for text in said)

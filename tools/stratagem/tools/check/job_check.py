@@ -123,7 +123,8 @@ class _JobChecks:
         rows = min(_NUM_ROWS, len(dataset))
         gather = Gather(float_dtype(self.job), self.site.device)
         x, y = gather(head_of(dataset, rows), torch.arange(rows), f"reading {split}")
-        how = "fetched one by one" if isinstance(dataset, RowDataset) else "read as slices"
+        is_read_alone = isinstance(dataset, RowDataset | FetchedRows)
+        how = "fetched one by one" if is_read_alone else "read as slices"
         batch = text_of(x) if y is None or y is x else f"({text_of(x)}, {text_of(y)})"
         found = f"{len(dataset):,} rows, {how}; a batch of {rows}: {batch}"
         self.report.ok("data", f"data.{split}", found)

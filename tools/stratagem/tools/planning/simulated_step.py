@@ -23,6 +23,7 @@ from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.row_datasets import BatchKeys
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.trainers.build_trainer import make_setup
@@ -79,9 +80,18 @@ class Reading:
     """Likewise."""
 
 
+def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
+    """Return the job's data by split; of a stream of rows, its first batch."""
+    data = load_data(job, site.entrypoints, site.sources)
+    return {
+        split: dataset.head(job.batch_size) if isinstance(dataset, StreamDataset) else dataset
+        for split, dataset in data.items()
+    }
+
+
 def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     """Measure, with fake tensors, what the first steps of a member hold."""
-    data = load_data(job, site.entrypoints, site.sources)
+    data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
     num_rows = min(job.batch_size, len(data["train"]))
@@ -120,7 +130,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
 
 def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
     """Measure, with fake tensors, what running the model without gradients over some rows holds."""
-    data = load_data(job, site.entrypoints, site.sources)
+    data = load_rows(job, site)
     gather = gather_shapes(job, site, data)
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live, torch.no_grad():
