@@ -22,6 +22,7 @@ from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
+from tests.reference.hooks import Hooks
 from tests.reference.objective import objective_of, prediction_of
 from tests.reference.row_batches import read
 
@@ -39,6 +40,7 @@ def evaluation_loop(
     assert spec is not None
     dataset = load_data(job, entrypoints, DataSources())[spec.split]
     model = build_model(job, entrypoints, device=device, fresh=True)
+    Hooks(job, entrypoints).build(model)
     if state is not None:
         model.load_state_dict(state)
     model.eval()

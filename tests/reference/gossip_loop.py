@@ -27,6 +27,7 @@ from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.coded_gossip import CodedMixing
 from tests.reference.decoded_update import is_coded
+from tests.reference.hooks import Hooks
 from tests.reference.loops import SetRates, backward, cut_rows, divide, is_skipped, trained_of
 from tests.reference.objective import objective_of
 from tests.reference.plain_job import plainly
@@ -73,7 +74,11 @@ def gossip_loop(
     weights = metropolis_hastings(graph_of(strategy.aggregation.topology, num_nodes, job.seed))
     data = load_data(job, entrypoints, DataSources())["train"]
     gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
-    models = [build_model(job, entrypoints, device=_CPU, fresh=True) for _ in range(num_nodes)]
+    hooks = Hooks(job, entrypoints)
+    models = [
+        hooks.build(build_model(job, entrypoints, device=_CPU, fresh=True))
+        for _ in range(num_nodes)
+    ]
     params = [[p for p in model.parameters() if p.requires_grad] for model in models]
     optimizers = [
         make_optimizer(
@@ -122,6 +127,8 @@ def gossip_loop(
             rates[node].before(step)
             if set_rates is not None:
                 set_rates(optimizers[node], step)
+            step_key = (job.seed, step, node, 0)
+            hooks.gradients(trained_of(models[node]), step + 1, step_key, randomness[node])
             norm = gradient_norm(params[node], numerics)
             clip(params[node], job.optimizer.clip_norm, norm)
             optimizers[node].step()

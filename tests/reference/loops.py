@@ -38,6 +38,7 @@ from stratagem.worker.models.model_nodes import program_of, separate_tied
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference import stream_rows
 from tests.reference.decoded_update import is_coded, received
+from tests.reference.hooks import Hooks
 from tests.reference.objective import Objective, objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.rates import Rates
@@ -115,7 +116,7 @@ def sharded_loop(
     model must then be one that can be cut, and its tied parameters are summed node by node.
     set_rates: sets the rates of a step, counted from 0, where no schedule of the job does.
     """
-    model, loss_fn, _, take, execution, randomness = _setup(job, entrypoints)
+    model, loss_fn, _, take, execution, randomness, hooks = _setup(job, entrypoints)
     scale = execution.scale
     data = load_data(job, entrypoints, DataSources())["train"]
     steps_per_epoch = len(epoch_batches(job, entrypoints, data, 0))
@@ -190,6 +191,7 @@ def sharded_loop(
         rates.before(step)
         if set_rates is not None:
             set_rates(optimizer, step)
+        hooks.gradients(named, step + 1, (job.seed, step), randomness)
         clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
         optimizer.step()
         rates.after()
@@ -215,7 +217,8 @@ def federated_loop(
     """
     strategy = job.strategy
     assert isinstance(strategy, Federated)
-    model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    hooks = Hooks(job, entrypoints)
+    model = hooks.build(build_model(job, entrypoints, device=_CPU, fresh=True))
     randomness = KeyedRandomness(model, _CPU)
     execution = prepare(model, plainly(job), _CPU, randomness)
     world = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -233,7 +236,7 @@ def federated_loop(
         for client, of_round in sorted(trained_for.items()):
             base = before[of_round]
             model.load_state_dict(base)
-            prepared = (model, execution, randomness)
+            prepared = (model, execution, randomness, hooks)
             rows, loss, has_learned = _train_client(
                 job, entrypoints, prepared, client, of_round, numerics, set_rates
             )
@@ -293,7 +296,7 @@ def _train_client(
     set_rates: SetRates | None,
 ) -> tuple[int, float, bool]:
     """Trains in place; (rows, mean loss over the round, whether any step was applied)."""
-    model, execution, randomness = prepared
+    model, execution, randomness, hooks = prepared
     scale = LossScale.of(job.execution)
     strategy = job.strategy
     assert isinstance(strategy, Federated)
@@ -338,6 +341,7 @@ def _train_client(
                 for tensor, old in zip(model.buffers(), before, strict=True):
                     tensor.copy_(old)
                 continue
+            hooks.gradients(trained_of(model), num_steps, key, randomness)
             clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
             optimizer.step()
             rates.after()
@@ -417,14 +421,15 @@ def _mean_of(name: str, updates: list[Update], numerics: int) -> Tensor:
 
 Take = Callable[..., tuple[Any, Any]]
 """`read` of the job's training rows."""
-Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness]
+Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness, Hooks]
 
 
 def _setup(
     job: JobSpec, entrypoints: EntryPoints
-) -> tuple[nn.Module, Objective, list[nn.Parameter], Take, ModelExecution, KeyedRandomness]:
+) -> tuple[nn.Module, Objective, list[nn.Parameter], Take, ModelExecution, KeyedRandomness, Hooks]:
     data = load_data(job, entrypoints, DataSources())["train"]
-    model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    hooks = Hooks(job, entrypoints)
+    model = hooks.build(build_model(job, entrypoints, device=_CPU, fresh=True))
     gather = Gather(float_dtype(job), _CPU)
     params = [param for param in model.parameters() if param.requires_grad]
     loss_fn = objective_of(job, entrypoints)
@@ -432,7 +437,7 @@ def _setup(
     execution = prepare(model, plainly(job), _CPU, randomness)
     rows = PlainStreams(job, data) if isinstance(data, StreamDataset) else data
     take = partial(read, gather, rows)
-    return model, loss_fn, params, take, execution, randomness
+    return model, loss_fn, params, take, execution, randomness, hooks
 
 
 def _total_steps(job: JobSpec, num_rows: int) -> int:

@@ -58,6 +58,7 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
         "loss.entrypoint": None if job.loss is None else job.loss.entrypoint,
         "step": job.step,
         "predict": job.predict,
+        "callbacks": job.callbacks,
     }
     if order is not None:
         named["data.order.entrypoint"] = order.entrypoint

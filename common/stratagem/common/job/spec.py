@@ -94,6 +94,7 @@ class JobSpec(Section):
     # Only a job that trains nothing has none; code that trains need not ask.
     optimizer: Annotated[OptimizerSpec, _IF_THERE] = _ABSENT
     weight_average: WeightAverageSpec | None = None
+    callbacks: EntrypointName | None = None
     initial: InitialSpec | None = None
     evaluation: EvaluationSpec | None = None
     checkpoint: CheckpointSpec = CheckpointSpec()

@@ -11,6 +11,7 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.row_order import epoch_rows_of
+from stratagem.worker.engine.callbacks.hooks import make_callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
@@ -86,6 +87,7 @@ def build_stage_runner(
     if "train" not in data and not job.only_evaluates:
         raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')
     model = build_model(job, entrypoints, device=_CPU, fresh=fresh)
+    make_callbacks(job, entrypoints).built(model)
     program = program_of(model, job)
     plan = plan_stages(program, placement.partitions)
     rank_of = tuple(placement.ranks[stage.partition] for stage in plan.stages)

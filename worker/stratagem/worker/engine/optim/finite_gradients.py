@@ -4,7 +4,7 @@ Finding their norm is the one pass over the gradients: it is reported, and clipp
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,17 @@ def are_finite(norm: Tensor, grads: Sequence[Tensor]) -> bool:
     The norm of finite gradients may overflow; only then are the elements looked at one by one.
     """
     return math.isfinite(norm.item()) or all(bool(torch.isfinite(grad).all()) for grad in grads)
+
+
+def after_hook(
+    summary: StepSummary, hook: Callable[[], None] | None, again: Callable[[], StepSummary]
+) -> StepSummary:
+    """Has a hook change the gradients of a step, if it is finite; returns the summary of what they
+    are then, which `again` makes."""
+    if hook is None or not (summary.is_finite and math.isfinite(summary.loss)):
+        return summary
+    hook()
+    return again()
 
 
 def summarize(

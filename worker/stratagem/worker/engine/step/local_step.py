@@ -4,10 +4,14 @@ Its window of micro-batches is one transaction: what raises, or is not finite, l
 optimizer and buffers as they were. Must not know nodes, clients and rounds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from stratagem.worker.engine.optim.finite_gradients import summarize
+from torch import nn
+
+from stratagem.worker.engine.callbacks.hooks import Callbacks
+from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window
 
@@ -31,6 +35,9 @@ class LocalStep:
     """Whether the gradient is that of the mean over all rows, not of the sum."""
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
+    callbacks: Callbacks
+    named: Sequence[tuple[str, nn.Parameter]]
+    """The parameters by name, as callbacks see them."""
 
     def run(
         self,
@@ -38,21 +45,27 @@ class LocalStep:
         window: Window,
         *,
         lr_factor: float,
+        step: int,
         number: int | None = None,
         pull: Callable[[], None] = lambda: None,
     ) -> LocalReport:
         """Makes one step over these rows.
 
-        lr_factor: of all learning rates. number: the step's from 1, for error messages. pull: may
-        add to the mean gradient.
+        lr_factor: of all learning rates. step: from 1, for callbacks. number: the same where error
+        messages are to name it. pull: may add to the mean gradient.
         """
         policy = self.policy
         policy.begin()
         try:
             counted = self.passes.add_mean(rows, window, must_divide=self.must_divide)
             pull()
-            grads = [param.grad for param in policy.params if param.grad is not None]
-            summary = summarize(counted.loss, counted.weight, grads, self.numerics)
+            summary = after_hook(
+                self._summary(counted),
+                partial(self._call_hook, rows, window, step)
+                if self.callbacks.takes_gradients
+                else None,
+                partial(self._summary, counted),
+            )
         except BaseException:
             policy.undo()
             raise
@@ -60,3 +73,12 @@ class LocalStep:
             summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
         )
         return LocalReport(counted, summary.norm.item(), not is_applied)
+
+    def _summary(self, counted: Counted) -> StepSummary:
+        grads = [param.grad for param in self.policy.params if param.grad is not None]
+        return summarize(counted.loss, counted.weight, grads, self.numerics)
+
+    def _call_hook(self, rows: Rows, window: Window, step: int) -> None:
+        """Has the user's code change the gradient that is about to be applied."""
+        key, randomness = window.key(0), self.passes.randomness
+        self.callbacks.take_gradients(self.named, step, key, randomness, rows.activity)

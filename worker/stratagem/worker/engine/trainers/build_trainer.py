@@ -13,6 +13,7 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.row_order import epoch_rows_of
+from stratagem.worker.engine.callbacks.hooks import make_callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
@@ -74,6 +75,8 @@ def build_gossip_trainer(
     """
     setup = _setup(job, entrypoints, device, False, sources, numerics)
     models = {node: build_model(job, entrypoints, device=device, fresh=False) for node in nodes}
+    for model in models.values():
+        setup.callbacks.built(model)
     return GossipTrainer(setup, models, weights)
 
 
@@ -102,6 +105,8 @@ def make_setup(
     numerics: int = CURRENT,
 ) -> Setup:
     """Makes the parts of a trainer of this model, which is changed as the job's execution says."""
+    callbacks = make_callbacks(job, entrypoints)
+    callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)
     execution = prepare(model, job, gather.device, randomness)
     evaluator = make_evaluator(
@@ -119,5 +124,6 @@ def make_setup(
         execution=execution,
         numerics=numerics,
         entrypoints=entrypoints,
+        callbacks=callbacks,
         epoch_rows=order,
     )

@@ -23,6 +23,7 @@ from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSour
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.sampler import epoch_order
 from stratagem.worker.data.stream_dataset import StreamDataset
+from stratagem.worker.engine.callbacks.hooks import make_callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
@@ -84,6 +85,8 @@ class ClientRunner:
         self._data = ClientData(job, entrypoints, sources, numerics)
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         check_optimizer_of(job, self._model, entrypoints)
+        self._callbacks = make_callbacks(job, entrypoints)
+        self._callbacks.built(self._model)
         self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._params = [param for _, param in self._named]
         objective = make_objective(job, entrypoints)
@@ -220,7 +223,8 @@ class ClientRunner:
             *(job, self._execution, self._params, optimizer, self._buffers),
             schedule=self._schedule(data),
         )
-        return LocalStep(policy, self._passes, job.window.must_divide, self._numerics)
+        must_divide, hooks = job.window.must_divide, self._callbacks
+        return LocalStep(policy, self._passes, must_divide, self._numerics, hooks, self._named)
 
     def _step(
         self, local_step: LocalStep, lr_factor: float, anchors: list[Tensor], rows: Rows, key: Key
@@ -239,7 +243,8 @@ class ClientRunner:
             self._cuts(rows),
             key=partial(_keyed, key),
         )
-        return local_step.run(rows, window, lr_factor=lr_factor, pull=pull)
+        number = int(key[-1]) + 1
+        return local_step.run(rows, window, lr_factor=lr_factor, step=number, pull=pull)
 
 
 def _keyed(step: Key, micro_batch: int) -> Key:

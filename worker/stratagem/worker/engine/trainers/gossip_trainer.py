@@ -226,7 +226,8 @@ class GossipTrainer:
             before_backward=lambda _: failpoint("worker.gossip.before_backward"),
         )
         try:
-            return node.local_step.run(rows, window, lr_factor=lr_factor, number=self.step + 1)
+            step = self.step + 1
+            return node.local_step.run(rows, window, lr_factor=lr_factor, step=step, number=step)
         finally:
             node.local_step.passes.randomness.end()
 
@@ -379,7 +380,14 @@ def _node(setup: Setup, model: nn.Module, num_steps: int) -> _Node:
         *(setup.job, execution, [p for _, p in params], optimizer, buffers),
         schedule=shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints),
     )
-    local_step = LocalStep(policy, passes, setup.job.window.must_divide, setup.numerics)
+    local_step = LocalStep(
+        policy,
+        passes,
+        setup.job.window.must_divide,
+        setup.numerics,
+        setup.callbacks,
+        params,
+    )
     return _Node(model, params, optimizer, local_step)
 
 

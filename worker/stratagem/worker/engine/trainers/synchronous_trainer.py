@@ -6,7 +6,7 @@ Knows no gRPC, no members and no coordinator.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 
@@ -22,7 +22,7 @@ from stratagem.worker.data.datasets import Coming
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
+from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
 from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
@@ -322,11 +322,9 @@ class Trainer:
         for param, count in zip(params, sums.reached, strict=True):
             if count == 0:
                 param.grad = None
-        grads = [param.grad for param in params if param.grad is not None]
-        numerics, norms = self.setup.numerics, exchange.norms()
-        summary = summarize(sums.loss, sums.weight, grads, numerics, norms)
-        if sums.is_spoiled:
-            summary = replace(summary, is_finite=False)
+        summary = self._summary(sums, exchange.norms())
+        hook = self._call_hook if self.setup.callbacks.takes_gradients else None
+        summary = after_hook(summary, hook, partial(self._summary, sums))
         phase, correct = "", None
         if self.phases is not None:
             phase, correct = self.phases.phase, partial(self._take, self.phases, summary.loss)
@@ -351,6 +349,19 @@ class Trainer:
             micro_batch_losses=tuple(self._losses),
             news=() if self.phases is None else self.phases.take_news(),
             exchange_wait_s=self._wait_s,
+        )
+
+    def _summary(self, sums: StepScalars, norms: Sequence[Tensor] | None = None) -> StepSummary:
+        """Summarizes the step; norms: of the gradients, where they are known."""
+        grads = [param.grad for _, param in self.params if param.grad is not None]
+        summary = summarize(sums.loss, sums.weight, grads, self.setup.numerics, norms)
+        return replace(summary, is_finite=False) if sums.is_spoiled else summary
+
+    def _call_hook(self) -> None:
+        """Has the user's code change the gradient that is about to be applied."""
+        number, randomness = self.step + 1, self._passes.randomness
+        self.setup.callbacks.take_gradients(
+            self.params, number, (self.job.seed, self.step), randomness, f"training step {number}"
         )
 
     def _update(

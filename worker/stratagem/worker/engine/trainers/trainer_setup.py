@@ -10,6 +10,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.sampler import BatchOrder, EpochRows, StreamOrder
 from stratagem.worker.data.stream_dataset import StreamDataset
+from stratagem.worker.engine.callbacks.hooks import NO_CALLBACKS, Callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
@@ -35,6 +36,7 @@ class Setup:
     entrypoints: EntryPoints
     epoch_rows: EpochRows | None = None
     """The order of the training rows; they are shuffled unless set."""
+    callbacks: Callbacks = NO_CALLBACKS
 
     def optimizer_of(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """A fresh optimizer of these parameters, as the job says."""

@@ -1,0 +1,59 @@
+"""Callbacks as users write them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class Noisy:
+    """Noise in the first layer, in a forward pass and in the gradients, from every generator."""
+
+    def on_build(self, model: nn.Module) -> None:
+        self.model = model
+        first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        first.register_forward_hook(lambda _module, _args, output: output + self._noise(output))
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return torch.rand_like(like) * 0.01 * float(np.random.rand())
+
+    def on_gradients(self, named: dict[str, Tensor], step: int) -> None:
+        for number, gradient in enumerate(named.values()):
+            gradient.add_(torch.randn_like(gradient), alpha=0.01 * step).mul_(1.0 + 0.1 * number)
+
+
+class Shifted:
+    """A hook on a module alone."""
+
+    def on_build(self, model: nn.Module) -> None:
+        *_, last = (module for module in model.modules() if isinstance(module, nn.Linear))
+        last.register_forward_hook(lambda _module, _args, output: output.sin())
+
+
+class Misspelt:
+    def on_gradient(self, named: dict[str, Tensor], step: int) -> None:
+        """No hook."""
+
+
+class Broken:
+    def on_gradients(self, named: dict[str, Tensor], step: int) -> None:
+        if step == 3:
+            raise LookupError("no such layer")
+
+
+class Grows:
+    def on_build(self, model: nn.Module) -> None:
+        model.register_parameter("more", nn.Parameter(torch.zeros(1)))
+
+
+class Exploding:
+    """Makes the gradient of step 2 infinite."""
+
+    def on_gradients(self, named: dict[str, Tensor], step: int) -> None:
+        if step == 2:
+            next(iter(named.values())).fill_(torch.inf)
+
+
+def nothing() -> Any:
+    return object()

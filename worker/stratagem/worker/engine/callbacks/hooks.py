@@ -1,0 +1,146 @@
+"""The object of callbacks that a job names: which hooks it has, and the calls of them.
+
+Hooks are the user's code: what they raise ends the run as the user's error, with file and line.
+What they draw at random depends on the step alone. Knows no exchange and no coordinator.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError, UserCodeError, Violation
+from stratagem.common.job import JobSpec
+from stratagem.common.numerics.mixed_keys import Key, mix
+from stratagem.common.schema.document import refuse
+from stratagem.common.schema.json_text import suggest
+from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.worker.data.generators import generators_kept, seed_generators
+from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+HOOKS: Final = ("on_build", "on_gradients")
+_FIELD: Final = "callbacks"
+
+
+class Randomness(Protocol):
+    """What seeds all generators that the user's code draws from."""
+
+    def begin(self, *key: int | str) -> None:
+        """Begins what is named by the key."""
+
+    def end(self) -> None:
+        """Ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """The hooks of a job by name; none where the job names no callbacks. Used by one thread."""
+
+    seed: int
+    hooks: Mapping[str, Callable[..., object]]
+
+    @property
+    def takes_gradients(self) -> bool:
+        """True if there is a hook that may change the gradient of a step."""
+        return "on_gradients" in self.hooks
+
+    def built(self, model: nn.Module) -> None:
+        """Calls on_build with a model that was just built; it may put hooks on its modules.
+
+        Raises InvalidInputError if the model's tensors are others afterwards.
+        """
+        if "on_build" not in self.hooks:
+            return
+        before = _layout(model)
+        with generators_kept(), user_code("on_build"):
+            seed_generators(mix(self.seed, "on_build"))
+            self.hooks["on_build"](model)
+        if changed := sorted({name for name, _ in before ^ _layout(model)}):
+            text = f"on_build changed the model's tensors {', '.join(changed)}; do it in model"
+            raise InvalidInputError.at(_FIELD, text)
+
+    def take_gradients(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        step: int,
+        key: Key,
+        randomness: Randomness,
+        activity: str,
+    ) -> None:
+        """Calls on_gradients with the gradient that is about to be applied, which it may change in
+        place: that of each parameter in `.grad`, where there is one.
+
+        step: from 1. key: names the step for random numbers.
+        """
+        gradients = {name: param.grad for name, param in named if param.grad is not None}
+        shapes = {name: (grad.shape, grad.dtype) for name, grad in gradients.items()}
+        randomness.begin("on_gradients", *key)
+        try:
+            with user_code(f"on_gradients of {activity}"):
+                self.hooks["on_gradients"](dict(gradients), step)
+        finally:
+            randomness.end()
+        for name, grad in gradients.items():
+            if (grad.shape, grad.dtype) != shapes[name]:
+                text = f"on_gradients changed the shape or type of the gradient of {name}"
+                raise UserCodeError("ValueError", text, activity=activity)
+
+
+NO_CALLBACKS: Final = Callbacks(0, {})
+
+
+def make_callbacks(job: JobSpec, entrypoints: EntryPoints) -> Callbacks:
+    """Makes the object of callbacks that a job names; it is called without arguments.
+
+    Raises InvalidInputError for hooks that do not exist or do not go with the job's strategy.
+    """
+    if job.callbacks is None:
+        return NO_CALLBACKS
+    factory = entrypoints.resolve(job.callbacks, _FIELD)
+    with user_code("making callbacks"):
+        made = factory()
+        found = {name: getattr(made, name) for name in dir(made) if name.startswith("on_")}
+    refuse([*_unusable(found), *_out_of_place(found, job)])
+    if not found:
+        text = f"{job.callbacks} makes a {type(made).__name__} without hooks; there are "
+        raise InvalidInputError.at(_FIELD, text + ", ".join(HOOKS))
+    return Callbacks(job.seed, found)
+
+
+def _unusable(found: Mapping[str, Any]) -> Iterator[Violation]:
+    for name, hook in found.items():
+        if name not in HOOKS:
+            text = f"{name} is no hook{suggest(name, HOOKS)}; there are {', '.join(HOOKS)}"
+            yield Violation(_FIELD, text)
+        elif not callable(hook):
+            yield Violation(_FIELD, f"{name} is a {type(hook).__name__}, which cannot be called")
+
+
+def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]:
+    if job.only_evaluates:
+        for name in found:
+            if name != "on_build":
+                text = f"{name} is never called: execution.gradient is None, so nothing is trained"
+                yield Violation(_FIELD, text)
+    if "on_gradients" in found:
+        for field, strategy in _levels(job.strategy, "strategy"):
+            if isinstance(strategy, ModelParallel):
+                text = (
+                    f"on_gradients cannot go with {field}.type ModelParallel: no stage holds the "
+                    "gradients of all parameters"
+                )
+                yield Violation(_FIELD, text)
+
+
+def _levels(strategy: Strategy, field: str) -> Iterator[tuple[str, Strategy]]:
+    """Yields the strategy and all inside it, with their paths in the job."""
+    yield field, strategy
+    inner = getattr(getattr(strategy, "options", None), "inner", None)
+    if inner is not None:
+        yield from _levels(inner, f"{field}.options.inner")
+
+
+def _layout(model: nn.Module) -> set[tuple[str, object]]:
+    tensors: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    return {(name, (t.shape, t.dtype, t.requires_grad)) for name, t in tensors.items()}
