@@ -14,6 +14,8 @@ from tests.cluster.jobs import (
     federated,
     gossip,
     model_parallel,
+    population,
+    replicated,
     train,
 )
 from tests.jobs import job, user_model
@@ -55,7 +57,39 @@ def test_stages(client: Client) -> None:
         train(client, job(MODEL, strategy=CUT, **SECTIONS))
 
 
+@pytest.mark.parametrize("strategy", ["AllReduce", "ParameterServer", "pipelines"])
+@pytest.mark.parametrize("name", ["StopsAt", "StopsWithASegment"])
+def test_a_step_that_ends_the_training(client: Client, strategy: str, name: str) -> None:
+    """Within a segment of two steps, or at the end of one; the same on all members."""
+    sections: dict[str, Any] = {"callbacks": f"{PLACE}:{name}", "optimizer": ADAMW}
+    if strategy == "pipelines":
+        spec = job(MODEL, strategy=replicated(2, CUT), **sections)
+    else:
+        spec = job(MODEL, strategy=data_parallel(2, strategy), **sections)
+    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 2)
+    last = len(expected.losses)
+    assert last == (5 if name == "StopsAt" else 6)
+    (stopped,) = outcome.of("StoppedEarly")
+    assert stopped.payload["step"] == last
+    assert "on_step has called view.stop()" in outcome.status.reason
+    assert_same_bits(outcome.state, expected.state)
+    finished = [event.payload for event in outcome.of("SegmentFinished")]
+    assert [each["step"] for each in finished] == [2, 4, last]
+    for each in finished:
+        assert each["metrics"]["train.seen.loss"] > each["loss"] * 0.5
+
+
 def test_what_a_hook_raises_ends_the_run(client: Client) -> None:
     with pytest.raises(UserCodeError, match="no such layer") as caught:
         train(client, job(strategy=data_parallel(2), callbacks=f"{PLACE}:Broken"))
     assert "tests/userland/callbacks.py" in caught.value.traceback
+
+
+def test_what_is_shown_to_nobody_or_ends_only_a_part_is_refused(client: Client) -> None:
+    name = f"{PLACE}:StopsAt"
+    with pytest.raises(UserCodeError, match=r"strategy\.aggregation\.method Decentralized"):
+        train(client, job(strategy=gossip(3), callbacks=name))
+    with pytest.raises(UserCodeError, match=r"on_step cannot go with strategy\.type Federated"):
+        train(client, federated(callbacks=name))
+    with pytest.raises(UserCodeError, match="in a part of a run, such as a member of a population"):
+        train(client, population(callbacks=name))

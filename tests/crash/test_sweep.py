@@ -108,6 +108,27 @@ def test_no_second_crash_changes_any_bits(rig: Rig, job: str, failpoint: str) ->
     assert outcome == expected
 
 
+@pytest.mark.cluster
+def test_a_training_that_is_stopped_ends_with_the_same_step(rig: Rig) -> None:
+    """Worker-0 ends when it has made the step that it would have been shown next."""
+    _crash(rig, Case("Stopped", "worker-0", "worker.step.after_apply", 10))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("Stopped", "worker-0", "worker.step.before_apply", 10),
+        Case("Stopped", "worker-0", "worker.segment.finished", 5),
+        Case("Stopped", "worker-2", "worker.step.after_apply", 10),
+        Case("Stopped", "coordinator", "coordinator.segment.trained", 5),
+    ],
+    ids=str,
+)
+def test_no_crash_changes_the_step_of_a_stop(rig: Rig, case: Case) -> None:
+    _crash(rig, case)
+
+
 def _crash(rig: Rig, case: Case) -> None:
     expected = rig.undisturbed(case.job)
     with rig.armed(case.process, case.failpoint, case.num_passed):

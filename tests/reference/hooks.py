@@ -10,6 +10,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.mixed_keys import Key, mix
 from stratagem.worker.data.generators import seed_generators
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
+from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
@@ -25,6 +26,12 @@ class Hooks:
             seed_generators(mix(self._seed, "on_build"))
             self._made.on_build(model)
         return model
+
+    def step(self, view: StepView) -> bool:
+        """Whether the training ends with this step."""
+        if hasattr(self._made, "on_step"):
+            self._made.on_step(view)
+        return view.wants_end
 
     def gradients(
         self,

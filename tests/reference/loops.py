@@ -32,6 +32,7 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution, prepare
 from stratagem.worker.engine.objectives.losses import LossValue
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
+from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.engine.trainers.federated_client import client_order
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.models.model_nodes import program_of, separate_tied
@@ -192,10 +193,14 @@ def sharded_loop(
         if set_rates is not None:
             set_rates(optimizer, step)
         hooks.gradients(named, step + 1, (job.seed, step), randomness)
-        clip(params, job.optimizer.clip_norm, gradient_norm(params, numerics))
+        norm = gradient_norm(params, numerics)
+        clip(params, job.optimizer.clip_norm, norm)
         optimizer.step()
         rates.after()
         average.update(step + 1)
+        seen = StepView(step + 1, losses[-1], total.item(), len(batch), norm.item(), {})
+        if hooks.step(seen):
+            break
     return Result(model.state_dict(), losses, average.model_state(model), logged)
 
 

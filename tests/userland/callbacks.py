@@ -31,6 +31,25 @@ class Shifted:
         last.register_forward_hook(lambda _module, _args, output: output.sin())
 
 
+class StopsAt:
+    """Ends the training after a step, and logs what it has seen of it."""
+
+    step = 5
+
+    def on_step(self, view: Any) -> None:
+        view.log("seen.loss", view.loss + view.grad_norm)
+        if view.step == self.step:
+            view.stop()
+
+
+class StopsWithASegment(StopsAt):
+    step = 6
+
+
+class StopsLate(StopsAt):
+    step = 11
+
+
 class Misspelt:
     def on_gradient(self, named: dict[str, Tensor], step: int) -> None:
         """No hook."""

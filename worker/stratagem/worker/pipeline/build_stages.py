@@ -11,11 +11,11 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.row_order import epoch_rows_of
-from stratagem.worker.engine.callbacks.hooks import make_callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
 from stratagem.worker.engine.objectives.evaluator import make_evaluator
+from stratagem.worker.engine.step.callbacks import make_callbacks
 from stratagem.worker.engine.step.optimizer_round_trip import check_alone, check_optimizer_of
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_builder import build_model
@@ -87,7 +87,8 @@ def build_stage_runner(
     if "train" not in data and not job.only_evaluates:
         raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')
     model = build_model(job, entrypoints, device=_CPU, fresh=fresh)
-    make_callbacks(job, entrypoints).built(model)
+    callbacks = make_callbacks(job, entrypoints)
+    callbacks.built(model)
     program = program_of(model, job)
     plan = plan_stages(program, placement.partitions)
     rank_of = tuple(placement.ranks[stage.partition] for stage in plan.stages)
@@ -131,6 +132,7 @@ def build_stage_runner(
             execution=execution,
             numerics=placement.numerics,
             entrypoints=entrypoints,
+            callbacks=callbacks,
             epoch_rows=epoch_rows_of(job, data, entrypoints),
         )
     )

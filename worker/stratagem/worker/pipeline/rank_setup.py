@@ -10,6 +10,7 @@ from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.sampler import EpochRows
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
+from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.models.model_nodes import Trained
 from stratagem.worker.pipeline.rank_pass import StageChannel
 from stratagem.worker.pipeline.stage import StagePart
@@ -35,5 +36,6 @@ class RunnerSetup:
     numerics: int
     """Which rules decide the bits; see stratagem.common.numerics.numerics_rules."""
     entrypoints: EntryPoints
+    callbacks: Callbacks
     epoch_rows: EpochRows | None
     """The order of the training rows; they are shuffled unless set."""

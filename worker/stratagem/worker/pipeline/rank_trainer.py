@@ -32,11 +32,12 @@ from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
+from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Counted
 from stratagem.worker.engine.step.model_buffers import Buffers
-from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
 from stratagem.worker.engine.trainers.trainer_state import State
-from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
+from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars, num_scalars
 from stratagem.worker.pipeline.forward_only import evaluate
 from stratagem.worker.pipeline.rank_pass import PassCallbacks, RankPass
 from stratagem.worker.pipeline.rank_setup import RunnerSetup
@@ -92,6 +93,11 @@ class StageRunner:
         self.step = 0
 
     @property
+    def callbacks(self) -> Callbacks:
+        """The hooks of the user's."""
+        return self._setup.callbacks
+
+    @property
     def notes(self) -> list[str]:
         """Sentences about settings that are carried out in another way than they say."""
         return self._setup.execution.notes
@@ -135,6 +141,7 @@ class StageRunner:
         num_shards: int = 1,
         *,
         stop: bool = False,
+        end: bool = False,
     ) -> StepReport:
         """Does one optimizer step over the next global batch, of which this pipeline computes the
         shards it owns, one after the other. Without `exchange.reduce` these must be all of them,
@@ -155,14 +162,18 @@ class StageRunner:
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())
-            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, stop)
+            wish = float(stop) + (END if end else 0.0)
+            computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, wish)
             reduce = only_shard if exchange is None else exchange.reduce
             scalars = self._take(reduce(len(live), computed))
-            summary, must_stop = self._divide_and_agree(scalars)
+            summary, wishes = self._divide_and_agree(scalars)
         except BaseException:
             self._undo()
             self._lane.transport.cut()
             raise
+        if wishes >= END:
+            self._undo()
+            return end_of(self.step)
         failpoint("worker.stages.before_apply")
         number = self.step + 1
         is_applied = apply_step(
@@ -181,7 +192,7 @@ class StageRunner:
             loss=summary.loss,
             weight=summary.weight if is_applied else 0.0,
             num_rows=len(indices),
-            stop=must_stop,
+            stop=wishes > 0,
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
             micro_batch_losses=tuple(self._losses),
@@ -273,16 +284,16 @@ class StageRunner:
         return self._num_passes - 1
 
     def _compute_all(
-        self, shards: range, live: list[Tensor], stop: bool
+        self, shards: range, live: list[Tensor], wish: float
     ) -> Iterator[StageGradients]:
         """Computes the live shards of this replica; each starts from the buffers before the
         step."""
         for shard in shards:
             if shard > shards.start:
                 self._buffers.restore()
-            yield self._compute(self._micro_batches(live[shard]), shard, len(live), stop)
+            yield self._compute(self._micro_batches(live[shard]), shard, len(live), wish)
         if not shards:  # the ranks speak to each other all the same
-            self._compute((), 0, len(live), stop)
+            self._compute((), 0, len(live), wish)
 
     def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
         """Returns the micro-batches of the placement, if it has any, else those of the job."""
@@ -291,7 +302,7 @@ class StageRunner:
         return [rows[cut.start : cut.stop] for cut in self._job.window.cut(len(rows))]
 
     def _compute(
-        self, micro_batches: Sequence[Tensor], shard: int, num_live: int, stop: bool
+        self, micro_batches: Sequence[Tensor], shard: int, num_live: int, wish: float
     ) -> StageGradients:
         """Does forward and backward of all micro-batches of a shard."""
         activity = f"training step {self.step + 1}"
@@ -334,7 +345,7 @@ class StageRunner:
         self._losses += counted.losses
         reached = self._agreement.sum_tied()
         changes = self._buffers.contribution(shard, num_live)
-        scalars = StepScalars(counted.weight, counted.loss_sum, float(stop), reached, changes)
+        scalars = StepScalars(counted.weight, counted.loss_sum, wish, reached, changes)
         gradients = {
             name: torch.zeros_like(param) if param.grad is None else param.grad
             for name, param in self.params
@@ -348,7 +359,7 @@ class StageRunner:
             param.grad = total.gradients[name] if count else None
         return total.scalars
 
-    def _divide_and_agree(self, scalars: StepScalars) -> tuple[StepSummary, bool]:
+    def _divide_and_agree(self, scalars: StepScalars) -> tuple[StepSummary, float]:
         weight = scalars.weight
         grads = [param.grad for _, param in self.params if param.grad is not None]
         if weight and self._job.window.must_divide:

@@ -90,8 +90,8 @@ class Agreement:
             weight.param.grad = total
         return [total is not None for total in totals]
 
-    def summarize(self, scalars: StepScalars) -> tuple[StepSummary, bool]:
-        """Returns the summary of all ranks together, and whether one of them wishes to stop. Norms
+    def summarize(self, scalars: StepScalars) -> tuple[StepSummary, float]:
+        """Returns the summary of all ranks together, and the largest wish to stop. Norms
         are of the .grad of the first copies."""
         grads = {
             weight.name: weight.param.grad for weight in self.own if weight.param.grad is not None
@@ -101,7 +101,7 @@ class Agreement:
         is_finite = are_finite(own, list(grads.values()))
         firsts = {weight.name for weight in self.own if self.is_first(weight)}
         norms = {name: norm for name, norm in parts.items() if name in firsts}
-        words = {"is_finite": is_finite, "stop": scalars.stop > 0, "names": list(norms)}
+        words = {"is_finite": is_finite, "stop": scalars.stop, "names": list(norms)}
         mine = Message(list(norms.values()), words)
         for rank in self._others:
             self._send(_VERDICT, rank, mine)
@@ -113,7 +113,7 @@ class Agreement:
         device = (self.own[0].param if self.own else torch.zeros(())).device
         norm = total_norm([part.to(device) for part in ordered], self._numerics)
         is_finite = all(message.words["is_finite"] for message in said)
-        stop = any(message.words["stop"] for message in said)
+        stop = max(message.words["stop"] for message in said)
         return StepSummary(scalars.loss, scalars.weight, norm, is_finite), stop
 
     def _rank_of(self, node: str) -> int:

@@ -32,6 +32,7 @@ from stratagem.worker.mesh.shm_segments import UnshareableError
 from stratagem.worker.party.join import give_up, join
 from stratagem.worker.phases import TrainingPhase
 from stratagem.worker.plans.measure_plan import own_metrics
+from stratagem.worker.plans.step_listener import STOPPED, StepListener
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
@@ -51,6 +52,8 @@ class Segment:
     num_rows: int = 0
     reported_s: float = 0.0
     engine: str = ""
+    stop_reason: str = ""
+    """Why the user's code has ended the training, if it has."""
     summary: SegmentSummary | None = None
     """Its summary, once it has ended and its snapshot has been taken."""
     streams: dict[int, str] = field(default_factory=dict)
@@ -114,6 +117,7 @@ def _take_steps(
     trainer.lower_rates(plan.num_lr_reductions)
     work.set_activity("training")
     trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
+    listener = StepListener(work, view, trainer.callbacks)
     with StepRecorder(work) as recorder:
         while trainer.step < plan.to_step:
             _look_up(work, plan, view)
@@ -121,16 +125,24 @@ def _take_steps(
             stop = work.control.is_draining
             segment.is_stepping = True
             segment.step_began_s = time.perf_counter()
-            report = trainer.train_step(exchange, view.me.shards, plan.num_shards, stop=stop)
+            report = trainer.train_step(
+                exchange, view.me.shards, plan.num_shards, stop=stop, end=listener.wants_end
+            )
             segment.is_stepping = False
+            if report.is_end:
+                segment.stop_reason = STOPPED
+                return
             segment.engine = exchange.name  # a schedule may have been chosen again
             _account(work, plan, segment, report)
+            listener.after(report)
             if view.rank == 0:
                 work.warn(report.news)
             if report.stop and report.step < plan.to_step:
                 # All members stop after this step. Those that stay continue under the next view.
                 work.control.check()
                 raise PlanStopped(DRAINED) if stop else ViewChanged
+    if listener.wants_end:
+        segment.stop_reason = STOPPED
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
@@ -209,6 +221,7 @@ def _conclude(
         traffic=segment.summary.traffic,
         own_metrics=own,
         streams=segment.streams,
+        stop_reason=segment.stop_reason,
     )
 
 

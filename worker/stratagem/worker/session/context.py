@@ -106,6 +106,10 @@ class SessionState:
     spent: int = -1
     """Highest membership that a rendezvous has ended for; there is no second one for it."""
     tally: Tally = field(default_factory=Tally)
+    shown_step: int = -1
+    """The latest step that on_step was shown here."""
+    wants_end: bool = False
+    """What it asked for then."""
     activity: str = ""
     is_offering: bool = False
     """A copy of the state is there for members that heal."""
@@ -141,6 +145,7 @@ class SessionState:
         """Forget the state too."""
         self.leave()
         self.trainer, self.inference, self.tally = None, None, Tally()
+        self.shown_step, self.wants_end = -1, False
 
 
 @dataclass(slots=True)

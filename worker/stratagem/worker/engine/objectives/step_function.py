@@ -165,7 +165,7 @@ def _logged(log: Any, num_rows: int) -> Iterator[Logged]:
         text = f"the log of the step has {len(log)} names; at most {MAX_LOGGED} are allowed"
         raise ValueError(text)
     for name in log:
-        _check_name(name)
+        check_log_name(name)
     for name, value in sorted(log.items()):
         mean, weight = value if isinstance(value, tuple) else (value, num_rows)
         if isinstance(mean, Tensor):
@@ -175,7 +175,8 @@ def _logged(log: Any, num_rows: int) -> Iterator[Logged]:
         yield Logged(name, mean, _weight(weight, f"log {name!r}"))
 
 
-def _check_name(name: Any) -> None:
+def check_log_name(name: Any) -> None:
+    """Raises ValueError unless a series may have this name."""
     is_name = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name)
     if not is_name:
         allowed = f"at most {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _ and ., a letter first"

@@ -10,9 +10,9 @@ from functools import partial
 
 from torch import nn
 
-from stratagem.worker.engine.callbacks.hooks import Callbacks
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
+from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
 
@@ -32,8 +33,22 @@ class StepReport:
     last stage sends them to all ranks."""
     news: Sequence[str] = field(default=(), compare=False)
     """Sentences for the run's log."""
+    is_end: bool = False
+    """True if nothing was done: all members end the training before this step, as on_step asked."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """From the end of this member's own passes until the sums of all were here."""
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What on_step is shown of the step, as plain values."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "weight": self.weight,
+            "num_rows": self.num_rows,
+            "grad_norm": self.grad_norm,
+            "metrics": self.progress_metrics,
+        }
 
     @property
     def progress_metrics(self) -> dict[str, float]:
@@ -44,6 +59,12 @@ class StepReport:
             return shown
         spread = {"micro_batch_loss_min": min(losses), "micro_batch_loss_max": max(losses)}
         return {**shown, **spread}
+
+
+def end_of(step: int) -> StepReport:
+    """Returns the report of the end of a training after `step` steps: of a step that is not
+    done."""
+    return StepReport(step, 0.0, 0.0, 0, stop=True, grad_norm=0.0, is_end=True)
 
 
 @dataclass(slots=True)
@@ -60,6 +81,10 @@ class Tally:
     num_skipped: int = 0
     """Steps (of single nodes, under gossip) that were not finite and changed nothing."""
     logged: LoggedSums = field(default_factory=dict)
+    latest: dict[str, Any] = field(default_factory=dict)
+    """What on_step is shown of the latest exact step; empty where there is no such hook."""
+    shown: dict[str, float] = field(default_factory=dict)
+    """The latest number of each name that on_step has logged."""
 
     @property
     def loss(self) -> float:
@@ -84,7 +109,7 @@ class Tally:
         """Returns the metrics of the segment, besides the loss."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
         norms = {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm}
-        return {**norms, **skipped, **means(self.logged)}
+        return {**norms, **skipped, **means(self.logged), **self.shown}
 
 
 @dataclass(frozen=True, slots=True)

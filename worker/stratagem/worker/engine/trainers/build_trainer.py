@@ -13,11 +13,11 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.row_order import epoch_rows_of
-from stratagem.worker.engine.callbacks.hooks import make_callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import make_evaluator
+from stratagem.worker.engine.step.callbacks import make_callbacks
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference

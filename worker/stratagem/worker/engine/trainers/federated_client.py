@@ -23,7 +23,6 @@ from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSour
 from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.data.sampler import epoch_order
 from stratagem.worker.data.stream_dataset import StreamDataset
-from stratagem.worker.engine.callbacks.hooks import make_callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
@@ -33,6 +32,7 @@ from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule, shadow_schedule
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
+from stratagem.worker.engine.step.callbacks import make_callbacks
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means

@@ -29,6 +29,7 @@ from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lo
 from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
+from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
 from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.logged_sums import (
@@ -135,6 +136,11 @@ class GossipTrainer:
         """The newest exact distance, which is shown until there is another one."""
 
     @property
+    def callbacks(self) -> Callbacks:
+        """The hooks of the user's."""
+        return self._setup.callbacks
+
+    @property
     def notes(self) -> list[str]:
         """Sentences about settings that are carried out in another way than they say."""
         return self._setup.notes
@@ -166,7 +172,13 @@ class GossipTrainer:
             lower_learning_rates(node.optimizer, self._job.optimizer, num_reductions)
 
     def train_step(
-        self, exchange: GossipExchange, owned: range, num_shards: int, *, stop: bool = False
+        self,
+        exchange: GossipExchange,
+        owned: range,
+        num_shards: int,
+        *,
+        stop: bool = False,
+        end: bool = False,
     ) -> StepReport:
         """A local step of each own node, then one round of mixing. A node is a shard; nodes have no
         step in common after which they could stop.

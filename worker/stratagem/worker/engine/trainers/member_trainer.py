@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
+from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.trainer_state import State
 
@@ -39,6 +40,10 @@ class MemberTrainer(Protocol[Exchange_contra]):
     """Steps applied."""
 
     @property
+    def callbacks(self) -> Callbacks:
+        """The hooks of the user's."""
+
+    @property
     def is_sole_copy(self) -> bool:
         """True if this member holds state that no other has."""
 
@@ -50,10 +55,17 @@ class MemberTrainer(Protocol[Exchange_contra]):
         step on."""
 
     def train_step(
-        self, exchange: Exchange_contra, owned: range, num_shards: int, *, stop: bool = False
+        self,
+        exchange: Exchange_contra,
+        owned: range,
+        num_shards: int,
+        *,
+        stop: bool = False,
+        end: bool = False,
     ) -> StepReport:
         """Makes one step over the next global batch, of whose `num_shards` shards this member owns
-        some. stop: this member wishes that all stop after it, where members take steps together."""
+        some. stop: this member wishes that all stop after it, where members take steps together.
+        end: it wishes that all end the training before it."""
 
     def end_segment(self, exchange: Exchange_contra, tally: Tally) -> SegmentSummary:
         """Ends a segment with these sums over its steps; its state may then be copied."""

@@ -28,6 +28,7 @@ from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
+from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import (
     Counted,
     Passes,
@@ -38,14 +39,14 @@ from stratagem.worker.engine.step.forward_backward import (
 )
 from stratagem.worker.engine.step.logged_sums import NUM_EXTRAS, LoggedSums, packed, unpacked
 from stratagem.worker.engine.step.model_buffers import Buffers
-from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
 from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
-from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
+from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars, num_scalars
 from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
 from stratagem.worker.exchange.reducer import Reducer
 from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
@@ -135,12 +136,23 @@ class Trainer:
     def _key(self, step: int, shard: int, micro_batch: int) -> Key:
         return (self.job.seed, step, shard, micro_batch)
 
+    @property
+    def callbacks(self) -> Callbacks:
+        """The hooks of the user's."""
+        return self.setup.callbacks
+
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
         lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
 
     def train_step(
-        self, exchange: Reducer, owned: range, num_shards: int, *, stop: bool = False
+        self,
+        exchange: Reducer,
+        owned: range,
+        num_shards: int,
+        *,
+        stop: bool = False,
+        end: bool = False,
     ) -> StepReport:
         """Makes one optimizer step over the next global batch, cut into `num_shards` shards.
 
@@ -160,7 +172,7 @@ class Trainer:
         self._execution.begin_batch(num_rows)
         own = range(owned.start, min(owned.stop, len(live)))
         self._losses, logged = [], None
-        divisor = self._divisor(num_rows)
+        divisor, wish = self._divisor(num_rows), float(stop) + (END if end else 0.0)
         must_weigh = divisor is None and self._window.must_divide
         try:
             exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)
@@ -176,7 +188,7 @@ class Trainer:
                     rest = torch.cat([rest, packed(counted.logged)])
                 rest = self._replicas.with_checksum(rest)
                 scalars = StepScalars(
-                    counted.weight, counted.loss_sum, float(stop), exchange.reached(), rest
+                    counted.weight, counted.loss_sum, wish, exchange.reached(), rest
                 )
                 exchange.end_shard(shard, scalars)
             waits_since_s = time.perf_counter()
@@ -194,6 +206,10 @@ class Trainer:
             raise
         finally:
             self._passes.randomness.end()
+        if sums.stop >= END:
+            exchange.discard()
+            self._buffers.restore()
+            return end_of(self.step)
         failpoint("worker.step.before_apply")
         report = self._apply(exchange, sums, len(live), num_rows, must_divide=must_weigh)
         if self._execution.frees_gradients:
@@ -323,7 +339,7 @@ class Trainer:
             if count == 0:
                 param.grad = None
         summary = self._summary(sums, exchange.norms())
-        hook = self._call_hook if self.setup.callbacks.takes_gradients else None
+        hook = self._call_hook if self.callbacks.takes_gradients else None
         summary = after_hook(summary, hook, partial(self._summary, sums))
         phase, correct = "", None
         if self.phases is not None:
@@ -360,7 +376,7 @@ class Trainer:
     def _call_hook(self) -> None:
         """Has the user's code change the gradient that is about to be applied."""
         number, randomness = self.step + 1, self._passes.randomness
-        self.setup.callbacks.take_gradients(
+        self.callbacks.take_gradients(
             self.params, number, (self.job.seed, self.step), randomness, f"training step {number}"
         )
 

@@ -10,12 +10,12 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.sampler import BatchOrder, EpochRows, StreamOrder
 from stratagem.worker.data.stream_dataset import StreamDataset
-from stratagem.worker.engine.callbacks.hooks import NO_CALLBACKS, Callbacks
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.objective import Objective
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.step.callbacks import NO_CALLBACKS, Callbacks
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 

@@ -14,6 +14,10 @@ from torch import Tensor
 FIRST_REACHED: Final = 3
 """The place of the first parameter's `reached`, after weight, sum of the loss, and stop."""
 
+END: Final = float(1 << 32)
+"""What a member adds to `stop` that wishes the training to end before this step: more than there
+are shards."""
+
 
 def num_scalars(num_params: int, num_rest: int) -> int:
     """Returns how many float64 values the scalars of a step with so many parameters are."""
@@ -31,7 +35,7 @@ class StepScalars:
     loss_sum: float
     """Sum of mean loss · weight."""
     stop: float
-    """How many shards were computed by members that wish to stop after this step."""
+    """How many shards were computed by members that wish to stop after this step, and `END`."""
     reached: Sequence[float]
     """By parameter: how many shards' backward reached it. A codec makes the first of them NaN where
     a gradient was not finite, by which all members know."""

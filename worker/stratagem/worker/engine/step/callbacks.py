@@ -15,11 +15,18 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.mixed_keys import Key, mix
 from stratagem.common.schema.document import refuse
 from stratagem.common.schema.json_text import suggest
-from stratagem.common.strategy import ModelParallel, Strategy
+from stratagem.common.strategy import (
+    DataParallel,
+    Decentralized,
+    Federated,
+    ModelParallel,
+    Strategy,
+)
 from stratagem.worker.data.generators import generators_kept, seed_generators
+from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-HOOKS: Final = ("on_build", "on_gradients")
+HOOKS: Final = ("on_build", "on_gradients", "on_step")
 _FIELD: Final = "callbacks"
 
 
@@ -44,6 +51,16 @@ class Callbacks:
     def takes_gradients(self) -> bool:
         """True if there is a hook that may change the gradient of a step."""
         return "on_gradients" in self.hooks
+
+    @property
+    def sees_steps(self) -> bool:
+        """True if there is a hook that is shown each step."""
+        return "on_step" in self.hooks
+
+    def saw_step(self, view: StepView) -> None:
+        """Calls on_step with a step that is done."""
+        with user_code(f"on_step of training step {view.step}"):
+            self.hooks["on_step"](view)
 
     def built(self, model: nn.Module) -> None:
         """Calls on_build with a model that was just built; it may put hooks on its modules.
@@ -131,6 +148,20 @@ def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]
                     "gradients of all parameters"
                 )
                 yield Violation(_FIELD, text)
+    if "on_step" in found:
+        for field, strategy in _levels(job.strategy, "strategy"):
+            if reason := _why_no_steps(strategy, field):
+                yield Violation(_FIELD, f"on_step cannot go with {reason}")
+
+
+def _why_no_steps(strategy: Strategy, field: str) -> str:
+    match strategy:
+        case Federated():
+            return f"{field}.type Federated: each client takes steps of its own"
+        case DataParallel(aggregation=Decentralized()):
+            return f"{field}.aggregation.method Decentralized: nodes have no step in common"
+        case _:
+            return ""
 
 
 def _levels(strategy: Strategy, field: str) -> Iterator[tuple[str, Strategy]]:
