@@ -1,9 +1,11 @@
 """The client SDK of Stratagem.
 
 `Client` is for scripts and notebooks, `AsyncClient` for asynchronous programs, `LocalCluster`
-starts everything on this machine. Imports neither torch nor the server parts.
+starts everything on this machine. `%load_ext stratagem.client` lets cells of a notebook be modules
+of jobs. Imports neither torch nor the server parts.
 """
 
+from stratagem.client.code.notebook import register as load_ipython_extension
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
 from stratagem.client.sdk.blocking_client import Client, RunHandle, RunResult
@@ -65,5 +67,6 @@ __all__ = [
     "Worker",
     "check_job",
     "estimate_memory",
+    "load_ipython_extension",
     "recommend",
 ]

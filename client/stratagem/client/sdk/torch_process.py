@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stratagem.client.code.code_folder import bundle_of
+from stratagem.client.code.notebook import cells
 from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.common.base.errors import (
     InvalidInputError,
@@ -59,8 +60,9 @@ def ask(
         "import_path": [str(path) for path in import_path or import_folders(job)],
         **asked,
     }
-    if spec.code is not None and spec.code.path is not None:
-        archive = bundle_of(spec.code)
+    code = cells.code_of(spec)
+    if code is not None and code.path is not None:
+        archive = bundle_of(code)
         request["code"] = {"digest": digest_of(archive), "archive": b64encode(archive).decode()}
     done = subprocess.run(
         _PROGRAM, input=json.dumps(request), capture_output=True, text=True, check=False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stratagem.client.code.code_folder import bundle_of
+from stratagem.client.code.notebook import cells
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest
@@ -81,8 +82,9 @@ async def send(
 
 
 async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
-    """The job with its code as the digest of a bundle that the coordinator has."""
-    code = job.code
+    """The job with its code, the cells of this notebook too, as the digest of a bundle that the
+    coordinator has."""
+    code = cells.code_of(job)
     if code is None or code.digest is not None:
         return job
     archive = await asyncio.to_thread(bundle_of, code)
