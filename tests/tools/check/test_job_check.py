@@ -42,6 +42,13 @@ def faults(spec: JobSpec) -> dict[str, str]:
         job(model=user_model("batch_norm_mlp"), evaluation={"split": "test"}),
         job(execution={"gradient": {"Accumulated": 4}}, phases={}),
         job(
+            optimizer={
+                "entrypoint": "tests.userland.optimizers:SignMomentum",
+                "lr": 0.1,
+                "schedule": "tests.userland.schedules:sequential",
+            }
+        ),
+        job(
             loss=None,
             step="tests.userland.steps:noisy",
             predict="tests.userland.steps:prediction",
@@ -66,6 +73,12 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         {"optimizer": {"name": "sgd", "lr": 0.1, "groups": [{"name": "g", "match": ["nope.*"]}]}},
         "optimizer.groups[0]",
         "",
+    ),
+    (
+        "optimizer",
+        {"optimizer": {"entrypoint": "tests.userland.optimizers:CountsItself", "lr": 0.1}},
+        "optimizer.entrypoint",
+        "its attribute 'num_steps' was 2 and is 0",
     ),
     ("freeze", {"model": {**user_model("mlp"), "freeze": ["nope"]}}, "model.freeze[0]", "fits no"),
     ("rows", {"data": user_data("impure_rows")}, "data.train", "row 0 is not the same"),

@@ -12,6 +12,7 @@ from stratagem.tools.planning.simulated_step import Site
 from stratagem.worker.data.datasets import Dataset, Subset
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.evaluator import EvaluationShare
+from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
@@ -132,6 +133,7 @@ def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
 
 def _setup(job: JobSpec, site: Site, data: Mapping[str, Dataset], *, fresh: bool) -> Setup:
     model = build_model(job, site.entrypoints, device=site.device, fresh=fresh)
+    check_optimizer_of(job, model, site.entrypoints)
     setup = make_setup(job, site.entrypoints, model, data, make_gather(job, site.device))
     return replace(setup, epoch_rows=None)
 
