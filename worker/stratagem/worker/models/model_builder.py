@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.job.optimizer.optimizer_section import is_matched
-from stratagem.worker.engine.optim.optimizers import check_groups
+from stratagem.common.job.optimizer.optimizer_section import check_groups, is_matched
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -85,7 +84,8 @@ def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
         for param in frozen:
             param.requires_grad_(False)
     if not job.only_evaluates:
-        check_groups(job.optimizer, [(name, p) for name, p in params if p.requires_grad])
+        trained = [(name, param.dim()) for name, param in params if param.requires_grad]
+        check_groups(job.optimizer, trained)
     return model
 
 

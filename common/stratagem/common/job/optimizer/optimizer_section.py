@@ -4,7 +4,7 @@ groups of parameters with values of their own.
 Checks itself, but for keywords: what a population draws may make them fit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Self
@@ -201,6 +201,22 @@ def _check_keywords(name: str | None, kwargs: Mapping[str, Any], path: str) -> I
             allowed = ", ".join(sorted(known))
             text = f"{value!r}, but {name} takes no {key!r}{suggest(key, known)}"
             yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
+
+
+def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None:
+    """Raise InvalidInputError for a group that holds none of the model's trained parameters.
+
+    params: names and numbers of dimensions, of the whole model; a member of a pipeline may have
+    none of some groups.
+    """
+    held = {spec.group_of(name, num_dims) for name, num_dims in params}
+    refuse(
+        [
+            Violation(f"optimizer.groups[{i}]", f"{group.name!r} holds no trained parameter")
+            for i, group in enumerate(spec.groups or ())
+            if group.name not in held
+        ]
+    )
 
 
 def is_matched(name: str, patterns: tuple[str, ...]) -> bool:

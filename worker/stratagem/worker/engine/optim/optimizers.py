@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, check_optimizer
 from stratagem.common.job.optimizer.optimizer_section import GroupedRule, UpdateRuleSpec
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
@@ -163,20 +163,6 @@ def _own(
     if not all("lr" in group for group in made.param_groups):
         raise InvalidInputError.at(field, f'"{name}" made groups without "lr"')
     return made
-
-
-def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises InvalidInputError for a group that holds none of the model's trained parameters.
-
-    params: those of the whole model; a member of a pipeline may have none of some groups.
-    """
-    held = {spec.group_of(name, param.dim()) for name, param in params}
-    if empty := [
-        Violation(f"optimizer.groups[{i}]", f"{group.name!r} holds no trained parameter")
-        for i, group in enumerate(spec.groups or ())
-        if group.name not in held
-    ]:
-        raise InvalidInputError(violations=empty)
 
 
 def _keywords(spec: UpdateRuleSpec) -> dict[str, Any]:
