@@ -36,7 +36,7 @@ def halves(params: Params, lr: float, **kwargs: Any) -> torch.optim.Optimizer:
 
 
 def lion(params: Params, lr: float, **kwargs: Any) -> torch.optim.Optimizer:
-    from lion_pytorch import Lion  # type: ignore[import-untyped]
+    from lion_pytorch import Lion
 
     made: torch.optim.Optimizer = Lion(params, lr=lr, **kwargs)
     return made
