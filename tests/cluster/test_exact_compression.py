@@ -88,7 +88,7 @@ def test_parameter_server_has_the_bits_of_the_compressed_loop(
 @pytest.mark.parametrize(
     ("model", "codec"),
     [
-        ("everything_finite", "ternary"),
+        ("everything", "ternary"),
         ("batch_norm_mlp", {"codec": "int8", "stochastic": True}),
         ("mlp", {"codec": "low_rank", "rank": 2}),
         ("mlp", {"codec": "top_k", "k_fraction": 0.1}),

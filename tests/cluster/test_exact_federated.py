@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cluster
 HALF = {"method": "Random", "fraction": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "contiguous": {"partition": {"method": "contiguous"}},
-    "by label": {"model": "everything_finite", "partition": {"method": "by_label"}},
+    "by label": {"model": "everything", "partition": {"method": "by_label"}},
     "dirichlet": {
         "model": "dropout_mlp",
         "partition": {"method": "dirichlet", "alpha": 0.5},
@@ -53,7 +53,7 @@ YOGI = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "prox": {"aggregation": {"method": "FedProx", "mu": 0.3}, "options": {"local_epochs": 2}},
     "yogi": {
-        "model": "everything_finite",
+        "model": "everything",
         "aggregation": YOGI,
         "options": {"server_learning_rate": 0.05},
     },

@@ -107,11 +107,6 @@ def everything() -> nn.Module:
     return Everything(-torch.inf)
 
 
-def everything_finite() -> nn.Module:
-    """As a federation needs it, which rejects updates with infinities."""
-    return Everything(-100.0)
-
-
 class Block(nn.Module):
     """Dropout twice; checkpointed, it computes its forward again inside backward and must draw the
     same numbers then."""

@@ -231,7 +231,8 @@ class _Folder:
             if window.is_optimized:
                 assert self._server is not None
                 self._server.apply(window.dtype, window.offset, total)
-        if window.dtype == "float64" and not np.isfinite(total).all():  # others cannot overflow
+        # Others cannot overflow; what is not finite in an update was so before.
+        if window.dtype == "float64" and not (np.isfinite(total) | ~np.isfinite(raw)).all():
             raise LimitError("the sum of the updates is beyond the range of float64")
         narrow(window.dtype, total, result)
         if window.is_rebased and not is_finite(window.dtype, result):

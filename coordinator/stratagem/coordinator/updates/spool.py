@@ -35,7 +35,7 @@ from stratagem.coordinator.updates.spool_upload import (
     noted_offset,
     remove_files,
 )
-from stratagem.coordinator.updates.update_checks import UpdateRejectedError
+from stratagem.coordinator.updates.update_checks import Before, UpdateRejectedError
 
 _DATA: Final = ".safetensors"
 _ENTRY: Final = ".json"
@@ -70,18 +70,30 @@ class Spool:
         self._left_folders = [folder.name for folder in root.iterdir()]
         """Names of the runs' folders that earlier coordinators have left."""
 
-    def open(self, key: SpoolKey, manifest: Manifest, *, source: str = "") -> SpoolWriter:
+    def open(
+        self,
+        key: SpoolKey,
+        manifest: Manifest,
+        *,
+        source: str = "",
+        before: Before | None = None,
+    ) -> SpoolWriter:
         """Return a writer for the update that `manifest` describes; continue at `writer.offset`.
 
         An earlier upload of the same key continues if it was of an equal manifest from the same
         `source` (the incarnation of a worker: another one may compute other bits); else it restarts
         at 0. A writer that is still open on the key is replaced: its commit will fail as stale.
-        Raises LimitError when the quota does not allow the update.
+        before: see UpdateUpload. Raises LimitError when the quota does not allow the update.
         """
-        return self._open(key, manifest, source, self._publish(key))
+        return self._open(key, manifest, source, self._publish(key), before)
 
     def _open(
-        self, key: SpoolKey, manifest: Manifest, source: str, publish: Publish | None
+        self,
+        key: SpoolKey,
+        manifest: Manifest,
+        source: str,
+        publish: Publish | None,
+        before: Before | None = None,
     ) -> SpoolWriter:
         folder = self._folder_of(key, make=True)
         upload = UpdateUpload(
@@ -91,6 +103,7 @@ class Spool:
             header=header_bytes(manifest),
             source=source,
             make_room=self._make_room,
+            before=before,
         )
         for path in self._unfinished(folder, key.client):
             try:

@@ -34,7 +34,12 @@ from stratagem.coordinator.store.blobs.durable_file import (
     space_needed,
     sync_folder,
 )
-from stratagem.coordinator.updates.update_checks import DataCheck, UpdateRejectedError, check_layout
+from stratagem.coordinator.updates.update_checks import (
+    Before,
+    DataCheck,
+    UpdateRejectedError,
+    check_layout,
+)
 
 CHECKPOINT_BYTES: Final = 32 << 20
 """Bytes between two checkpoints: a power cut costs an upload at most this much."""
@@ -96,6 +101,8 @@ class UpdateUpload:
     """Header of the file, made from the manifest."""
     source: str
     make_room: MakeRoom = no_room
+    before: Before | None = None
+    """Bytes of the state that the update began from, which may have values that are not finite."""
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +131,7 @@ class SpoolWriter:
         self._publish = publish
         self._identity = hashlib.sha256(upload.header + upload.source.encode()).hexdigest()
         self._file = DurableFile(_open_locked(upload.path), upload.make_room)
-        self._check = DataCheck(upload.manifest)
+        self._check = DataCheck(upload.manifest, upload.before)
         self._noted_bytes = 0
         if not self._resume():
             self._start()
@@ -256,7 +263,7 @@ class SpoolWriter:
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
         self._file = DurableFile(descriptor, self.upload.make_room)
-        self._check = DataCheck(self.upload.manifest)
+        self._check = DataCheck(self.upload.manifest, self.upload.before)
         self._noted_bytes = 0
         self._file.write(self.upload.header)
 

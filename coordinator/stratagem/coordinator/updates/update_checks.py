@@ -4,6 +4,8 @@ Checks the data while they stream by, so that no second pass is needed. A client
 rejected alone, with a sentence that says why. Knows nothing of files or rounds.
 """
 
+from collections.abc import Callable
+
 import google_crc32c
 import numpy as np
 
@@ -59,17 +61,31 @@ def _aliases(manifest: Manifest) -> dict[str, str]:
     }
 
 
-def check_finite(spec: TensorSpec, values: Raw) -> None:
-    """Raise UpdateRejectedError where values of a floating tensor are not finite."""
-    if not is_finite(spec.dtype, values):
+Before = Callable[[TensorSpec, int, int], Raw | None]
+"""(tensor, offset in it, number of bytes) -> bytes of the state that an update began from; None for
+a tensor that is not there."""
+
+
+def check_finite(spec: TensorSpec, values: Raw, before: Raw | None = None) -> None:
+    """Raise UpdateRejectedError where values of a floating tensor are not finite, unless they have
+    the bits that they had `before`: a mask of infinities is no fault of the client's."""
+    if is_finite(spec.dtype, values):
+        return
+    if before is not None:
+        bits = np.dtype(f"u{values.itemsize}")
+        values = values[values.view(bits) != before.view(bits)]
+    if before is None or not is_finite(spec.dtype, values):
         raise UpdateRejectedError(Cause.NOT_FINITE, f"values of {spec.name!r} are not finite")
 
 
 class DataCheck:
-    """The running check of a manifest's data, which it sees in order, in pieces of any size,
-    once."""
+    """The running check of a manifest's data, which it sees in order, in pieces of any size, once.
 
-    def __init__(self, manifest: Manifest) -> None:
+    before: asked where values are not finite.
+    """
+
+    def __init__(self, manifest: Manifest, before: Before | None = None) -> None:
+        self._before = before
         self.crc32c = 0
         self.num_bytes = 0
         self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
@@ -83,20 +99,28 @@ class DataCheck:
             spec = self._specs[self._index]
             part = data[: spec.offset + spec.size_bytes - self.num_bytes]
             if dtype_named(spec.dtype).is_floating:
-                self._check(spec, part)
+                self._check(spec, part, self.num_bytes - spec.offset)
             data = data[len(part) :]
             self.num_bytes += len(part)
             self._index += self.num_bytes == spec.offset + spec.size_bytes
 
-    def _check(self, spec: TensorSpec, part: memoryview) -> None:
+    def _check(self, spec: TensorSpec, part: memoryview, offset: int) -> None:
+        """offset: of the part in the tensor."""
         item_bytes = dtype_named(spec.dtype).item_bytes
         if self._split_element:
+            begin = offset - len(self._split_element)
             num_missing = item_bytes - len(self._split_element)
             joined = self._split_element + bytes(part[:num_missing])
-            part = part[num_missing:]
+            part, offset = part[num_missing:], offset + num_missing
             self._split_element = b""
-            self._check(spec, memoryview(joined))
+            self._check(spec, memoryview(joined), begin)
         num_whole = len(part) - len(part) % item_bytes
-        check_finite(spec, np.frombuffer(part[:num_whole], storage(spec.dtype)))
+        self._check_whole(spec, np.frombuffer(part[:num_whole], storage(spec.dtype)), offset)
         if part[num_whole:]:
             self._split_element = bytes(part[num_whole:])
+
+    def _check_whole(self, spec: TensorSpec, values: Raw, offset: int) -> None:
+        if self._before is None or is_finite(spec.dtype, values):
+            check_finite(spec, values)
+            return
+        check_finite(spec, values, self._before(spec, offset, values.nbytes))

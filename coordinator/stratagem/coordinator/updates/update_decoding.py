@@ -212,6 +212,14 @@ class UpdateDecoding:
             self._newest[base] = kept
         return kept[1]
 
+    def known(self, spec: TensorSpec, offset: int, num_bytes: int) -> ByteArray | None:
+        """Return bytes of a tensor of the state that the only update began from, from this place in
+        it on; None for another tensor."""
+        for own in self.expected.stored():
+            if (own.name, own.dtype, own.size_bytes) == (spec.name, spec.dtype, spec.size_bytes):
+                return self.before(0, own.offset + offset, num_bytes)
+        return None
+
     def close(self) -> None:
         """Close the files of the states."""
         self._files.close()

@@ -46,7 +46,8 @@ def commit_update(
     arrived.close()
     moves = dict(zip(layout.places, decoded, strict=True))
     manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
-    writer = spool.open(key, manifest, source=f"decoded {arrived.upload.source}")
+    source = f"decoded {arrived.upload.source}"
+    writer = spool.open(key, manifest, source=source, before=decoding.known)
     try:
         for spec in expected.stored():
             if spec.name in moves:

@@ -4,7 +4,7 @@ Of the committed state the tensors of the global state are copied into the spool
 of any client; the state of the client's optimizer is left out.
 """
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from stratagem.common.process.failpoints import failpoint
@@ -17,7 +17,9 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.client_failures import defect, reject
 from stratagem.coordinator.effects.federated.late_counts import report_update
 from stratagem.coordinator.store.blobs.shared_blobs import read_pieces
+from stratagem.coordinator.updates.numpy_floats import Raw
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
+from stratagem.coordinator.updates.state_reader import open_state
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 
 
@@ -53,12 +55,16 @@ def _collect(env: EffectContext, effect: CollectUpdate) -> SpoolEntry:
     done, _ = env.spool.look(key)
     if done is not None:
         return done
-    with env.blobs.open(effect.base.digest) as base:
-        expected, _ = header_of(base, effect.base.digest)
-    manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
-    with env.blobs.open(effect.digest) as file:
+    with ExitStack() as files:
+        expected, base = open_state(files, env.blobs, effect.base.digest)
+        manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")
+        file = files.enter_context(env.blobs.open(effect.digest))
         given, data_start = header_of(file, effect.digest)
-        with closing(env.spool.open(key, manifest, source=effect.digest)) as writer:
+
+        def before(spec: TensorSpec, offset: int, num_bytes: int) -> Raw:
+            return base.read_raw("uint8", spec.offset + offset, num_bytes)
+
+        with closing(env.spool.open(key, manifest, source=effect.digest, before=before)) as writer:
             for spec, stored in _pairs(manifest, given):
                 begin = data_start + stored.offset
                 skipped = max(0, writer.offset - spec.offset)

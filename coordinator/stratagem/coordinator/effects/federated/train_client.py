@@ -176,7 +176,8 @@ async def _pull_to_spool(
     def writer() -> SpoolWriter:  # opened in the thread that writes
         if not writers:
             source = effect.member.incarnation
-            writers.append(env.spool.open(_key(env, effect), manifests[0], source=source))
+            key, manifest = _key(env, effect), manifests[0]
+            writers.append(env.spool.open(key, manifest, source=source, before=decoding.known))
         return writers[0]
 
     def commit(writer: SpoolWriter) -> SpoolEntry:
