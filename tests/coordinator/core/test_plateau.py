@@ -10,6 +10,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.metric_course import num_lr_reductions, with_course
+from stratagem.coordinator.strategies.federated.silos import client_job
 from tests.coordinator.core.jobs import (
     FEDERATED,
     LOCAL,
@@ -107,3 +108,19 @@ def test_a_plateau_that_cannot_be_is_refused(text: str, said: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         check_at_submit(text)
     assert said in str(refused.value)
+
+
+def test_a_silo_trains_a_round_with_the_rates_that_the_plateau_has_left() -> None:
+    groups = [
+        {"name": "a", "match": ["a.*"], "lr": 0.4},
+        {"name": "b", "match": ["b.*"], "optimizer": {"name": "adam", "lr": 0.2}},
+        {"name": "c", "match": ["c.*"]},
+    ]
+    sections = {"optimizer": {**optimizer(factor=0.5), "groups": groups}}
+    text = job_text(silos(2), evaluation={"split": "test", "best": "loss"}, **sections)
+    found = client_job(JobSpec.from_json(text), 0, 3, num_lr_reductions=2).optimizer
+    assert (found.lr, found.schedule) == (0.1 * 0.5 * 0.5, None)
+    rates = [[lr for lr, _ in rule.groups.values()] for rule in found.rules()]
+    assert rates == [[0.025, 0.1, 0.025], [0.05]]
+    plain = job_text(silos(2), optimizer=optimizer(), evaluation={"split": "test", "best": "loss"})
+    assert client_job(JobSpec.from_json(plain), 0, 1).optimizer.lr == 0.1
