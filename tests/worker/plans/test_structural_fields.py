@@ -79,7 +79,7 @@ def test_what_is_structural_is_named_once_and_what_cannot_be_built_is_passed_ove
     checks: list[int] = []
     work = SimpleNamespace(
         job=spec,
-        host=SimpleNamespace(entrypoints=ALLOWED),
+        entrypoints=ALLOWED,
         control=SimpleNamespace(check=lambda: checks.append(1)),
     )
     asked = [
