@@ -169,7 +169,7 @@ def sharded_loop(
                 for param, grad in zip(params, found, strict=True)
             ]
             changes = [
-                _change(old, new, shard, len(shards))
+                change_of(old, new, shard, len(shards))
                 for old, new in zip(before, buffers, strict=True)
             ]
             parts.append([weight, loss, *grads, *changes])
@@ -453,7 +453,8 @@ def _buffers(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_buffers()}
 
 
-def _change(old: Tensor, new: Tensor, shard: int, num_shards: int) -> Tensor:
+def change_of(old: Tensor, new: Tensor, shard: int, num_shards: int) -> Tensor:
+    """What a shard adds to the change of a buffer."""
     before, after = old.double(), new.double()
     if old.is_floating_point():
         unequal = torch.where(after == before, 0.0, after - before)  # infinities have none

@@ -171,7 +171,7 @@ def test_a_prediction_that_is_no_pair_is_refused() -> None:
         (
             step("plain", evaluation={"metrics": ["loss", "accuracy"]}),
             "evaluation.metrics[1]",
-            "'accuracy' needs predict beside step",
+            "'accuracy' needs predict",
         ),
         (
             step(

@@ -51,7 +51,8 @@ def _optimizers_of_groups(job: JobSpec) -> list[object]:
     """Return which parameters have an optimizer of their own, and of which kind."""
     return [
         (group.match, group.max_dims, group.optimizer.label)
-        for group in job.optimizer.groups or ()
+        for optimizer in job.optimizers().values()
+        for group in optimizer.groups or ()
         if group.optimizer is not None
     ]
 
@@ -81,7 +82,7 @@ def _stops_by(job: JobSpec) -> tuple[str, str] | None:
 
 
 def _falls_by(job: JobSpec) -> tuple[str, str] | None:
-    if job.evaluation is None or job.optimizer.plateau is None:
+    if job.evaluation is None or job.optimizer is None or job.optimizer.plateau is None:
         return None
     followed = plateau_metric(job.evaluation, job.optimizer.plateau)
     return followed.name, followed.mode

@@ -68,11 +68,14 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
         named["evaluation.keep"] = evaluation.keep
         for place, metric in enumerate(evaluation.metrics):
             named[f"evaluation.metrics[{place}]"] = metric
-    if job.optimizer is not None:
-        for each in job.optimizer.rules():
-            named[f"{each.path}.entrypoint"] = each.rule.entrypoint
-        if job.optimizer.schedule is not None:
-            named["optimizer.schedule.entrypoint"] = job.optimizer.schedule.entrypoint
+    for place, turn in enumerate(job.turns or ()):
+        named[f"turns[{place}].step"] = turn.step
+    for path, optimizer in job.optimizers().items():
+        for each in optimizer.rules():
+            field = f"{path}{each.path.removeprefix('optimizer')}.entrypoint"
+            named[field] = each.rule.entrypoint
+        if optimizer.schedule is not None:
+            named[f"{path}.schedule.entrypoint"] = optimizer.schedule.entrypoint
     named |= _drawn(job)
     return {field: name for field, name in named.items() if name is not None and ":" in name}
 

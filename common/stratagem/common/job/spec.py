@@ -22,6 +22,7 @@ from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
 from stratagem.common.job.objective.step_checks import check_objective
+from stratagem.common.job.objective.turns_section import TurnSpec, check_turns
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
@@ -44,6 +45,7 @@ from stratagem.common.schema.field_types import (
     MAX_COUNT,
     Count,
     EntrypointName,
+    Items,
     Name,
     NonEmptyItems,
 )
@@ -78,8 +80,8 @@ class JobSpec(Section):
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
     optimizer, and its batches are those of the evaluation. step: an entry point (model, batch) that
     computes what is minimised, in place of loss; predict: one that returns (output, target) for
-    metrics. placement_timeout_s: how long the run
-    may be without workers before it fails; no limit unless set.
+    metrics; turns: several optimizers, which take turns within each step. placement_timeout_s: how
+    long the run may be without workers before it fails; no limit unless set.
     """
 
     name: Name
@@ -91,6 +93,7 @@ class JobSpec(Section):
     loss: Annotated[LossSpec, _IF_THERE] = _ABSENT
     step: EntrypointName | None = None
     predict: EntrypointName | None = None
+    turns: Items[TurnSpec] | None = None
     # Only a job that trains nothing has none; code that trains need not ask.
     optimizer: Annotated[OptimizerSpec, _IF_THERE] = _ABSENT
     weight_average: WeightAverageSpec | None = None
@@ -142,6 +145,7 @@ class JobSpec(Section):
             [
                 *_missing(self),
                 *check_objective(self),
+                *check_turns(self),
                 *_length(self),
                 *_federated_only(self),
                 *_population_only(self),
@@ -172,6 +176,12 @@ class JobSpec(Section):
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
         return own if steps is None else own.model_copy(update={"steps": steps})
 
+    def optimizers(self) -> dict[str, OptimizerSpec]:
+        """Return the optimizers of the job by their paths: one, or that of each turn."""
+        if self.turns is not None:
+            return {f"turns[{i}].optimizer": turn.optimizer for i, turn in enumerate(self.turns)}
+        return {} if self.optimizer is None else {"optimizer": self.optimizer}
+
     def canonical_json(self) -> str:
         """The document as compact JSON."""
         return dump_json(self.document())
@@ -196,7 +206,7 @@ def _num_steps(job: JobSpec) -> int | None:
 
 
 def _missing(job: JobSpec) -> list[Violation]:
-    needed = ("optimizer", "batch_size")
+    needed = ("batch_size",) if job.turns is not None else ("optimizer", "batch_size")
     return [Violation(name, "missing") for name in needed if getattr(job, name) is None]
 
 

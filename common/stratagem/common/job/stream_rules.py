@@ -59,6 +59,9 @@ def against_streams(job: "JobSpec") -> Iterator[Violation]:
     if job.data.order is not None:
         text = "is not allowed with data.streams: a stream decides its order; see data.shuffle_rows"
         yield Violation("data.order", text)
+    if job.turns is not None:
+        text = "read the rows of a step again in each turn, which a stream (data.streams) cannot"
+        yield Violation("turns", text)
     if job.data.readers:
         text = "reads rows by number, which those of a stream (data.streams) have not; leave it out"
         yield Violation("data.readers", text)

@@ -22,6 +22,8 @@ class Job(Protocol):
     @property
     def step(self) -> str | None: ...
     @property
+    def turns(self) -> Any: ...
+    @property
     def predict(self) -> str | None: ...
     @property
     def evaluation(self) -> Any: ...
@@ -31,14 +33,19 @@ class Job(Protocol):
 
 def check_objective(job: Job) -> Iterator[Violation]:
     """Yield what is wrong with the objective of a job."""
+    if job.turns is not None:
+        yield from _metrics(job)
+        return
     if job.loss is None and job.step is None:
-        yield Violation("loss", "missing; a job has a loss, or a step that computes one")
+        yield Violation("loss", "missing; a job has a loss, or a step that computes one, or turns")
         return
     if job.loss is not None and job.step is not None:
         yield Violation("step", "loss is set already; only one of the two may be")
     if job.step is None:
         if job.predict is not None:
-            yield Violation("predict", "goes with step; a loss is of the model's output already")
+            yield Violation(
+                "predict", "goes with step or turns; a loss is of the model's output already"
+            )
         yield from _returned_loss(job)
         return
     if is_cut(job.strategy):
@@ -51,7 +58,7 @@ def _metrics(job: Job) -> Iterator[Violation]:
     own = job.evaluation
     if own is None or job.predict is not None:
         return
-    text = "needs predict beside step, a function (model, batch) -> (output, target)"
+    text = "needs predict, a function (model, batch) -> (output, target)"
     for place, name in enumerate(own.metrics):
         if name not in FROM_LOSS:
             yield Violation(f"evaluation.metrics[{place}]", f"{name!r} {text}")

@@ -33,8 +33,12 @@ def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
     installed."""
     strategy = strategies.require(job)
     violations: list[Violation] = []
-    if job.optimizer is not None and job.search_space is None:  # a population has its members'
-        violations += check_optimizer(job.optimizer)
+    if job.search_space is None:  # a population has its members'
+        violations += [
+            Violation(f"{path}{each.field.removeprefix('optimizer')}", each.message)
+            for path, optimizer in job.optimizers().items()
+            for each in check_optimizer(optimizer)
+        ]
     try:
         return [*violations, *strategy.check(job, strategies)]
     except StratagemError:

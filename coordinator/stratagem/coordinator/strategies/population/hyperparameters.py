@@ -84,7 +84,7 @@ def check_params(job: JobSpec) -> list[Violation]:
 
 def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
     where = f"search_space.{name}"
-    if name.startswith(_PREFIXES):
+    if name.startswith(_PREFIXES) or _is_of_a_turn(job, name):
         return
     if not name.startswith(_PHASES):
         text = f"is not a hyperparameter; those start with {', '.join(_PREFIXES)}, {_PHASES}"
@@ -95,6 +95,13 @@ def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
         yield Violation(where, f"cannot be varied: {reason}; {allowed} can")
     elif job.phases is None:
         yield Violation(where, "the job has no phases; add that section, empty for its defaults")
+
+
+def _is_of_a_turn(job: JobSpec, name: str) -> bool:
+    """Return whether a name is that of a number of a turn's optimizer."""
+    paths = tuple(f"turns.{turn.name}.optimizer." for turn in job.turns or ())
+    kinds = (".optimizer.name", ".optimizer.entrypoint")
+    return name.startswith(paths) and not name.endswith(kinds)
 
 
 def _check_values(job: JobSpec, dimension: Dimension) -> list[Violation]:

@@ -115,8 +115,8 @@ def _begin(
         job.batch_size, gate, LossScale.of(spec), frees_gradients=spec.memory == "MinimalPeak"
     )
     # Without updates there is only compiled code to fuse operations in.
-    without = without_fused_kernels(job.optimizer) if spec.fusion and not job.only_evaluates else []
-    for label in without:
+    specs = job.optimizers().values() if spec.fusion and not job.only_evaluates else ()
+    for label in (label for each in specs for label in without_fused_kernels(each)):
         execution.notes.append(
             f"execution.fusion: torch has no fused kernel for {label}; its updates take several"
         )

@@ -6,7 +6,7 @@ parameter that it writes, would be counted twice or not by all, and is refused.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -118,6 +118,32 @@ class StepFunction:
             self._names.append(names)
         elif names != self._names[0]:
             raise ValueError(other_names(names, self._names[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsObjective:
+    """The objective of a job with turns, as evaluations see it: the sum of what they minimise."""
+
+    of_turns: Sequence[StepFunction]
+    is_users: bool = field(default=True, init=False)
+    counts_rows: bool = field(default=False, init=False)
+    may_log: bool = field(default=True, init=False)
+
+    def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
+        """Raises an error: each turn has its own objective."""
+        raise AssertionError("a turn is trained by its own objective")
+
+    def evaluate(
+        self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
+    ) -> Assessment:
+        """Computes the sum of the turns' losses, a mean over rows."""
+        first, *others = self.of_turns
+        found = first.evaluate(model, x, y, num_rows, wants_output=wants_output)
+        mean = found.loss.mean
+        for each in others:
+            further = each.evaluate(model, x, y, num_rows, wants_output=False)
+            mean = mean + further.loss.mean
+        return Assessment(LossValue(mean, num_rows), found.output, found.target)
 
 
 def predicted(

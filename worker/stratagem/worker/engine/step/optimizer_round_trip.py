@@ -17,6 +17,7 @@ from stratagem.common.job import JobSpec, OptimizerSpec
 from stratagem.common.job.optimizer.optimizer_section import GroupedRule
 from stratagem.worker.engine.optim.learning_rate import set_learning_rates
 from stratagem.worker.engine.optim.optimizers import NamedParams, make_part, update
+from stratagem.worker.engine.optim.turn_parameters import by_turn
 from stratagem.worker.engine.step.state_format import load_optimizer_state, optimizer_state
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -33,7 +34,10 @@ def check_optimizer_of(job: JobSpec, model: nn.Module, entrypoints: EntryPoints)
     does not continue."""
     if not job.only_evaluates:
         params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        check_round_trip(job.optimizer, params, entrypoints)
+        for turn, own in by_turn(job.turns or (), params):
+            check_round_trip(turn.optimizer, own, entrypoints)
+        if job.turns is None:
+            check_round_trip(job.optimizer, params, entrypoints)
 
 
 def check_round_trip(spec: OptimizerSpec, params: NamedParams, entrypoints: EntryPoints) -> None:

@@ -90,7 +90,8 @@ class Trainer:
         )
         self._average = average_of(job, self.params)
         schedule = None
-        if not isinstance(job.strategy, Federated):  # whose clients have schedules of their own
+        # Clients have schedules of their own, and turns have none by entry point.
+        if job.optimizer is not None and not isinstance(job.strategy, Federated):
             schedule = shadow_schedule(job.optimizer, self.num_steps, setup.entrypoints)
         self._saved = TrainerState(
             self.model,
@@ -141,6 +142,11 @@ class Trainer:
         """The hooks of the user's."""
         return self.setup.callbacks
 
+    @property
+    def _exchange_number(self) -> int:
+        """The number of the next exchange of gradients, from 1."""
+        return self.step + 1
+
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
         lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
@@ -175,7 +181,7 @@ class Trainer:
         divisor, wish = self._divisor(num_rows), float(stop) + (END if end else 0.0)
         must_weigh = divisor is None and self._window.must_divide
         try:
-            exchange.begin_step(self.step + 1, owned, len(live), divisor=divisor)
+            exchange.begin_step(self._exchange_number, owned, len(live), divisor=divisor)
             for shard in own:
                 if shard > owned.start:
                     self._buffers.restore()
@@ -334,8 +340,7 @@ class Trainer:
             exchange.divide(sums.weight * scale_before)
         # A parameter that no shard reached has no gradient, as in a loop without shards:
         # optimizers then leave it alone, weight decay and all.
-        params = self._policy.params
-        for param, count in zip(params, sums.reached, strict=True):
+        for (_, param), count in zip(self.params, sums.reached, strict=True):
             if count == 0:
                 param.grad = None
         summary = self._summary(sums, exchange.norms())
@@ -369,7 +374,7 @@ class Trainer:
 
     def _summary(self, sums: StepScalars, norms: Sequence[Tensor] | None = None) -> StepSummary:
         """Summarizes the step; norms: of the gradients, where they are known."""
-        grads = [param.grad for _, param in self.params if param.grad is not None]
+        grads = [param.grad for param in self._policy.params if param.grad is not None]
         summary = summarize(sums.loss, sums.weight, grads, self.setup.numerics, norms)
         return replace(summary, is_finite=False) if sums.is_spoiled else summary
 
@@ -391,7 +396,7 @@ class Trainer:
         is_applied = apply_step(
             summary,
             policy,
-            lr_factor=learning_rate_factor(self.job.optimizer, self.step, self.num_steps),
+            lr_factor=learning_rate_factor(policy.job.optimizer, self.step, self.num_steps),
             activity=f"training step {number}",
             number=number,
             correct=correct,

@@ -1,0 +1,104 @@
+"""The section `turns`: several optimizers of one model, which take turns within each step.
+
+Every turn is a whole synchronous step over its own parameters, with an objective of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Protocol
+
+from pydantic import BeforeValidator, Field
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec, is_matched
+from stratagem.common.schema.document import Section
+from stratagem.common.schema.field_types import EntrypointName, Items, Name, NonEmptyText
+from stratagem.common.strategy import (
+    AllReduce,
+    DataParallel,
+    Local,
+    PopulationBased,
+    Strategy,
+    describe,
+)
+
+MAX_TURNS: Final = 8
+
+
+class TurnSpec(Section):
+    """One turn of every step. params: patterns of the names of the parameters that it trains, such
+    as "generator.*"; the others are frozen meanwhile. step: computes what this turn minimises."""
+
+    name: Name
+    params: Annotated[
+        Items[NonEmptyText],
+        Field(min_length=1),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ]
+    step: EntrypointName
+    optimizer: OptimizerSpec
+
+    def holds(self, name: str) -> bool:
+        """Return whether the turn trains a parameter of this name."""
+        return is_matched(name, self.params)
+
+
+class Job(Protocol):
+    """What is asked of a job here."""
+
+    @property
+    def turns(self) -> Sequence[TurnSpec] | None: ...
+    @property
+    def loss(self) -> Any: ...
+    @property
+    def step(self) -> Any: ...
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def callbacks(self) -> Any: ...
+    @property
+    def compression(self) -> Any: ...
+    @property
+    def phases(self) -> Any: ...
+    @property
+    def strategy(self) -> Strategy: ...
+
+
+def check_turns(job: Job) -> Iterator[Violation]:
+    """Yield what is wrong with the turns of a job, and what cannot go with them."""
+    turns = job.turns
+    if turns is None:
+        return
+    if not 2 <= len(turns) <= MAX_TURNS:
+        text = f"has {len(turns)} turns; 2 to {MAX_TURNS} are allowed, and one is a step"
+        yield Violation("turns", text)
+    names = [turn.name for turn in turns]
+    for place, turn in enumerate(turns):
+        if turn.name in names[:place]:
+            yield Violation(f"turns[{place}].name", f"{turn.name!r} is the name of an earlier turn")
+        if turn.optimizer.plateau is not None:
+            text = "plateau is not allowed in turns, which follow no metric"
+            yield Violation(f"turns[{place}].optimizer.schedule", text)
+        schedule = turn.optimizer.schedule
+        if schedule is not None and schedule.entrypoint is not None:
+            text = "a schedule by entry point is not allowed in turns, which share no state of it"
+            yield Violation(f"turns[{place}].optimizer.schedule", text)
+    if job.callbacks is not None:
+        yield Violation("callbacks", "are not allowed with turns: a step has several gradients")
+    for name in ("loss", "step", "optimizer"):
+        if getattr(job, name) is not None:
+            yield Violation(name, "is not allowed beside turns, each of which has its own")
+    for name in ("compression", "phases"):
+        if getattr(job, name) is not None:
+            yield Violation(name, "is not allowed with turns: it follows one gradient in each step")
+    yield from _strategy(job.strategy)
+
+
+def _strategy(strategy: Strategy) -> Iterator[Violation]:
+    match strategy:
+        case Local():
+            return
+        case PopulationBased() | DataParallel(aggregation=AllReduce()):
+            yield from _strategy(strategy.options.inner or Local())
+        case other:
+            text = f"are not allowed with strategy {describe(other)}; Local, DataParallel with "
+            yield Violation("turns", f"{text}AllReduce, and PopulationBased over them take turns")

@@ -1,0 +1,181 @@
+"""Several optimizers that take turns in each step, against the loop that spells it out."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.worker.engine import Tally, Trainer
+from stratagem.worker.exchange import ExchangeError
+from tests.cluster.jobs import data_parallel
+from tests.jobs import document, job
+from tests.reference.turns_loop import turns_loop
+from tests.worker.engine.support import (
+    ALLOWED,
+    assert_same_bits,
+    evaluated,
+    in_buckets,
+    model_of,
+    solo,
+    train,
+    trainer_of,
+)
+
+ADAM = {"name": "adam", "lr": 0.02, "betas": [0.5, 0.9], "clip_norm": 0.5}
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "schedule": "cosine"}
+TURNS = [
+    {"name": "d", "params": "disc.*", "step": "tests.userland.gans:step_disc", "optimizer": ADAM},
+    {"name": "g", "params": ["gen.*"], "step": "tests.userland.gans:step_gen", "optimizer": SGD},
+]
+
+
+def gan(**changes: Any) -> dict[str, Any]:
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 44}}
+    return {
+        "model": {"entrypoint": "tests.userland.gans:Gan"},
+        "data": data,
+        "loss": None,
+        "optimizer": None,
+        "turns": TURNS,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [None, {"steps": 2}])
+def test_equals_the_loop_to_the_bit(num_shards: int, accumulation: Any) -> None:
+    spec = job(**gan(accumulation=accumulation))
+    made = trainer_of(spec)
+    exchange = solo(made, num_shards)
+    reports = [made.train_step(exchange, range(num_shards), num_shards) for _ in range(9)]
+    expected = turns_loop(spec, ALLOWED, num_shards, 9)
+    assert_same_bits(model_of(made), dict(expected.state))
+    for report, losses in zip(reports, expected.logged, strict=True):
+        assert {n: report.logged[n] for n in losses} == losses
+    assert reports[0].logged.keys() == {"loss.d", "loss.g", "real.d"}
+    tally = Tally()
+    for report in reports:
+        tally.add(report)
+    assert made.end_segment(exchange, tally).metrics.keys() >= {"loss.d", "loss.g", "real.d"}
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_step_that_fails_in_any_turn_leaves_no_trace(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, in which nothing has moments yet, and the second one."""
+    made, undisturbed = trainer_of(job(**gan())), trainer_of(job(**gan()))
+    exchange = in_buckets(made, 2)
+    finish, count = exchange.finish, 0
+
+    def fail() -> Any:
+        nonlocal count
+        count += 1
+        if count == failing + 1:
+            raise ExchangeError("lost")
+        return finish()
+
+    monkeypatch.setattr(exchange, "finish", fail)
+    for _ in range(failing // 2):
+        made.train_step(exchange, range(2), 2)
+    before = made.fingerprint()
+    with pytest.raises(ExchangeError):
+        made.train_step(exchange, range(2), 2)
+    assert made.fingerprint() == before
+    assert made.step == failing // 2
+    assert all(param.requires_grad for _, param in made.params)
+    again = in_buckets(made, 2)
+    while made.step < 4:
+        made.train_step(again, range(2), 2)
+    train(undisturbed, 2, 4)
+    assert made.fingerprint() == undisturbed.fingerprint()
+
+
+def test_a_resumed_run_equals_the_undisturbed_one() -> None:
+    spec = job(**gan())
+    straight, first, second = trainer_of(spec), trainer_of(spec), trainer_of(spec, fresh=False)
+    train(straight, 3, 6)
+    train(first, 3, 3)
+    second.load_state(*first.copy_state())
+    train(second, 3, 3)
+    assert second.fingerprint() == straight.fingerprint()
+    names = first.state()[0]
+    assert "optimizer/disc.0.weight/exp_avg" in names
+    assert "optimizer/gen.0.weight/momentum_buffer" in names
+
+
+def test_an_evaluation_has_the_sum_of_the_losses_and_metrics_of_predict() -> None:
+    spec = job(
+        **gan(
+            predict="tests.userland.gans:prediction",
+            evaluation={"metrics": ["accuracy"], "every": "3 steps"},
+        )
+    )
+    (part,) = evaluated(trainer_of(spec))
+    assert part.weight == 23
+    assert part.sums["loss"] > 0
+    assert 0 <= part.sums["accuracy"] <= 23
+
+
+def test_turns_and_an_average() -> None:
+    spec = job(**gan(weight_average={"kind": "ema", "decay": 0.5}))
+    made = trainer_of(spec)
+    train(made, 2, 3)
+    names = made.state()[0].keys()
+    assert any("gen.0.weight" in name and "average" in name for name in names)
+
+
+def _refusal(made: Any) -> list[tuple[str, str]]:
+    with pytest.raises(InvalidInputError) as caught:
+        made()
+    return [(each.field, each.message) for each in caught.value.violations]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"loss": "mse"}, "loss", "is not allowed beside turns, each of which has its own"),
+        ({"step": "a:b"}, "step", "is not allowed beside turns"),
+        ({"optimizer": SGD}, "optimizer", "is not allowed beside turns"),
+        ({"turns": TURNS[:1]}, "turns", "has 1 turns; 2 to 8 are allowed"),
+        ({"turns": [TURNS[0], TURNS[0]]}, "turns[1].name", "is the name of an earlier turn"),
+        (
+            {"compression": "ternary", "strategy": data_parallel(2)},
+            "compression",
+            "is not allowed with turns",
+        ),
+        ({"data": {"entrypoint": "a:b", "streams": 2}}, "turns", "which a stream"),
+        ({"phases": {}}, "phases", "is not allowed with turns"),
+        ({"evaluation": {"metrics": ["mae"]}}, "evaluation.metrics[0]", "'mae' needs predict"),
+        (
+            {"strategy": data_parallel(2, "ParameterServer")},
+            "turns",
+            "are not allowed with strategy DataParallel",
+        ),
+    ],
+)
+def test_what_does_not_go_with_turns_is_refused(
+    changes: dict[str, Any], field: str, words: str
+) -> None:
+    refused = _refusal(lambda: JobSpec.parse(document(**gan(**changes))))
+    assert field in dict(refused)
+    assert words in dict(refused)[field]
+
+
+def test_each_trained_parameter_is_in_one_turn() -> None:
+    def build(*params: str) -> Trainer:
+        turns = [{**turn, "params": each} for turn, each in zip(TURNS, params, strict=True)]
+        return trainer_of(job(**gan(turns=turns)))
+
+    assert (
+        "parameter 'gen.0.weight' is in no turn"
+        in _refusal(lambda: build("disc.*", "gen.1*"))[0][1]
+    )
+    assert "is in 'd' and 'g'" in _refusal(lambda: build("*", "gen.*"))[0][1]
+    assert _refusal(lambda: build("*", "nothing"))[0] == (
+        "turns[1].params",
+        "'nothing' fits no trained parameter",
+    )
+    assert torch.is_grad_enabled()
