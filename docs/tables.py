@@ -25,6 +25,7 @@ from stratagem.common.job import (
 from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every
 from stratagem.common.job.objective.built_in_names import LOSSES, METRICS
+from stratagem.common.job.objective.turns_section import TurnSpec
 from stratagem.common.job.optimizer.optimizer_section import (
     GroupSpec,
     OptimizerSpec,
@@ -61,6 +62,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         CodeSpec,
         InitialSpec,
         sections.LossSpec,
+        TurnSpec,
         OptimizerSpec,
         GroupSpec,
         UpdateRuleSpec,

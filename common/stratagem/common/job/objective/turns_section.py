@@ -42,7 +42,7 @@ class TurnSpec(Section):
         return is_matched(name, self.params)
 
 
-class Job(Protocol):
+class JobWithTurns(Protocol):
     """What is asked of a job here."""
 
     @property
@@ -63,7 +63,7 @@ class Job(Protocol):
     def strategy(self) -> Strategy: ...
 
 
-def check_turns(job: Job) -> Iterator[Violation]:
+def check_turns(job: JobWithTurns) -> Iterator[Violation]:
     """Yield what is wrong with the turns of a job, and what cannot go with them."""
     turns = job.turns
     if turns is None:

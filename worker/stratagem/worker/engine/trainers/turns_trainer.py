@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.numerics.mixed_keys import Key
-from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
 from stratagem.worker.engine.objectives.make_objective import step_functions
 from stratagem.worker.engine.optim.optimizers import OptimizersInOrder
@@ -79,7 +78,6 @@ class TurnsTrainer(Trainer):
                 self.step, self._number = step, number
                 self._begin(turn)
                 reports.append(super().train_step(exchange, owned, num_shards, stop=stop, end=end))
-                failpoint("worker.turns.after_turn")
         except BaseException:
             self._restore(*staged)
             raise
