@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -37,10 +38,18 @@ class Shell:
         self.magics["cell", magic](line, rest)
 
 
+class AnswersAll(ModuleType):
+    """A module that has an answer to every name, as torch.classes has."""
+
+    def __getattr__(self, name: str) -> object:
+        return object()
+
+
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(notebook, "cells", notebook.CellModules())
+    monkeypatch.setitem(sys.modules, "answers_all", AnswersAll("answers_all"))
     before = set(sys.modules)
     shell = Shell()
     stratagem.client.load_ipython_extension(shell)

@@ -153,14 +153,15 @@ def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
 
 
 def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> None:
-    rows, given = digest("rows"), digest("given")
-    text = job_text(LOCAL, data={"inline": rows}, initial={"digest": given})
+    rows, given, code = digest("rows"), digest("given"), digest("code")
+    brought = {"data": {"inline": rows}, "initial": {"digest": given}, "code": {"digest": code}}
+    text = job_text(LOCAL, **brought)
     simulation = Simulation()
     simulation.tell(register("a"))
     simulation.tell(SubmitRun(RUN, text, 0.0, by="token a", owner="token a"))
     simulation.run()
-    assert {rows, given} <= live_blobs(simulation.state)
-    for blob in (rows, given):
+    assert {rows, given, code} <= live_blobs(simulation.state)
+    for blob in (rows, given, code):
         assert has_brought(simulation.state, "token a", blob)
         assert not has_brought(simulation.state, "token b", blob)
         assert not is_shared(simulation.state, blob)

@@ -95,5 +95,7 @@ def register(shell: Shell) -> None:
 
 
 def _is_below(module: ModuleType, folder: Path) -> bool:
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    # What stands in the module itself: some answer to every name, torch.classes among them.
+    own = vars(module)
+    places = [own.get("__file__"), *own.get("__path__", ())]
     return any(place and Path(place).is_relative_to(folder) for place in places)
