@@ -132,7 +132,7 @@ BROUGHT: Job = {
     "entrypoint": "tests.userland.optimizers:SignMomentum",
     "lr": 0.01,
     "schedule": "tests.userland.schedules:sequential",
-    "groups": [{"name": "head", "match": ["3.*"], "optimizer": {"name": "adamw", "lr": 0.01}}],
+    "groups": [{"name": "head", "match": ["*3.*"], "optimizer": {"name": "adamw", "lr": 0.01}}],
 }
 """Optimizers and a schedule of which much is saved."""
 
