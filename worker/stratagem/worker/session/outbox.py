@@ -111,7 +111,8 @@ class Outbox:
                 yield pb.ExecuteResponse(log=line)
             while self._profiles:
                 yield pb.ExecuteResponse(profile=self._profiles.popleft())
-            if self._progress is not None and self._num_progress > seen_progress:
+            # The last progress may have come with the outcome, while the one before was taken.
+            while self._progress is not None and self._num_progress > seen_progress:
                 seen_progress = self._num_progress
                 yield pb.ExecuteResponse(progress=self._progress)
             if self._failure is not None:
