@@ -89,7 +89,7 @@ def plain() -> Callable[[int], float]:
 def accelerated(rank: int, port: int, orders: Connection) -> None:
     """One process of Accelerate: makes as many steps as it is told, and says what they took."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     from accelerate import Accelerator
 
     torch.set_num_threads(1)
