@@ -151,8 +151,8 @@ JOBS: dict[str, Job] = {
         "optimizer": BROUGHT,
     },
     "ParameterServer": crash_job(PARAMETER_SERVER),
-    # Ends within its last segment.
-    "Stopped": crash_job(ALL_REDUCE) | {"callbacks": "tests.userland.callbacks:StopsLate"},
+    # Ends within its last segment, the second step of three; of each first one a number is logged.
+    "Stopped": crash_job(ALL_REDUCE, every=3) | {"callbacks": "tests.userland.callbacks:StopsLate"},
     # Each member has residuals that nobody else has.
     "Coded": crash_job(PARAMETER_SERVER) | {"compression": {"codec": "ternary"}},
     "Phases": crash_job(ALL_REDUCE) | {"phases": PHASES},

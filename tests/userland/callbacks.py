@@ -38,6 +38,8 @@ class StopsAt:
 
     def on_step(self, view: Any) -> None:
         view.log("seen.loss", view.loss + view.grad_norm)
+        if view.step % 3 == 1:  # the latest step says nothing of it
+            view.log("third.loss", 2.0 * view.loss)
         if view.step == self.step:
             view.stop()
 

@@ -35,6 +35,7 @@ from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Counted
 from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer, wish_of
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
 from stratagem.worker.engine.trainers.trainer_state import State
 from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars, num_scalars
@@ -141,7 +142,7 @@ class StageRunner:
         num_shards: int = 1,
         *,
         stop: bool = False,
-        end: bool = False,
+        answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
         """Does one optimizer step over the next global batch, of which this pipeline computes the
         shards it owns, one after the other. Without `exchange.reduce` these must be all of them,
@@ -162,7 +163,7 @@ class StageRunner:
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())
-            wish = float(stop) + (END if end else 0.0)
+            wish = wish_of(answer, stop=stop)
             computed = self._compute_all(range(owned.start, min(owned.stop, len(live))), live, wish)
             reduce = only_shard if exchange is None else exchange.reduce
             scalars = self._take(reduce(len(live), computed))

@@ -1,7 +1,8 @@
 """Shows the steps of a segment to the user's on_step, on the member that owns the first shard.
 
-Every member keeps in its tally what the latest step was, so one that takes over from a lost member
-shows that step again: what it had asked for would be lost otherwise. Runs in the torch thread.
+What it says of a step, all members learn with the next one. And every member keeps in its tally
+what the latest step was, so one that takes over from a lost member shows that step again: what it
+had said of it would be lost otherwise. Runs in the torch thread.
 """
 
 from typing import Final
@@ -10,6 +11,7 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.strategy import Custom
 from stratagem.worker.engine import StepReport
 from stratagem.worker.engine.step.callbacks import Callbacks
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.phases import TrainingPhase
 from stratagem.worker.session.context import ExecutionContext
@@ -29,9 +31,9 @@ class StepListener:
             self._show()
 
     @property
-    def wants_end(self) -> bool:
-        """True if the training is to end where it is, as this member was asked."""
-        return self._is_mine and self._work.holding.wants_end
+    def answer(self) -> StepAnswer:
+        """What on_step has said to this member of the latest step."""
+        return self._work.holding.answer if self._is_mine else NO_ANSWER
 
     def after(self, report: StepReport) -> None:
         """Takes in a step that was done; a predicted one has nothing to show."""
@@ -47,7 +49,8 @@ class StepListener:
         self._callbacks.saw_step(seen)
         if seen.wants_end:
             self._check_may_end(seen.step)
-        holding.shown_step, holding.wants_end = seen.step, seen.wants_end
+        holding.shown_step = seen.step
+        holding.answer = StepAnswer(seen.logged, seen.wants_end)
         holding.tally.shown = {**holding.tally.shown, **seen.logged}
 
     def _check_may_end(self, step: int) -> None:

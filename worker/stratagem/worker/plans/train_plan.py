@@ -126,7 +126,7 @@ def _take_steps(
             segment.is_stepping = True
             segment.step_began_s = time.perf_counter()
             report = trainer.train_step(
-                exchange, view.me.shards, plan.num_shards, stop=stop, end=listener.wants_end
+                exchange, view.me.shards, plan.num_shards, stop=stop, answer=listener.answer
             )
             segment.is_stepping = False
             if report.is_end:
@@ -141,7 +141,7 @@ def _take_steps(
                 # All members stop after this step. Those that stay continue under the next view.
                 work.control.check()
                 raise PlanStopped(DRAINED) if stop else ViewChanged
-    if listener.wants_end:
+    if listener.answer.wants_end:
         segment.stop_reason = STOPPED
 
 
@@ -217,7 +217,7 @@ def _conclude(
         parts=list(parts_to_proto(parts)),
         engine=segment.engine,
         num_redone_steps=segment.num_redone_steps,
-        metrics=segment.summary.metrics,
+        metrics={**segment.summary.metrics, **work.holding.tally.shown},
         traffic=segment.summary.traffic,
         own_metrics=own,
         streams=segment.streams,

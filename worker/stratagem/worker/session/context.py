@@ -36,6 +36,7 @@ from stratagem.worker.engine import (
     build_trainer,
 )
 from stratagem.worker.engine.step.state_format import state_metadata
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
@@ -108,8 +109,8 @@ class SessionState:
     tally: Tally = field(default_factory=Tally)
     shown_step: int = -1
     """The latest step that on_step was shown here."""
-    wants_end: bool = False
-    """What it asked for then."""
+    answer: StepAnswer = NO_ANSWER
+    """What it said then."""
     activity: str = ""
     is_offering: bool = False
     """A copy of the state is there for members that heal."""
@@ -132,7 +133,7 @@ class SessionState:
             self.drop()
             self.lineage = lineage
         if self.tally.segment != segment:
-            self.tally = Tally(segment)
+            self.tally, self.answer = Tally(segment), NO_ANSWER
 
     def leave(self) -> None:
         """Give up the exchange; its membership is over for this session."""
@@ -145,7 +146,7 @@ class SessionState:
         """Forget the state too."""
         self.leave()
         self.trainer, self.inference, self.tally = None, None, Tally()
-        self.shown_step, self.wants_end = -1, False
+        self.shown_step, self.answer = -1, NO_ANSWER
 
 
 @dataclass(slots=True)

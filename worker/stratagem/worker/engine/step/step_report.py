@@ -35,6 +35,8 @@ class StepReport:
     """Sentences for the run's log."""
     is_end: bool = False
     """True if nothing was done: all members end the training before this step, as on_step asked."""
+    answered: Mapping[str, float] = field(default_factory=dict)
+    """What on_step has logged of the step before, as all members have learned with this one."""
     exchange_wait_s: float = field(default=0.0, compare=False)
     """From the end of this member's own passes until the sums of all were here."""
 
@@ -47,14 +49,18 @@ class StepReport:
             "weight": self.weight,
             "num_rows": self.num_rows,
             "grad_norm": self.grad_norm,
-            "metrics": self.progress_metrics,
+            "metrics": self._of_all,
         }
+
+    @property
+    def _of_all(self) -> dict[str, float]:
+        """The metrics that all members have alike."""
+        return {**self.metrics, **means(self.logged)}
 
     @property
     def progress_metrics(self) -> dict[str, float]:
         """The metrics that are shown while the run is in progress."""
-        losses = self.micro_batch_losses
-        shown = {**self.metrics, **means(self.logged)}
+        losses, shown = self.micro_batch_losses, self._of_all
         if len(losses) < 2:
             return shown
         spread = {"micro_batch_loss_min": min(losses), "micro_batch_loss_max": max(losses)}
@@ -84,7 +90,8 @@ class Tally:
     latest: dict[str, Any] = field(default_factory=dict)
     """What on_step is shown of the latest exact step; empty where there is no such hook."""
     shown: dict[str, float] = field(default_factory=dict)
-    """The latest number of each name that on_step has logged."""
+    """The latest number of each name that on_step has logged, as far as this member knows: of the
+    latest step only the member that was shown it."""
 
     @property
     def loss(self) -> float:
@@ -95,6 +102,8 @@ class Tally:
         """Adds a step."""
         self.num_rows += report.num_rows
         self.num_skipped += report.num_skipped
+        if report.answered:
+            self.shown = {**self.shown, **report.answered}
         if not report.weight:  # all of it was skipped
             return
         self.weight += report.weight
@@ -109,7 +118,7 @@ class Tally:
         """Returns the metrics of the segment, besides the loss."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
         norms = {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm}
-        return {**norms, **skipped, **means(self.logged), **self.shown}
+        return {**norms, **skipped, **means(self.logged)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stratagem.worker.engine.objectives.step_function import check_log_name
+from stratagem.worker.engine.objectives.step_function import MAX_LOGGED, check_log_name
 
 
 @dataclass(slots=True)
@@ -27,12 +27,19 @@ class StepView:
     def log(self, name: str, value: float) -> None:
         """Makes a number part of the series `train.<name>`, which has the latest one of each
         segment."""
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"{name} is {number}; view.log takes finite numbers")
-        check_log_name(name)
-        self.logged[name] = number
+        add_logged(self.logged, name, value)
 
     def stop(self) -> None:
         """Ends the training with this step, on all workers."""
         self.wants_end = True
+
+
+def add_logged(logged: dict[str, float], name: str, value: float) -> None:
+    """Adds a number that the user's code logs of one view; raises ValueError unless it may."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; view.log takes finite numbers")
+    check_log_name(name)
+    if name not in logged and len(logged) == MAX_LOGGED:
+        raise ValueError(f"{name!r} is one name too many; view.log takes {MAX_LOGGED} at once")
+    logged[name] = number

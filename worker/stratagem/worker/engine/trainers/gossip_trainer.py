@@ -41,6 +41,7 @@ from stratagem.worker.engine.step.logged_sums import (
     unpacked,
 )
 from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -178,7 +179,7 @@ class GossipTrainer:
         num_shards: int,
         *,
         stop: bool = False,
-        end: bool = False,
+        answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
         """A local step of each own node, then one round of mixing. A node is a shard; nodes have no
         step in common after which they could stop.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.step.callbacks import Callbacks
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.trainer_state import State
 
@@ -61,11 +62,12 @@ class MemberTrainer(Protocol[Exchange_contra]):
         num_shards: int,
         *,
         stop: bool = False,
-        end: bool = False,
+        answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
         """Makes one step over the next global batch, of whose `num_shards` shards this member owns
         some. stop: this member wishes that all stop after it, where members take steps together.
-        end: it wishes that all end the training before it."""
+        answer: what on_step has said to this member of the step before; where that wants the end,
+        all end the training before this step."""
 
     def end_segment(self, exchange: Exchange_contra, tally: Tally) -> SegmentSummary:
         """Ends a segment with these sums over its steps; its state may then be copied."""

@@ -39,6 +39,7 @@ from stratagem.worker.engine.step.forward_backward import (
 )
 from stratagem.worker.engine.step.logged_sums import NUM_EXTRAS, LoggedSums, packed, unpacked
 from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, AnswerExtras, StepAnswer, wish_of
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
 from stratagem.worker.engine.trainers.replica_check import ReplicaCheck
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -80,6 +81,9 @@ class Trainer:
         self._may_log = setup.objective.may_log
         num_rest = self._buffers.num_elements + self._replicas.num_extras
         num_rest += NUM_EXTRAS if self._may_log else 0
+        num_before = self._buffers.num_elements + (NUM_EXTRAS if self._may_log else 0)
+        self._answers = AnswerExtras(setup.callbacks, num_before)
+        num_rest += self._answers.num_extras
         self.num_extras = num_scalars(len(self.params), num_rest)
         self.compressor = compressor_of(
             job,
@@ -158,7 +162,7 @@ class Trainer:
         num_shards: int,
         *,
         stop: bool = False,
-        end: bool = False,
+        answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
         """Makes one optimizer step over the next global batch, cut into `num_shards` shards.
 
@@ -178,7 +182,7 @@ class Trainer:
         self._execution.begin_batch(num_rows)
         own = range(owned.start, min(owned.stop, len(live)))
         self._losses, logged = [], None
-        divisor, wish = self._divisor(num_rows), float(stop) + (END if end else 0.0)
+        divisor, wish = self._divisor(num_rows), wish_of(answer, stop=stop)
         must_weigh = divisor is None and self._window.must_divide
         try:
             exchange.begin_step(self._exchange_number, owned, len(live), divisor=divisor)
@@ -192,6 +196,7 @@ class Trainer:
                 if self._may_log:
                     logged = tuple(counted.logged)
                     rest = torch.cat([rest, packed(counted.logged)])
+                rest = self._answers.appended(rest, shard, answer)
                 rest = self._replicas.with_checksum(rest)
                 scalars = StepScalars(
                     counted.weight, counted.loss_sum, wish, exchange.reached(), rest
@@ -367,6 +372,7 @@ class Trainer:
             num_skipped=int(not is_applied),
             phase=phase,
             logged=self._logged,
+            answered=self._answers.taken(sums.rest),
             micro_batch_losses=tuple(self._losses),
             news=() if self.phases is None else self.phases.take_news(),
             exchange_wait_s=self._wait_s,

@@ -21,6 +21,7 @@ from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.forward_backward import Passes, micro_batches, part
 from stratagem.worker.engine.step.logged_sums import LoggedSums
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -68,7 +69,7 @@ class TurnsTrainer(Trainer):
         num_shards: int,
         *,
         stop: bool = False,
-        end: bool = False,
+        answer: StepAnswer = NO_ANSWER,
     ) -> StepReport:
         """Makes one step of each turn over the next global batch; all of them, or none."""
         step, staged = self.step, self._staged()
@@ -77,7 +78,8 @@ class TurnsTrainer(Trainer):
             for number, turn in enumerate(self._turns):
                 self.step, self._number = step, number
                 self._begin(turn)
-                reports.append(super().train_step(exchange, owned, num_shards, stop=stop, end=end))
+                report = super().train_step(exchange, owned, num_shards, stop=stop, answer=answer)
+                reports.append(report)
         except BaseException:
             self._restore(*staged)
             raise
