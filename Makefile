@@ -19,7 +19,7 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --universal --python-vers
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test interop coverage matrix sweep images cluster-test kubernetes-test bench docs proto fmt clean
+.PHONY: help setup lock demo check test interop coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -91,6 +91,9 @@ bench: setup  ## print the benchmark tables
 
 docs: setup  ## rewrite the generated parts of the documentation
 	$(BIN)/python docs/generate.py
+
+site: setup  ## the documentation as a site, in build/site
+	$(BIN)/python docs/build_site.py
 
 proto: setup  ## regenerate the committed stubs
 	$(BIN)/python -m tests.generate_stubs

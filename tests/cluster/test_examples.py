@@ -12,7 +12,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.strategy import Federated, PopulationBased
-from tests.house.pages import FENCE
+from tests.house.pages import FENCE, RUNNABLE
 from tests.jobs import ALLOW
 from tests.repository import ROOT
 
@@ -68,7 +68,7 @@ def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(examples_client: Cl
 
 
 SPACES = [
-    (page.stem, "runnable" in found[2], found[3])
+    (page.stem, RUNNABLE in found[2], found[3])
     for page in pages()
     for found in FENCE.finditer(page.read_text())
     if found[1] == "yaml" and "search_space:" in found[3]

@@ -9,6 +9,8 @@ from tests.repository import ROOT
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+RUNNABLE = 'title="job.yaml"'
+"""Marks a block of YAML as a whole job."""
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.build_site import DOCS, Section, build, navigation
 from docs.generate import MARKED, render
 from stratagem.common.job import load_job
-from tests.house.pages import INLINE_CODE, PAGES, blocks, prose
+from tests.house.pages import INLINE_CODE, PAGES, RUNNABLE, blocks, prose
 from tests.repository import ROOT
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -67,7 +68,7 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 def test_runnable_jobs_are_valid(page: Path, tmp_path: Path) -> None:
-    for number, source in enumerate(blocks(page, "yaml", "runnable")):
+    for number, source in enumerate(blocks(page, "yaml", RUNNABLE)):
         path = tmp_path / f"{number}.yaml"
         path.write_text(source)
         load_job(path)
@@ -83,7 +84,7 @@ def test_examples_are_valid_jobs() -> None:
 def test_the_tutorial_shows_the_script_and_the_job_that_are_there() -> None:
     folder, page = ROOT / "examples" / "from_script", PAGES["docs/tutorials/from-your-script.md"]
     before, after = ((folder / name).read_text() for name in ("train.py", "task.py"))
-    (loop,), (job,) = blocks(page, "python"), blocks(page, "yaml", "runnable")
+    (loop,), (job,) = blocks(page, "python"), blocks(page, "yaml", RUNNABLE)
     assert loop.strip() in before
     assert job.strip() in (folder / "job.yaml").read_text()
     kept = before[: before.index("def main()")]
@@ -109,3 +110,18 @@ def test_every_page_is_reached_from_the_readme() -> None:
             if target.suffix == ".md" and target.exists():
                 queue.append(target)
     assert not set(PAGES.values()) - reached
+
+
+def test_the_site_has_every_page_once_and_no_dead_link(tmp_path: Path) -> None:
+    named = [path for part in navigation() for path in paths_of(part)]
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    pytest.importorskip("zensical", reason="needs the extra dev")
+    assert build(tmp_path / "site") == 0
+    assert (tmp_path / "site/reference/job-file/index.html").exists()
+
+
+def paths_of(part: str | Section) -> list[str]:
+    if isinstance(part, str):
+        return [part]
+    (pages,) = part.values()
+    return [path for each in pages for path in ([each] if isinstance(each, str) else each.values())]
