@@ -16,6 +16,7 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.numerics.torch_compile import CompileGate
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, summarize
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.model_buffers import Buffers
 from tests.jobs import job
@@ -54,6 +55,7 @@ class Step:
             self.params,
             torch.optim.Adam([{"params": self.params, "initial_lr": 1.0}], lr=99.0),
             buffers,
+            ReportedRates(None),
         )
         buffers.snapshot()
         self.model.seen.fill_(5.0)  # as a forward pass does

@@ -34,6 +34,7 @@ def test_equals_the_gossip_loop_to_the_bit(
     losses = [report.loss for report in reports]
     expected = gossip_loop(spec, ALLOWED)
     assert losses == expected.losses
+    assert reports[0].learning_rates == {"train.lr": spec.optimizer.lr}
     apart = [report.metrics["neighbour_distance"] for report in reports]
     assert apart == pytest.approx(expected.apart, rel=1e-9, abs=1e-12)
     summary = made.end_segment(exchange, Tally())

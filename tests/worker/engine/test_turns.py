@@ -10,6 +10,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Tally, Trainer
 from stratagem.worker.exchange import ExchangeError
 from tests.cluster.jobs import data_parallel
+from tests.gan_jobs import SGD, TURNS, gan
 from tests.jobs import document, job
 from tests.reference.turns_loop import turns_loop
 from tests.worker.engine.support import (
@@ -22,25 +23,6 @@ from tests.worker.engine.support import (
     train,
     trainer_of,
 )
-
-ADAM = {"name": "adam", "lr": 0.02, "betas": [0.5, 0.9], "clip_norm": 0.5}
-SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "schedule": "cosine"}
-TURNS = [
-    {"name": "d", "params": "disc.*", "step": "tests.userland.gans:step_disc", "optimizer": ADAM},
-    {"name": "g", "params": ["gen.*"], "step": "tests.userland.gans:step_gen", "optimizer": SGD},
-]
-
-
-def gan(**changes: Any) -> dict[str, Any]:
-    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 44}}
-    return {
-        "model": {"entrypoint": "tests.userland.gans:Gan"},
-        "data": data,
-        "loss": None,
-        "optimizer": None,
-        "turns": TURNS,
-        **changes,
-    }
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])

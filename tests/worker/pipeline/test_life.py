@@ -257,10 +257,15 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_alike() -> None:
     assert any(not torch.equal(party.model()[name], before[name]) for name in before)
 
 
-def test_a_wish_to_stop_reaches_all() -> None:
-    party = Party(deep_job(), TWO)
+def test_a_wish_to_stop_and_the_rates_of_all_groups_reach_all() -> None:
+    """The second rank holds no parameter of the group `first`."""
+    first = {"name": "first", "match": ["0.*"], "lr": 0.5}
+    spec = deep_job(optimizer={"name": "sgd", "lr": 0.25, "groups": [first]})
+    party = Party(spec, TWO)
     reports = party.each(lambda r: r.train_step(stop=r is party.runners[0]))
     assert [(each.step, each.stop, each.weight) for each in reports] == [(1, True, 8.0)] * 2
+    rates = {"train.lr.default": 0.25, "train.lr.first": 0.5}
+    assert [each.learning_rates for each in reports] == [rates] * 2
     assert not any(each.stop for each in party.each(lambda r: r.train_step()))
 
 

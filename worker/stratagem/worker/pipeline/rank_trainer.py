@@ -26,8 +26,9 @@ from stratagem.worker.engine.objectives.evaluator import (
     Evaluator,
 )
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import AVERAGE, average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
@@ -83,6 +84,7 @@ class StageRunner:
         )
         self._policy = StepPolicy(
             *(self._job, setup.execution, params, self.optimizer, self._buffers),
+            rates=ReportedRates(None if self._job.only_evaluates else self._job.optimizer),
             average=self._average,
             schedule=self._schedule,
         )
@@ -132,8 +134,7 @@ class StageRunner:
 
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
-        if self._policy.optimizer is not None:
-            lower_learning_rates(self._policy.optimizer, self._job.optimizer, num_reductions)
+        self._policy.lower_rates(num_reductions)
 
     def train_step(
         self,
@@ -177,10 +178,12 @@ class StageRunner:
             return end_of(self.step)
         failpoint("worker.stages.before_apply")
         number = self.step + 1
+        lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
+        learning_rates = self._policy.rates_of(lr_factor)
         is_applied = apply_step(
             summary,
             self._policy,
-            lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
+            lr_factor=lr_factor,
             activity=f"training step {number}",
             number=number,
         )
@@ -196,6 +199,7 @@ class StageRunner:
             stop=wishes > 0,
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
+            learning_rates=learning_rates,
             micro_batch_losses=tuple(self._losses),
         )
 

@@ -52,6 +52,11 @@ class ShadowSchedule:
                 if key in group and key not in _NOT_COPIED and _is_numbers(value):
                     group[key] = value
 
+    def learning_rates(self) -> dict[str, float]:
+        """Returns the learning rate of each group for the step that follows, by its name."""
+        values = self._running.values_after(self._num_applied)
+        return {name: float(of_group["lr"]) for name, of_group in values.items()}
+
     def step(self) -> None:
         """Counts an applied step."""
         self._num_applied += 1

@@ -15,8 +15,9 @@ from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
-from stratagem.worker.engine.optim.learning_rate import set_learning_rates
+from stratagem.worker.engine.optim.learning_rate import lower_learning_rates, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, update
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule
 from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step.model_buffers import Buffers
@@ -34,10 +35,24 @@ class StepPolicy:
     """None where this process holds no parameters."""
     buffers: Buffers | None
     """Restored with a step that is skipped; None for steps without a forward pass."""
+    rates: ReportedRates
     average: WeightAverage | None = None
     """Takes in the parameters after each update."""
     schedule: ShadowSchedule | None = None
     """The user's; one of ours is in the factor of each step."""
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        self.rates.lower(num_reductions)
+        if self.optimizer is not None:
+            lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
+
+    def rates_of(self, lr_factor: float) -> dict[str, float]:
+        """Returns the learning rates of the update that comes next, by series.
+
+        lr_factor: of all of them, unless the user's schedule sets them.
+        """
+        return self.rates.of_update(lr_factor, self.schedule)
 
     def begin(self) -> None:
         """Drops the gradients of an earlier step and remembers the buffers."""

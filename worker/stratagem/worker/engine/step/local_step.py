@@ -4,7 +4,7 @@ Its window of micro-batches is one transaction: what raises, or is not finite, l
 optimizer and buffers as they were. Must not know nodes, clients and rounds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,11 +18,13 @@ from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows,
 
 @dataclass(frozen=True, slots=True)
 class LocalReport:
-    """The outcome of a local step. grad_norm: 2-norm of the whole gradient before clipping."""
+    """The outcome of a local step. grad_norm: 2-norm of the whole gradient before clipping.
+    learning_rates: by series."""
 
     counted: Counted
     grad_norm: float
     is_skipped: bool
+    learning_rates: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,11 @@ class LocalStep:
         except BaseException:
             policy.undo()
             raise
+        rates = policy.rates_of(lr_factor)
         is_applied = apply_step(
             summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
         )
-        return LocalReport(counted, summary.norm.item(), not is_applied)
+        return LocalReport(counted, summary.norm.item(), not is_applied, rates)
 
     def _summary(self, counted: Counted) -> StepSummary:
         grads = [param.grad for param in self.policy.params if param.grad is not None]

@@ -26,6 +26,9 @@ class StepReport:
     """Under phase training. A predicted step has the loss of the last exact one, and no weight."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers about the step, besides the loss."""
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Those of the update that made the step, by series: see
+    stratagem.worker.engine.optim.reported_rates."""
     logged: LoggedSums = field(default_factory=dict)
     """What the step function has logged."""
     micro_batch_losses: tuple[float, ...] = field(default=(), compare=False)

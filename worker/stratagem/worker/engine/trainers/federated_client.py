@@ -27,8 +27,9 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.make_objective import make_objective
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule, shadow_schedule
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
@@ -218,11 +219,12 @@ class ClientRunner:
         optimizer = make_optimizer(
             *(job.optimizer, self._named), fused=job.execution.fusion, entrypoints=self._entrypoints
         )
-        lower_learning_rates(optimizer, job.optimizer, num_lr_reductions)
         policy = StepPolicy(
             *(job, self._execution, self._params, optimizer, self._buffers),
+            rates=ReportedRates(job.optimizer),
             schedule=self._schedule(data),
         )
+        policy.lower_rates(num_lr_reductions)
         must_divide, hooks = job.window.must_divide, self._callbacks
         return LocalStep(policy, self._passes, must_divide, self._numerics, hooks, self._named)
 

@@ -25,7 +25,8 @@ from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
@@ -170,7 +171,7 @@ class GossipTrainer:
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
         for node in self._nodes.values():
-            lower_learning_rates(node.optimizer, self._job.optimizer, num_reductions)
+            node.local_step.policy.lower_rates(num_reductions)
 
     def train_step(
         self,
@@ -193,7 +194,7 @@ class GossipTrainer:
         epoch, indices = self._order.batch(self.step)
         shards = split_rows(len(indices), num_shards)
         lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
-        own = _Sums()
+        own, rates = _Sums(), next(iter(self._nodes.values())).local_step.policy.rates_of(lr_factor)
         for number, node in self._nodes.items():
             own_rows = indices[shards[number].start : shards[number].stop]
             rows = self._rows(self.step, epoch, own_rows)
@@ -227,6 +228,7 @@ class GossipTrainer:
                 "neighbour_distance": neighbour_distance([*distances.values()]),
                 **self._measured,
             },
+            learning_rates=rates,
             exchange_wait_s=wait_s,
         )
 
@@ -391,6 +393,7 @@ def _node(setup: Setup, model: nn.Module, num_steps: int) -> _Node:
     buffers = Buffers(model, setup.gather.device)
     policy = StepPolicy(
         *(setup.job, execution, [p for _, p in params], optimizer, buffers),
+        rates=ReportedRates(setup.job.optimizer),
         schedule=shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints),
     )
     local_step = LocalStep(

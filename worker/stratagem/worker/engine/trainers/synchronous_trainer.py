@@ -23,7 +23,8 @@ from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, lower_learning_rates
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.optim.weight_average import average_of, evaluated
 from stratagem.worker.engine.step import state_format as state
@@ -109,7 +110,10 @@ class Trainer:
         )
         params = [param for _, param in self.params]
         self._policy = StepPolicy(
-            job, execution, params, self.optimizer, self._buffers, self._average, schedule
+            *(job, execution, params, self.optimizer, self._buffers),
+            ReportedRates(job.optimizer),
+            self._average,
+            schedule,
         )
         self.step = 0
         self._window, self._counts_rows = job.window, setup.objective.counts_rows
@@ -117,6 +121,7 @@ class Trainer:
         self._wait_s = 0.0  # of the latest step, for the sums
         self._losses: list[float] = []  # of its own micro-batches
         self._logged: LoggedSums = {}  # of the latest step
+        self._rates: Mapping[str, float] = {}  # of the latest step
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the coming steps read ahead. Phases say in each step only
@@ -153,7 +158,7 @@ class Trainer:
 
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
-        lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
+        self._policy.lower_rates(num_reductions)
 
     def train_step(
         self,
@@ -371,6 +376,7 @@ class Trainer:
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
             phase=phase,
+            learning_rates=self._rates,
             logged=self._logged,
             answered=self._answers.taken(sums.rest),
             micro_batch_losses=tuple(self._losses),
@@ -399,10 +405,12 @@ class Trainer:
     ) -> bool:
         """Ends the step with the gradients in `.grad`; returns whether it was applied."""
         number = self.step + 1
+        lr_factor = learning_rate_factor(policy.job.optimizer, self.step, self.num_steps)
+        self._rates = policy.rates_of(lr_factor)
         is_applied = apply_step(
             summary,
             policy,
-            lr_factor=learning_rate_factor(policy.job.optimizer, self.step, self.num_steps),
+            lr_factor=lr_factor,
             activity=f"training step {number}",
             number=number,
             correct=correct,
@@ -447,5 +455,6 @@ class Trainer:
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
             phase=phase,
+            learning_rates=self._rates,
             news=phases.take_news(),
         )

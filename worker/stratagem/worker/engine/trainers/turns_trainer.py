@@ -16,6 +16,7 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.worker.data.datasets import Coming
 from stratagem.worker.engine.objectives.make_objective import step_functions
 from stratagem.worker.engine.optim.optimizers import OptimizersInOrder
+from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.turn_parameters import by_turn
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
@@ -56,6 +57,7 @@ class TurnsTrainer(Trainer):
                 job=job.model_copy(update={"optimizer": spec.optimizer}),
                 params=[param for _, param in own],
                 optimizer=optimizer,
+                rates=ReportedRates(spec.optimizer, spec.name),
                 average=self._policy.average if is_last else None,
             )
             passes = replace(self._passes, objective=objective)
@@ -114,6 +116,7 @@ class TurnsTrainer(Trainer):
             weight=0.0 if num_skipped else rows,
             grad_norm=max(report.grad_norm for report in reports),
             num_skipped=num_skipped,
+            learning_rates={k: v for report in reports for k, v in report.learning_rates.items()},
             logged=logged,
             micro_batch_losses=(),
             exchange_wait_s=sum(report.exchange_wait_s for report in reports),
