@@ -6,6 +6,8 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.job_check import check_job
+from stratagem.client.sdk.views import Progress
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import (
@@ -142,9 +144,13 @@ def test_shared_clusters_take_no_code_unless_their_operator_says_so(tmp_path: Pa
         LocalCluster(workers=1, threads=1, import_path=[ROOT], allow_code="none") as cluster,
         cluster.client() as client,
     ):
-        run = client.submit(brought(folder, job()))
-        with pytest.raises(UserCodeError, match=r"takes no code from jobs: install the"):
-            run.result()
+        spec = brought(folder, job())
+        (fault,) = (f for f in check_job(spec, workers=client.workers()) if f.level == "fail")
+        assert fault.found == "no worker that is alive takes code from jobs: worker-0"
+        run = client.submit(spec)
+        waiting = next(item for item in run.watch() if isinstance(item, Progress))
+        assert "no worker takes code from jobs: worker-0; their operator" in waiting.reason
+        run.cancel()
         assert train(client, JobSpec.parse(document())).status.step == 10
         folders = (cluster.folder / "worker-0").glob("code-*/*")
         assert list(folders) == []

@@ -16,8 +16,8 @@ from stratagem.client.sdk.views import RunStatus
 from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import JobSpec, load_job
 from stratagem.tools.check.job_check import check_job
+from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.memory_estimate import estimate_memory
-from stratagem.tools.planning.simulated_step import Site
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.cluster.jobs import assert_same_bits

@@ -1,11 +1,17 @@
 """The program that answers the client's questions about a job."""
 
+import itertools
+from functools import wraps
+from typing import Any
+
 import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.tools.questions.__main__ import answer
+from tests.jobs import ALLOW, job, user_data
 from tests.tools.planning.support import kind_job
+from tests.userland import data
 
 
 def test_a_device_that_is_none_is_refused_by_name() -> None:
@@ -28,3 +34,37 @@ def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
     said = "device: cuda is not here; leave the device out for this machine's own"
     with pytest.raises(InvalidInputError, match=said):
         answer(request)
+
+
+@pytest.mark.parametrize(
+    ("question", "changes"),
+    [
+        ("check", {}),
+        ("check", {"execution": {"parallelism": "Automatic"}}),
+        ("estimate", {"execution": {"parallelism": "Automatic"}}),
+        ("recommend", {}),
+    ],
+)
+def test_data_are_loaded_once_for_all_that_is_played_with_them(
+    question: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_calls = itertools.count(1)
+    made = data.classes
+
+    @wraps(made)
+    def counted() -> dict[str, data.Rows]:
+        next(num_calls)
+        return made()
+
+    monkeypatch.setattr(data, "classes", counted)
+    request = {
+        "question": question,
+        "job_json": job(data=user_data("classes"), **changes).canonical_json(),
+        "allow": [ALLOW],
+        "import_path": [],
+        "measure": True,
+        "memory_bytes": 1 << 30,
+        "num_workers": 2,
+    }
+    answer(request)
+    assert next(num_calls) == 2

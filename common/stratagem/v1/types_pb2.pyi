@@ -134,6 +134,7 @@ class Capability(_message.Message):
     LOCAL_DATA_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
+    CODE_POLICY_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda:0"."""
     device_name: _builtins.str
@@ -151,6 +152,10 @@ class Capability(_message.Message):
     data_plane: _builtins.str
     """Who may read what this worker exchanges with others: "trusted", everybody in the network, or
     "tls"; empty when it does not say.
+    """
+    code_policy: _builtins.str
+    """Which code jobs may bring along: "none", "signed", "digests" or "any"; empty when it does not
+    say.
     """
     @_builtins.property
     def local_data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -172,10 +177,11 @@ class Capability(_message.Message):
         local_data: _abc.Iterable[_builtins.str] | None = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
         data_plane: _builtins.str = ...,
+        code_policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "device", b"device", "device_name", b"device_name", "local_data", b"local_data", "memory_bytes", b"memory_bytes", "num_threads", b"num_threads", "numerics_description", b"numerics_description", "numerics_fingerprint", b"numerics_fingerprint", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code_policy", b"code_policy", "data_plane", b"data_plane", "device", b"device", "device_name", b"device_name", "local_data", b"local_data", "memory_bytes", b"memory_bytes", "num_threads", b"num_threads", "numerics_description", b"numerics_description", "numerics_fingerprint", b"numerics_fingerprint", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -149,6 +149,51 @@ def test_time_with_workers_does_not_count() -> None:
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
 
 
+CODE = {"digest": "0" * 64}
+TAKE_NONE = (
+    "no worker takes code from jobs: a, b; their operator allows it with --allow-code, or "
+    "installs the package and `code` is left out"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (LOCAL, f"waiting for 1 of 1 workers: {TAKE_NONE}"),
+        (PIPELINE, f"{NO_GPU}; {TAKE_NONE}"),
+        (FEDERATED, TAKE_NONE),
+    ],
+)
+def test_a_job_with_code_waits_for_workers_that_take_it(
+    strategy: dict[str, Any], expected: str
+) -> None:
+    simulation = begun(strategy, code=CODE)
+    for name in "ab":
+        simulation.tell(register(name, code_policy="none", tags=("gpu", "large")))
+    assert reason(simulation) == expected
+    simulation.run()
+    assert not simulation.facts(MembersFormed)
+    simulation.tell(register("c", code_policy="digests", tags=("gpu", "large")))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    assert {m.worker_id for fact in simulation.facts(MembersFormed) for m in fact.members} == {"c"}
+
+
+def test_workers_that_take_no_code_are_named_beside_those_that_fit() -> None:
+    alone = {**REPLICAS, "options": {"min_replicas": 2}}
+    simulation = begun(alone, code=CODE)
+    simulation.tell(register("old"))  # of an earlier version, which says nothing
+    simulation.tell(register("b", code_policy="none"))
+    assert reason(simulation) == (
+        "waiting for 2 of 2 workers: only 1 fits: old; 1 more take no code from jobs: b"
+    )
+    installed = begun(alone)
+    for name in "ab":
+        installed.tell(register(name, code_policy="none"))
+    installed.run()
+    assert installed.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
 def test_watchers_are_told_when_it_changes() -> None:
     simulation = begun(PIPELINE)
     feed = Feed(history=None)  # type: ignore[arg-type]  # nothing is read back here

@@ -1,6 +1,7 @@
 """`stratagem check`: jobs without a fault, and each kind of fault."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.repository import ROOT
 from tests.stream_jobs import streamed
 from tests.tools.planning.support import SITE, kind_job, replicas
 
+NOT_HERE = {"digest": "0" * 64}
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
 
 
@@ -155,7 +157,8 @@ def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.Monk
         "communication": {"protocol": "Direct"},
     }
     spec = document("tower", strategy=strategy)
-    worker = Worker("w", "i", "h:1", True, 0, "cpu", "", 1, 1, "", (), ("small",), (), "")
+    known = ("w", "i", "h:1", True, 0, "cpu", "", 1, 1, "", (), ("small",), (), "", "tls", "none")
+    worker = Worker(*known)
     told = {f.about: f.found for f in check_file(spec, workers=[worker]) if f.check == "workers"}
     assert told[""] == "1 are alive: w"
     assert told["strategy.partitions[0].target"].startswith("no worker that is alive is")
@@ -164,6 +167,15 @@ def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.Monk
     local = document(data={"worker_local": "clinic"}, strategy=clients)
     (_, lacking) = (f for f in check_file(local, workers=[worker]) if f.check == "workers")
     assert lacking.found == 'no worker that is alive has "clinic"'
+    (_, code) = (
+        f for f in check_file(document(code=NOT_HERE), workers=[worker]) if f.check == "workers"
+    )
+    assert (code.level, code.about) == (Level.FAIL, "code")
+    assert code.found == "no worker that is alive takes code from jobs: w"
+    others = [worker, replace(worker, worker_id="v", code_policy="signed")]
+    said = [f.found for f in check_file(document(code=NOT_HERE), workers=others)]
+    assert "these take no code from jobs, and are left out: w" in said
+    assert "these take only code that their operator has signed or listed: v" in said
     (none,) = (f for f in check_file(spec, workers=[]) if f.check == "workers")
     assert none.found == "none is alive"
 

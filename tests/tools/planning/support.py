@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.tools.planning.simulated_step import Site
+from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job

@@ -1,13 +1,10 @@
 """The command that looks for faults of a job before it is submitted."""
 
-from typing import Annotated
-
 import typer
 
 from stratagem.client.cli import tables
-from stratagem.client.cli.options import Format, FormatOption
-from stratagem.client.cli.planning_commands import DeviceOption
-from stratagem.client.cli.query_commands import client_of
+from stratagem.client.cli.options import Format, FormatOption, OptionalCoordinatorOption
+from stratagem.client.cli.planning_commands import DeviceOption, workers_of
 from stratagem.client.cli.reporting import FAILED, make_console, reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
 from stratagem.client.sdk.job_check import check_job
@@ -20,12 +17,7 @@ from stratagem.common.rpc.channel import PLAINTEXT, Proof
 def check(
     job_path: JobArgument,
     overrides: SetOption = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            "--coordinator", metavar="HOST:PORT", help="Also see whether its workers fit the job."
-        ),
-    ] = None,
+    coordinator: OptionalCoordinatorOption = None,
     proof: Proof = PLAINTEXT,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
@@ -39,10 +31,7 @@ def check(
     Exit code: 0 without a fault (there may be warnings), else 1.
     """
     with reporting():
-        workers = None
-        if coordinator is not None:
-            with client_of(coordinator, proof) as client:
-                workers = client.workers()
+        workers = workers_of(coordinator, proof)
         findings = check_job(
             lambda: load_job(job_path, overrides or []),
             workers=workers,

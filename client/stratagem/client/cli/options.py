@@ -36,6 +36,13 @@ CoordinatorOption = Annotated[
         help="The coordinator to talk to, or several of which one leads.",
     ),
 ]
+OptionalCoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator", metavar="HOST:PORT", help="Also ask this one, which workers there are."
+    ),
+]
+"""Of commands that do their work without a coordinator."""
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]
 LocalOption = Annotated[
     int | None,

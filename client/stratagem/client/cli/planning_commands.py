@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli.options import Format, FormatOption
+from stratagem.client.cli.options import Format, FormatOption, OptionalCoordinatorOption
 from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
@@ -89,12 +89,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
             help="How many; 1 if not set, with --coordinator all there are.",
         ),
     ] = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            "--coordinator", metavar="HOST:PORT", help="For its workers: their memory and names."
-        ),
-    ] = None,
+    coordinator: OptionalCoordinatorOption = None,
     proof: Proof = PLAINTEXT,
     device: DeviceOption = "",
     form: FormatOption = Format.TEXT,
@@ -108,7 +103,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
             load_job(job_path, overrides or []),
             memory_bytes=None if memory is None else parse_size(memory),
             num_workers=workers,
-            workers=None if coordinator is None else _workers_of(coordinator, proof),
+            workers=workers_of(coordinator, proof),
             device=device,
             import_path=import_folders(job_path),
         )
@@ -123,7 +118,10 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
         raise typer.Exit(1)
 
 
-def _workers_of(coordinator: str, proof: Proof) -> tuple[Worker, ...]:
+def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | None:
+    """Return the workers of a coordinator; None without one."""
+    if coordinator is None:
+        return None
     with client_of(coordinator, proof) as client:
         return tuple(client.workers())
 

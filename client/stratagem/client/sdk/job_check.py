@@ -65,8 +65,9 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     if not alive:
         yield Finding("workers", "", Level.WARN, "none is alive", waits)
         return
-    listed = ", ".join(worker.worker_id for worker in alive[:_NUM_NAMES])
+    listed = _listed([worker.worker_id for worker in alive])
     yield Finding("workers", "", Level.OK, f"{len(alive)} are alive: {listed}")
+    yield from _of_code(spec, alive)
     for field, partition in _partitions(spec.strategy, "strategy"):
         target = partition.target
         if not any(_fits(target, worker) for worker in alive):
@@ -76,6 +77,29 @@ def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:
     if local is not None and not any(local in worker.local_data for worker in alive):
         found = f'no worker that is alive has "{local}"'
         yield Finding("workers", "data.worker_local", Level.WARN, found, waits)
+
+
+def _of_code(spec: JobSpec, alive: Sequence[Worker]) -> Iterator[Finding]:
+    """Yield whether workers take the code that the job brings along."""
+    if spec.code is None:
+        return
+    refusing = [worker.worker_id for worker in alive if worker.code_policy == "none"]
+    asking = [w.worker_id for w in alive if w.code_policy in ("signed", "digests")]
+    advice = "have their operator set --allow-code, or install the package and leave `code` out"
+    if len(refusing) == len(alive):
+        found = f"no worker that is alive takes code from jobs: {_listed(refusing)}"
+        yield Finding("workers", "code", Level.FAIL, found, advice)
+    elif refusing:
+        found = f"these take no code from jobs, and are left out: {_listed(refusing)}"
+        yield Finding("workers", "code", Level.WARN, found, advice)
+    if asking:
+        found = f"these take only code that their operator has signed or listed: {_listed(asking)}"
+        advice = "`stratagem code sign` prints what belongs into code.signature"
+        yield Finding("workers", "code", Level.WARN, found, advice)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_NAMES]) + (", ..." if len(names) > _NUM_NAMES else "")
 
 
 def _partitions(strategy: Strategy, field: str) -> Iterator[tuple[str, Partition]]:

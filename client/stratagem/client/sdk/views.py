@@ -191,6 +191,8 @@ class Worker:
     reason: str
     data_plane: str = ""
     """Who may read what it exchanges with other workers: "tls", "trusted", or unknown."""
+    code_policy: str = ""
+    """Which code jobs may bring to it: "none", "signed", "digests", "any", or unknown."""
 
 
 def phase_of(value: pb.RunPhase.ValueType) -> Phase:

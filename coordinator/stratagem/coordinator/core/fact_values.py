@@ -43,6 +43,7 @@ class Capability(Value):
     local_data: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     data_plane: str = ""
+    code_policy: str = ""
 
 
 class Setting(Value):

@@ -52,7 +52,7 @@ def check_address(address: str) -> None:
 
 def check_capability(capability: types_pb2.Capability) -> None:
     """Check the capability that a worker reports: it is journaled and displayed."""
-    for name in ("device", "device_name", "numerics_fingerprint", "data_plane"):
+    for name in ("device", "device_name", "numerics_fingerprint", "data_plane", "code_policy"):
         _check_word(f"capability.{name}", getattr(capability, name))
     _check_word("capability.numerics_description", capability.numerics_description, 4)
     for name in ("local_data", "tags"):

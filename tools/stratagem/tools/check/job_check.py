@@ -16,8 +16,7 @@ from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
 from stratagem.tools.check.check_report import CheckReport
 from stratagem.tools.check.tried_step import TriedStep, head_of, try_evaluation, try_step
-from stratagem.tools.planning.simulated_step import Site
-from stratagem.worker.data.data_sources import load_data
+from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.row_order import epoch_rows_of
@@ -99,9 +98,7 @@ class _JobChecks:
     def data(self) -> dict[str, Dataset]:
         """Whether each split can be loaded, its rows read twice, and collated."""
         job, site = self.job, self.site
-        data = self.report.attempt(
-            "data", "data", lambda: load_data(job, site.entrypoints, site.sources)
-        )
+        data = self.report.attempt("data", "data", lambda: site.data_of(job))
         data = {split: self._known(split, dataset) for split, dataset in (data or {}).items()}
         for split, dataset in data.items():
             if len(dataset):

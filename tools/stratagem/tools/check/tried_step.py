@@ -8,7 +8,7 @@ import torch
 
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Local
-from stratagem.tools.planning.simulated_step import Site
+from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Dataset, Subset
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.evaluator import EvaluationShare

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_map_only
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.objective.built_in_names import RETURNED
-from stratagem.tools.planning.simulated_step import Site
-from stratagem.worker.data.data_sources import load_data
+from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.models.model_builder import build_model, float_dtype
 
@@ -42,7 +41,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 def example_inputs(job: JobSpec, site: Site) -> Inputs:
     """Return the arguments of the model for some rows of the job's data, without labels."""
-    data = load_data(job, site.entrypoints, site.sources)
+    data = site.data_of(job)
     split = next((name for name, rows in data.items() if len(rows)), None)
     if split is None:
         raise InvalidInputError.at("data", "has no rows, of which the model's input is an example")

@@ -26,9 +26,9 @@ from stratagem.common.strategy import (
 )
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num_known, plain_copies
+from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.simulated_step import (
     Reading,
-    Site,
     library_workspace,
     measure_training,
     play_forward,

@@ -23,6 +23,7 @@ from stratagem.common.strategy import (
     dump_strategy,
     is_cut,
 )
+from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.memory_estimate import (
     StepMemory,
     estimate_memory,
@@ -36,7 +37,6 @@ from stratagem.tools.planning.resolve_parallelism import (
     StrategyChoice,
     choose,
 )
-from stratagem.tools.planning.simulated_step import Site
 from stratagem.worker.plans.supported_settings import check_supported
 
 _LOWER: Final = {"Full": ("Single", "Mixed", "Half"), "Single": ("Mixed", "Half")}

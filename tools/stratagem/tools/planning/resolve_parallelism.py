@@ -26,8 +26,9 @@ from stratagem.common.strategy import (
     Strategy,
     WorkerIdTarget,
 )
+from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
-from stratagem.tools.planning.simulated_step import Site, play_forward
+from stratagem.tools.planning.simulated_step import play_forward
 from stratagem.tools.planning.stage_memory import NodeCost, node_costs
 
 SAFETY_MARGIN: Final = 0.1

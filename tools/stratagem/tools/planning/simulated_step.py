@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import JobSpec
+from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
-from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.stream_dataset import StreamDataset
@@ -35,7 +35,6 @@ from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
 from stratagem.worker.exchange.reducer import GradientReducer
 from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
-from stratagem.worker.user_code.entrypoints import EntryPoints
 
 CUBLAS_BYTES: Final = 8_519_680
 """torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
@@ -44,16 +43,6 @@ NUM_STEPS: Final = 2
 """The first step makes the optimizer's state; the second holds it from the start."""
 MAX_STEPS: Final = 32
 """Enough for a scale of the loss to come down."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """The place where a job would run: what may be imported, where data are, and the kind of
-    device."""
-
-    entrypoints: EntryPoints
-    device: torch.device
-    sources: DataSources
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +71,7 @@ class Reading:
 
 def load_rows(job: JobSpec, site: Site) -> dict[str, Dataset]:
     """Return the job's data by split; of a stream of rows, its first batch."""
-    data = load_data(job, site.entrypoints, site.sources)
+    data = site.data_of(job)
     return {
         split: dataset.head(job.batch_size) if isinstance(dataset, StreamDataset) else dataset
         for split, dataset in data.items()
@@ -163,7 +152,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
 
 def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
     """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
-    data = load_data(job, site.entrypoints, site.sources)
+    data = site.data_of(job)
     gather = make_gather(job, site.device)
     if site.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(site.device)

@@ -19,9 +19,9 @@ from stratagem.common.pipeline.schedule_simulation import peak_live
 from stratagem.common.pipeline.schedules import choose
 from stratagem.common.strategy import Local, ModelParallel, Pipeline
 from stratagem.common.strategy.schedule_names import AUTO
+from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
-from stratagem.tools.planning.simulated_step import Reading, Site, gather_shapes, play_training
-from stratagem.worker.data.data_sources import load_data
+from stratagem.tools.planning.simulated_step import Reading, gather_shapes, play_training
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.model_builder import build_shapes
@@ -86,7 +86,7 @@ def play_whole(job: JobSpec, site: Site, rows: int) -> Reading:
 
 def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mapping[str, NodeCost]]:
     """Each node of a model that can be cut. Raises InvalidInputError for one that cannot."""
-    data = load_data(job, site.entrypoints, site.sources)
+    data = site.data_of(job)
     gather = gather_shapes(job, site, data)
     live = LiveBytes(site.device)
     costs: dict[str, NodeCost] = {}

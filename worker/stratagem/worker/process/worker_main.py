@@ -127,6 +127,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
     capability = await _in_thread(thread, settings)
     capability.data_plane = security.data_plane
+    capability.code_policy = settings.allow_code.partition(":")[0]
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS

@@ -1,27 +1,37 @@
 """Placement of a run on workers: by capability and numerics, the least loaded first."""
 
 from collections import Counter
+from typing import Final
 
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.state import WorkerRecord, World
 
 MAX_NAMES = 8
 """Number of workers named in one sentence."""
+_HOW_TO_TAKE_CODE: Final = (
+    "their operator allows it with --allow-code, or installs the package and `code` is left out"
+)
 
 
 def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
-    """Return usable workers whose numerics fit, least loaded first.
+    """Return usable workers that take the job's code and whose numerics fit, least loaded first.
 
     fingerprint: what the run's members have; "" before the first placement, when the numerics
     that most workers share are taken (the first in order among equals).
     """
-    workers = world.usable()
+    workers = [worker for worker in world.usable() if not _refuses_code(job, worker)]
     if not job.execution.deterministic or not workers:
         return workers
     if not fingerprint:
         counts = Counter(w.capability.numerics_fingerprint for w in workers)
         fingerprint = max(counts, key=lambda f: counts[f])
     return [w for w in workers if w.capability.numerics_fingerprint == fingerprint]
+
+
+def _refuses_code(job: JobSpec, worker: WorkerRecord) -> bool:
+    """Return True when the job brings code and the worker takes none. One that takes only code that
+    is signed or listed decides itself."""
+    return job.code is not None and worker.capability.code_policy == "none"
 
 
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
@@ -34,11 +44,17 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
             f"{w.member.worker_id} ({w.reason or 'draining'})" for w in world.workers.values()
         )
         return f"no worker is available: {', '.join(states)}"
-    if not eligible(job, world, fingerprint):
-        return f"the run began on other numerics than the workers left have: {_names(usable)}"
+    refusing = [worker for worker in usable if _refuses_code(job, worker)]
+    if len(refusing) == len(usable):
+        return f"no worker takes code from jobs: {_names(refusing)}; {_HOW_TO_TAKE_CODE}"
     fitting = eligible(job, world, fingerprint)
-    others = len(usable) - len(fitting)
+    if not fitting:
+        taking = [worker for worker in usable if worker not in refusing]
+        return f"the run began on other numerics than the workers left have: {_names(taking)}"
+    others = len(usable) - len(refusing) - len(fitting)
     more = f"; {others} more have other numerics" if others else ""
+    if refusing:
+        more += f"; {len(refusing)} more take no code from jobs: {_names(refusing)}"
     return f"only {len(fitting)} {'fits' if len(fitting) == 1 else 'fit'}: {_names(fitting)}{more}"
 
 

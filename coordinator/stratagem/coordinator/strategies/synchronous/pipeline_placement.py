@@ -14,7 +14,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ModelParallel, Partition, Tag
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import WorkerRecord, World
-from stratagem.coordinator.strategies.scheduling.placement import eligible
+from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     Parts,
     PartyRun,
@@ -69,10 +69,12 @@ def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str
             for number, partition in enumerate(spec.partitions)
             if not _fitting(partition, workers)
         ]
-        known = ", ".join(map(_named, workers.values())) or "no worker is available"
+        known = f"registered are: {', '.join(map(_named, workers.values()))}"
+        if not workers:
+            known = why_none(job, world, run.fingerprint)
         if missing:
-            return f"{'; '.join(missing)}; registered are: {known}"
-        return f"the replicas need workers of their own; registered are: {known}"
+            return f"{'; '.join(missing)}; {known}"
+        return f"the replicas need workers of their own; {known}"
 
     return why
 
