@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 
 from stratagem.client.sdk.blocking_client import LoopThread
+from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.server import bind, make_server
@@ -175,6 +176,12 @@ class FakeCoordinator(CoordinatorServiceServicer):
                 )
                 run.say("RunFailed", "ValueError: bad hidden", pb.RUN_PHASE_FAILED)
         return run
+
+    def tell(self, run_id: str, job: JobSpec, events: Iterable[Event]) -> None:
+        """Make a run that goes on, in which these events have happened."""
+        run = self.runs[run_id] = FakeRun(run_id, job)
+        for event in events:
+            run.say(event.kind, event.sentence, pb.RUN_PHASE_RUNNING, **event.payload)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=self._run(request.run_id).info())

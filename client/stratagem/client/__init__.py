@@ -6,6 +6,10 @@ of jobs. Imports neither torch nor the server parts.
 """
 
 from stratagem.client.code.notebook import register as load_ipython_extension
+from stratagem.client.course.clients import FederatedClient
+from stratagem.client.course.members import MemberInterval
+from stratagem.client.course.population import Population
+from stratagem.client.course.rounds import Round
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
 from stratagem.client.sdk.blocking_client import Client, RunHandle, RunResult
@@ -43,17 +47,21 @@ __all__ = [
     "Commit",
     "ConflictError",
     "Event",
+    "FederatedClient",
     "IntegrityError",
     "InvalidInputError",
     "LimitError",
     "LocalCluster",
     "LogLine",
+    "MemberInterval",
     "MemoryEstimate",
     "NotFoundError",
     "PermissionDeniedError",
     "Phase",
+    "Population",
     "Progress",
     "Recommendation",
+    "Round",
     "RunFailedError",
     "RunHandle",
     "RunResult",

@@ -29,6 +29,7 @@ from stratagem.client.cli.options import (
 from stratagem.client.cli.progress import print_line, show
 from stratagem.client.cli.query_commands import client_of, connected
 from stratagem.client.cli.reporting import complain, make_console, reporting
+from stratagem.client.course.population import winner_text
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle
@@ -256,6 +257,8 @@ class _Following:
             result.download(self.output)
         if self.form is Format.TEXT:
             tables.print_status(console, result.status)
+            if winner := winner_text(result.status):
+                print_line(console, f"best: {winner}")
             if self.output is not None:
                 print_line(console, f"state written to {self.output}")
 

@@ -11,13 +11,22 @@ downloads.py and uploads.py; nothing here imports torch.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 import grpc
 
+from stratagem.client.course.clients import FederatedClient
+from stratagem.client.course.clients import clients as course_clients
+from stratagem.client.course.members import MemberInterval
+from stratagem.client.course.members import members as course_members
+from stratagem.client.course.population import Population
+from stratagem.client.course.population import population as course_population
+from stratagem.client.course.rounds import Round
+from stratagem.client.course.rounds import rounds as course_rounds
 from stratagem.client.sdk import downloads, uploads, views
 from stratagem.client.sdk.initial_source import resolve_initial
 from stratagem.client.sdk.job_input import Job, parse_job
@@ -198,7 +207,7 @@ class AsyncRun:
         """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
         return (await self.status()).metrics
 
-    async def watch(self, from_index: int = 0) -> AsyncIterator[Event | Progress]:
+    async def watch(self, from_index: int = 0) -> AsyncGenerator[Event | Progress]:
         """Events from an index on, each once, and progress between them, until the run has ended.
 
         Survives a coordinator that restarts: goes on after the last event that was seen.
@@ -217,6 +226,34 @@ class AsyncRun:
                 yield event
             if phase is None or not phase.is_final:  # ended early, or there was nothing to say
                 phase = (await self.status()).phase
+
+    async def rounds(self, party: str = "") -> tuple[Round, ...]:
+        """The rounds of a federation so far; party: of one inside another strategy."""
+        return course_rounds(await self._events(), party)
+
+    async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
+        """The clients of a federation over its rounds so far; party: as for `rounds`."""
+        return course_clients(await self._events(), party)
+
+    async def members(self) -> tuple[MemberInterval, ...]:
+        """When each worker was a member of the run, and why it was one no longer."""
+        return course_members(await self._events())
+
+    async def population(self) -> Population:
+        """The generations of a population so far: scores, lineages, and the schedule of each."""
+        return course_population(await self._events(), (await self.status()).job)
+
+    async def _events(self) -> tuple[Event, ...]:
+        """Return all events so far."""
+        newest = (await self.status()).event_index
+        found: list[Event] = []
+        async with aclosing(self.watch()) as items:
+            async for item in items:
+                if isinstance(item, Event):
+                    found.append(item)
+                    if item.index >= newest:
+                        break
+        return tuple(found)
 
     async def result(self) -> RunStatus:
         """Wait for the end of the run.

@@ -21,6 +21,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
+from stratagem.client.course.clients import FederatedClient
+from stratagem.client.course.members import MemberInterval
+from stratagem.client.course.population import Population
+from stratagem.client.course.rounds import Round
 from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
 from stratagem.client.sdk.job_input import Job
@@ -214,6 +218,22 @@ class RunHandle:
     def watch(self, from_index: int = 0) -> Iterator[Event | Progress]:
         """Events and progress until the run has ended; see AsyncRun.watch."""
         return self._loop.iterate(self._run.watch(from_index))
+
+    def rounds(self, party: str = "") -> tuple[Round, ...]:
+        """The rounds of a federation so far; see AsyncRun.rounds."""
+        return self._loop.call(self._run.rounds(party))
+
+    def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
+        """The clients of a federation over its rounds so far."""
+        return self._loop.call(self._run.clients(party))
+
+    def members(self) -> tuple[MemberInterval, ...]:
+        """When each worker was a member of the run, and why it was one no longer."""
+        return self._loop.call(self._run.members())
+
+    def population(self) -> Population:
+        """The generations of a population so far: scores, lineages, and the schedule of each."""
+        return self._loop.call(self._run.population())
 
     def result(self) -> RunResult:
         """Wait for the end of the run; raises UserCodeError or RunFailedError."""

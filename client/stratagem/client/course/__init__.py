@@ -1,0 +1,1 @@
+"""What the facts of a run say about its course: pure functions over its events, in order."""

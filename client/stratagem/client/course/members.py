@@ -1,0 +1,103 @@
+"""The workers of a run: when each was a member of which party, and why it was one no longer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stratagem.client.course.payloads import ended_by, party_of
+from stratagem.client.course.shapes import EventLike
+
+_ENDS = ("RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInterval:
+    """A stretch of time in which one process of a worker was a member of a party."""
+
+    party: str
+    worker_id: str
+    incarnation: str
+    rank: int
+    """In the first membership of the interval."""
+    began_s: float
+    """Wall time."""
+    ended_s: float | None
+    """None: it is a member now."""
+    ending: str
+    """Why it ended, as a sentence; empty while it has not."""
+    is_lost: bool
+    """The process has ended unasked, or was silent for too long."""
+    step: int | None = None
+    """Of a process that died: how many steps it had applied, if that is known."""
+
+
+def members(events: Iterable[EventLike]) -> tuple[MemberInterval, ...]:
+    """Return the intervals of membership of all parties of a run, in order of their beginning.
+
+    An interval goes on where the next membership has the same process.
+    """
+    ended: list[MemberInterval] = []
+    open_: dict[tuple[str, str, str], MemberInterval] = {}
+    died: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for event in events:
+        fact, party = event.payload, party_of(event)
+        match event.kind:
+            case "ProcessDied":
+                member = fact["member"]
+                died[member["worker_id"], member["incarnation"]] = fact
+            case "MembersFormed":
+                now = _of_membership(event)
+                for key in list(open_):
+                    if key in now:
+                        del now[key]
+                    elif key[0] == party:
+                        ended.append(_ended(open_.pop(key), event.time_s, fact["reason"], died))
+                open_ |= now
+            case kind if kind in _ENDS:
+                for known in open_.values():
+                    ended.append(_ended(known, event.time_s, event.sentence, died))
+                open_ = {}
+    found = (*ended, *open_.values())
+    return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
+
+
+def _of_membership(event: EventLike) -> dict[tuple[str, str, str], MemberInterval]:
+    party = party_of(event)
+    return {
+        (party, each["worker_id"], each["incarnation"]): MemberInterval(
+            *(party, each["worker_id"], each["incarnation"], rank, event.time_s, None, ""),
+            is_lost=False,
+        )
+        for rank, each in enumerate(event.payload["members"])
+    }
+
+
+def _ended(
+    interval: MemberInterval,
+    time_s: float,
+    reason: str,
+    died: Mapping[tuple[str, str], Mapping[str, Any]],
+) -> MemberInterval:
+    death = died.get((interval.worker_id, interval.incarnation))
+    if death is None:
+        is_lost = interval.worker_id in _lost(reason)
+        return replace(interval, ended_s=time_s, ending=reason, is_lost=is_lost)
+    how = ended_by(death.get("status"))
+    text = f"its process ended: {how}" if how else "its process ended"
+    step = death.get("step")
+    return replace(interval, ended_s=time_s, ending=text, is_lost=True, step=step)
+
+
+def _lost(reason: str) -> set[str]:
+    """Return the workers that a membership names as lost: "worker-0, worker-1 lost, worker-2
+    joined, 1 of 2 workers"."""
+    lost: set[str] = set()
+    named: list[str] = []
+    for part in reason.split(", "):
+        name, _, how = part.partition(" ")
+        named.append(name)
+        if how == "lost":
+            lost.update(named)
+        if how:
+            named = []
+    return lost

@@ -1,0 +1,247 @@
+"""A population over its generations: scores, hyperparameters, who was copied, and who won."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stratagem.client.course.payloads import number
+from stratagem.client.course.shapes import EventLike, RunLike
+from stratagem.common.base.wording import values_text
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A stretch of one generation, in the past of a member's state."""
+
+    generation: int
+    member: int
+    from_step: int
+    """Steps behind the state that it began from."""
+    params: Mapping[str, Any]
+    """That it was trained with, by dotted path of the job, such as "optimizer.lr"."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInGeneration:
+    """One member in one generation."""
+
+    member: int
+    past: tuple[Ancestor, ...]
+    """Of its state, from the first generation on; the last one is this generation of itself."""
+    score: float | None = None
+    """The value of the metric at the end; None: there is none, or the member has failed."""
+    is_scored: bool = False
+    """The generation is over for it."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Return the hyperparameters that it trains with, by dotted path of the job."""
+        return self.past[-1].params
+
+    @property
+    def parent(self) -> int:
+        """Return whose state it begins from: its own, unless it was replaced by a copy."""
+        return self.past[-2].member if len(self.past) > 1 else self.member
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of the members that have come so far."""
+
+    number: int
+    members: tuple[MemberInGeneration, ...]
+    """In order of member."""
+    best: int | None = None
+    """The member whose state is the commit of the generation; None: it is not closed."""
+    step: int = 0
+    """Of that commit."""
+
+    def of(self, member: int) -> MemberInGeneration | None:
+        """Return a member in this generation, if it has come so far."""
+        return next((each for each in self.members if each.member == member), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The best member of the generations that are closed."""
+
+    generation: int
+    member: int
+    score: float
+    params: Mapping[str, Any]
+    step: int
+
+    def __str__(self) -> str:
+        """Return for example "member 3, optimizer.lr 0.031, score 0.94"."""
+        values = values_text(self.params)
+        return ", ".join(filter(None, [f"member {self.member}", values, f"score {self.score:.4g}"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """All generations so far, and what follows from them."""
+
+    metric: str
+    """That the members are compared by, such as "test.accuracy"."""
+    mode: str
+    """max or min: which values of it are better."""
+    generations: tuple[Generation, ...] = ()
+
+    @property
+    def best(self) -> Winner | None:
+        """Return the best member of the closed generations, of equal ones the first; None before
+        there is one."""
+        found: Winner | None = None
+        for each in self.generations:
+            member = None if each.best is None else each.of(each.best)
+            if member is None or member.score is None:
+                continue
+            if found is None or self._is_better(member.score, found.score):
+                values = (member.score, member.params, each.step)
+                found = Winner(each.number, member.member, *values)
+        return found
+
+    def lineage(self, member: int, generation: int | None = None) -> tuple[int, ...]:
+        """Return whose state a member's is, generation by generation; the last one is itself.
+
+        generation: the member as it was in this one; unless given, in its newest one. KeyError when
+        there is none.
+        """
+        return tuple(each.member for each in self._found(member, generation).past)
+
+    def schedule(
+        self, member: int, generation: int | None = None
+    ) -> tuple[tuple[int, Mapping[str, Any]], ...]:
+        """Return (from step, hyperparameters) of all that a member's state was trained with.
+
+        What it has copied is its past, too. generation: as in `lineage`.
+        """
+        past = self._found(member, generation).past
+        return tuple(
+            (each.from_step, each.params)
+            for before, each in zip((None, *past), past, strict=False)
+            if before is None or before.member != each.member
+        )
+
+    def _found(self, member: int, generation: int | None) -> MemberInGeneration:
+        wanted = reversed(self.generations)
+        found = (each.of(member) for each in wanted if generation in (None, each.number))
+        known = next((each for each in found if each is not None), None)
+        if known is None:
+            at = "" if generation is None else f" in generation {generation}"
+            raise KeyError(f"there is no member {member}{at}")
+        return known
+
+    def _is_better(self, score: float, other: float) -> bool:
+        return score < other if self.mode == "min" else score > other
+
+
+def population(events: Iterable[EventLike], job: Mapping[str, Any]) -> Population:
+    """Return the generations of a population; none for a run that is no population.
+
+    job: of the run, as its status has it: it names the metric.
+    """
+    folding = _Folding(Population(*_judged_by(job)))
+    for event in events:
+        folding.fold(event)
+    last = (job.get("strategy") or {}).get("generations") or len(folding.found)
+    begun = min(last, len(folding.found))  # none follows the last one
+    generations = (_generation(number, folding) for number in range(1, begun + 1))
+    return replace(folding.whole, generations=tuple(generations))
+
+
+class _Folding:
+    """What is known while the events of a population are read."""
+
+    def __init__(self, whole: Population) -> None:
+        self.whole = whole
+        self.found: list[dict[int, MemberInGeneration]] = []
+        """By generation from 1 on, then by member."""
+        self.closed: dict[int, Mapping[str, Any]] = {}
+        self.newest: dict[int, int] = {}
+        """By member, its newest generation."""
+        self.steps: dict[str, int] = {}
+        """Of the newest commit, by party."""
+
+    def fold(self, event: EventLike) -> None:
+        fact = event.payload
+        match event.kind:
+            case "PopulationFormed":
+                first = enumerate(fact["params"])
+                self.found = [
+                    {m: MemberInGeneration(m, (Ancestor(1, m, 0, params),)) for m, params in first}
+                ]
+                self.newest = dict.fromkeys(self.found[0], 1)
+            case "SegmentCommitted":
+                self.steps[fact["party"]] = fact["step"]
+            case "MemberEvolved":
+                self._score(fact["member"], fact["generation"], fact["score"])
+                self._advance({fact["member"]: fact["copied"]})
+            case "GenerationClosed":
+                self._close(fact)
+
+    def _close(self, fact: Mapping[str, Any]) -> None:
+        generation = fact["generation"]
+        self.closed[generation] = fact
+        if fact.get("by_policy"):  # each member has gone on by itself
+            return
+        for member, score in enumerate(fact["scores"]):
+            self._score(member, generation, score)
+        copies = {each["member"]: each for each in fact["copied"]}
+        self._advance({member: copies.get(member) for member in self.found[generation - 1]})
+
+    def _score(self, member: int, generation: int, score: object) -> None:
+        value = number(score)
+        sign = -1 if self.whole.mode == "min" else 1
+        members = self.found[generation - 1]
+        known = None if math.isnan(value) else sign * value
+        members[member] = replace(members[member], score=known, is_scored=True)
+
+    def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
+        """Let members begin their next generation, from one snapshot of all."""
+        pasts = {member: self._past(member) for member in self.newest}
+        for member, copied in copies.items():
+            generation = self.newest[member] + 1
+            if copied is None:
+                past, params = pasts[member], pasts[member][-1].params
+                step = self.steps.get(f"member{member}", past[-1].from_step)
+            else:
+                step, params = copied["step"], copied["params"]
+                # The donor may have begun another generation, which the copied state knows not.
+                donor = pasts[copied["donor"]]
+                past = donor[:1] + tuple(each for each in donor[1:] if each.from_step < step)
+            now = Ancestor(generation, member, step, params)
+            if len(self.found) < generation:
+                self.found.append({})
+            self.found[generation - 1][member] = MemberInGeneration(member, (*past, now))
+            self.newest[member] = generation
+
+    def _past(self, member: int) -> tuple[Ancestor, ...]:
+        return self.found[self.newest[member] - 1][member].past
+
+
+def _generation(number: int, folding: _Folding) -> Generation:
+    members = folding.found[number - 1]
+    closed = folding.closed.get(number, {})
+    in_order = tuple(members[member] for member in sorted(members))
+    return Generation(number, in_order, closed.get("best"), closed.get("step", 0))
+
+
+def winner_text(run: RunLike) -> str:
+    """Return the winner of a population, as "member 3, optimizer.lr 0.031, score 0.94".
+
+    "" for a run that is none, and before there is a winner.
+    """
+    best = next((commit for commit in run.commits if commit.is_best), None)
+    if best is None or best.member is None:
+        return ""
+    score = best.metrics.get(_judged_by(run.job)[0], math.nan)
+    return str(Winner(best.segment, best.member, score, best.hyperparameters, best.step))
+
+
+def _judged_by(job: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the metric that members are compared by, and whether "max" or "min" is better."""
+    evaluation = job.get("evaluation") or {}
+    metric = f"{evaluation.get('split', 'test')}.{evaluation.get('best') or 'loss'}"
+    return metric, evaluation.get("mode") or "max"
