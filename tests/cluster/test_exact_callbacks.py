@@ -1,5 +1,6 @@
 """A user's callbacks in every kind of training that has them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from stratagem.common.base.errors import UserCodeError
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
+    MOMENTUM,
     assert_same_bits,
     data_parallel,
     federated,
@@ -79,6 +81,61 @@ def test_a_step_that_ends_the_training(client: Client, strategy: str, name: str)
         assert each["metrics"]["train.seen.loss"] > each["loss"] * 0.5
 
 
+EVERY_TWO = {"split": "test", "every": "2 steps", "metrics": ["accuracy"]}
+
+
+def _seen(metrics: Mapping[str, float], step: int) -> None:
+    """What was logged of an evaluation, and not of another one, nor twice."""
+    said = {name: metrics[f"evaluation.{name}"] for name in ("step", "twice", "so.far")}
+    assert said == {"step": step, "twice": 2.0 * metrics["test.loss"], "so.far": step // 2}
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "Decentralized", "pipelines"])
+def test_an_evaluation_that_ends_the_training(client: Client, strategy: str) -> None:
+    sections: dict[str, Any] = {"optimizer": MOMENTUM, "evaluation": EVERY_TWO}
+    chosen = {
+        "AllReduce": data_parallel(2),
+        "Decentralized": gossip(2),
+        "pipelines": replicated(2, CUT),
+    }[strategy]
+    spec = job(MODEL, strategy=chosen, callbacks=f"{PLACE}:StopsAfterEvaluations", **sections)
+    shorter = job(MODEL, strategy=chosen, epochs=None, steps=4, **sections)
+    outcome = train(client, spec)
+    if strategy == "Decentralized":
+        assert_same_bits(outcome.state, gossip_loop(shorter, ALLOWED).mean)
+    else:
+        assert_same_bits(outcome.state, sharded_loop(shorter, ALLOWED, 2).state)
+    assert "stopped early after 4 steps: on_evaluation has called" in outcome.status.reason
+    for kind in ("SegmentFinished", "SegmentCommitted"):
+        found = [event.payload for event in outcome.of(kind)]
+        assert [each["step"] for each in found] == [2, 4]
+        for each in found:
+            _seen(each["metrics"], each["step"])
+    printed = [line.text for line in outcome.run.logs() if line.text.startswith("evaluated")]
+    assert printed == [f"evaluated test after {n}: ['accuracy', 'loss']" for n in (2, 4)]
+
+
+def test_evaluations_of_global_models_and_members(client: Client) -> None:
+    """The last one, too; the numbers are those of what was evaluated."""
+    name = f"{PLACE}:WatchesEvaluations"
+    spec = federated(MODEL, callbacks=name, evaluation={**EVERY_TWO, "every": "1 rounds"})
+    outcome = train(client, spec)
+    evaluated = {event.payload["segment"]: event.payload for event in outcome.of("Evaluated")}
+    assert sorted(evaluated) == [1, 2, 3]
+    for number, payload in evaluated.items():
+        metrics = payload["metrics"]
+        said = (metrics["evaluation.step"], metrics["evaluation.so.far"])
+        assert said == (number, number)
+        assert metrics["evaluation.twice"] == 2.0 * metrics["test.loss"]
+    assert outcome.status.metrics["evaluation.step"] == 3
+    outcome = train(client, population(callbacks=name))
+    for event in outcome.of("SegmentFinished"):
+        metrics = event.payload["metrics"]
+        assert metrics["evaluation.twice"] == 2.0 * metrics["test.loss"]
+        assert metrics["evaluation.step"] == event.payload["step"]
+    assert outcome.status.metrics["evaluation.twice"] == 2.0 * outcome.status.metrics["test.loss"]
+
+
 def test_what_a_hook_raises_ends_the_run(client: Client) -> None:
     with pytest.raises(UserCodeError, match="no such layer") as caught:
         train(client, job(strategy=data_parallel(2), callbacks=f"{PLACE}:Broken"))
@@ -93,3 +150,9 @@ def test_what_is_shown_to_nobody_or_ends_only_a_part_is_refused(client: Client) 
         train(client, federated(callbacks=name))
     with pytest.raises(UserCodeError, match="in a part of a run, such as a member of a population"):
         train(client, population(callbacks=name))
+    ends = f"{PLACE}:StopsAfterEvaluations"
+    evaluation = {**EVERY_TWO, "every": "1 rounds"}
+    with pytest.raises(UserCodeError, match=r"strategy\.type Federated.*evaluation\.stop ends"):
+        train(client, federated(rounds=5, callbacks=ends, evaluation=evaluation))
+    with pytest.raises(UserCodeError, match="on_evaluation is never called: the job has no evalu"):
+        train(client, job(strategy=data_parallel(2), callbacks=ends))

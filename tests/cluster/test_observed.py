@@ -50,8 +50,9 @@ def test_a_run_shows_in_the_metrics(client: Client, exact_cluster: LocalCluster)
     sent = labelled(direction="sent", kind="gradients")
     assert sum(each["stratagem_stream_bytes_total"][sent] for each in after) > 0.0
     outcomes = after[0]["stratagem_worker_executions_total"]
+    plans = ("train", "build", "client_round", "evaluate", "measure", "show")
     assert set(dict(key)["outcome"] for key in outcomes) <= {
-        *("train", "build", "client_round", "evaluate", "measure", "interrupted", "error", "defect")
+        *(*plans, "interrupted", "error", "defect")
     }
     assert coordinator["stratagem_coordinator_workers"][labelled(state="alive")] >= NUM_WORKERS
     for name in ("commits", "rounds"):

@@ -44,6 +44,7 @@ REACHED_BY = {
     "worker.stages.after_apply": ("Pipeline", "Silo-pipelines"),
     "worker.batch.evaluated": ("Evaluation", "FedAvg"),
     "worker.metrics.measured": ("Evaluation", "AllReduce"),
+    "worker.evaluation.shown": ("Stopped", "FedAvg"),
     "worker.client_round.after_training": ("FedAvg",),
     "worker.execute.accepted": ALL,
     "worker.blob.committed": ALL,

@@ -44,11 +44,37 @@ class StopsAt:
             view.stop()
 
 
+class WatchesEvaluations:
+    """Logs what it sees of evaluations, and prints each of them."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_evaluation(self, view: Any) -> None:
+        self.steps.append(view.step)
+        print(f"evaluated {view.split} after {view.step}: {sorted(view.metrics)}")
+        view.log("step", view.step)
+        view.log("twice", 2.0 * view.metrics["loss"])
+        view.log("so.far", len(self.steps))
+
+
+class StopsAfterEvaluations(WatchesEvaluations):
+    def on_evaluation(self, view: Any) -> None:
+        super().on_evaluation(view)
+        if view.step == 4:
+            view.stop()
+
+
 class StopsWithASegment(StopsAt):
     step = 6
 
 
-class StopsLate(StopsAt):
+class LogsEvaluations:
+    def on_evaluation(self, view: Any) -> None:
+        view.log("accuracy", 100.0 * view.metrics["accuracy"])
+
+
+class StopsLate(LogsEvaluations, StopsAt):
     step = 11
 
 

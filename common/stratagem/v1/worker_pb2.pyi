@@ -82,6 +82,7 @@ class ExecuteRequest(_message.Message):
     CLIENT_ROUND_FIELD_NUMBER: _builtins.int
     EVALUATE_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
+    SHOW_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     """With session, the idempotency key: the number of the segment, round or generation."""
     job_json: _builtins.str
@@ -104,6 +105,8 @@ class ExecuteRequest(_message.Message):
     def evaluate(self) -> Global___EvaluatePlan: ...
     @_builtins.property
     def measure(self) -> Global___MeasurePlan: ...
+    @_builtins.property
+    def show(self) -> Global___ShowPlan: ...
     def __init__(
         self,
         *,
@@ -117,12 +120,13 @@ class ExecuteRequest(_message.Message):
         client_round: Global___ClientRoundPlan | None = ...,
         evaluate: Global___EvaluatePlan | None = ...,
         measure: Global___MeasurePlan | None = ...,
+        show: Global___ShowPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "plan", b"plan", "session", b"session", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "plan", b"plan", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure"]  # noqa: Y015
+    _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure", "show"]  # noqa: Y015
     _WhichOneofArgType_plan: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_plan) -> _WhichOneofReturnType_plan | None: ...
 
@@ -415,8 +419,11 @@ class MeasurePlan(_message.Message):
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
     SPLITS_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     outputs: _builtins.str
     """Digest of the blob with the outputs of all batches: what GetState.outputs of the members gave."""
+    lineage: _builtins.int
+    """As in TrainPlan."""
     @_builtins.property
     def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -424,14 +431,70 @@ class MeasurePlan(_message.Message):
         *,
         outputs: _builtins.str = ...,
         splits: _abc.Iterable[_builtins.str] | None = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "splits", b"splits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lineage", b"lineage", "outputs", b"outputs", "splits", b"splits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeasurePlan: _TypeAlias = MeasurePlan  # noqa: Y015
+
+@_typing.final
+class ShowPlan(_message.Message):
+    """Shows the numbers of an evaluation to the user's on_evaluation, in the session that has evaluated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SPLIT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    split: _builtins.str
+    step: _builtins.int
+    """Steps, or rounds, behind the state that was evaluated."""
+    lineage: _builtins.int
+    """As in TrainPlan."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """By name of the metric, without the split."""
+
+    def __init__(
+        self,
+        *,
+        split: _builtins.str = ...,
+        step: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        lineage: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lineage", b"lineage", "metrics", b"metrics", "split", b"split", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowPlan: _TypeAlias = ShowPlan  # noqa: Y015
 
 @_typing.final
 class ExecuteResponse(_message.Message):
@@ -683,6 +746,7 @@ class ExecuteResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     INTERRUPTED_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
+    SHOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def build(self) -> Global___BuildResult: ...
     @_builtins.property
@@ -697,6 +761,8 @@ class ExecuteResult(_message.Message):
     def interrupted(self) -> Global___Interrupted: ...
     @_builtins.property
     def measure(self) -> Global___OwnMetrics: ...
+    @_builtins.property
+    def show(self) -> Global___Shown: ...
     def __init__(
         self,
         *,
@@ -707,12 +773,13 @@ class ExecuteResult(_message.Message):
         error: _types_pb2.UserError | None = ...,
         interrupted: Global___Interrupted | None = ...,
         measure: Global___OwnMetrics | None = ...,
+        show: Global___Shown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "show", b"show", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "show", b"show", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "error", "interrupted", "measure"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "error", "interrupted", "measure", "show"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -850,6 +917,7 @@ class TrainResult(_message.Message):
     OWN_METRICS_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    WANTS_EVALUATION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -865,6 +933,8 @@ class TrainResult(_message.Message):
     """Why the user's code has ended the training with this step, which may be before to_step; equal on
     all members. Empty: it has not.
     """
+    wants_evaluation: _builtins.bool
+    """True if the user's callbacks here want to see evaluations."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
     @_builtins.property
@@ -905,10 +975,11 @@ class TrainResult(_message.Message):
         own_metrics: Global___OwnMetrics | None = ...,
         stop_reason: _builtins.str = ...,
         streams: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+        wants_evaluation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic", "wants_evaluation", b"wants_evaluation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,6 +1072,9 @@ class EvaluateResult(_message.Message):
 
     PARTS_FIELD_NUMBER: _builtins.int
     OWN_METRICS_FIELD_NUMBER: _builtins.int
+    WANTS_EVALUATION_FIELD_NUMBER: _builtins.int
+    wants_evaluation: _builtins.bool
+    """As in TrainResult."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
     @_builtins.property
@@ -1012,14 +1086,61 @@ class EvaluateResult(_message.Message):
         *,
         parts: _abc.Iterable[Global___EvaluationPart] | None = ...,
         own_metrics: Global___OwnMetrics | None = ...,
+        wants_evaluation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics", "parts", b"parts", "wants_evaluation", b"wants_evaluation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluateResult: _TypeAlias = EvaluateResult  # noqa: Y015
+
+@_typing.final
+class Shown(_message.Message):
+    """What the user's on_evaluation has said of an evaluation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LoggedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LOGGED_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    stop_reason: _builtins.str
+    """Why the training ends with what was evaluated. Empty: it does not."""
+    @_builtins.property
+    def logged(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        logged: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        stop_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logged", b"logged", "stop_reason", b"stop_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shown: _TypeAlias = Shown  # noqa: Y015
 
 @_typing.final
 class OwnMetrics(_message.Message):

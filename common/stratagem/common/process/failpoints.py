@@ -47,6 +47,7 @@ FAILPOINTS: Final = (
     "worker.phases.predicted",
     "worker.batch.evaluated",
     "worker.metrics.measured",
+    "worker.evaluation.shown",
     "worker.client_round.after_training",
     "worker.execute.accepted",
     "worker.blob.committed",

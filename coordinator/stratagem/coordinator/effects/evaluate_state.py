@@ -19,6 +19,7 @@ from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
+from stratagem.coordinator.effects.synchronous.shown_evaluation import shown_evaluation
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
@@ -50,10 +51,13 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
         await env.report(effect.run_id, said)
         return
     metrics, predictions = fold_parts(parts, env.metrics_of(effect.run_id, party)), Digest("")
-    own = await own_metrics(
-        env, effect, child_party(party, "evaluate"), segment, effect.splits, finished
-    )
+    splits, kept_in = effect.splits, child_party(party, "evaluate")
+    own = await own_metrics(env, effect, kept_in, segment, splits, finished)
     if own is None:
+        return
+    metrics, at = {**metrics, **own}, (segment, effect.base.step)
+    seen = await shown_evaluation(env, effect, kept_in, at, splits, finished, metrics)
+    if seen is None:
         return
     if job.evaluation is not None and job.evaluation.predictions:
         pairs = zip(effect.members, finished, strict=True)
@@ -65,9 +69,8 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
             reason = f"the outputs of the batches cannot be joined: {error}"
             await env.report(effect.run_id, PartyFailed(party=party, reason=reason))
             return
-    fact = Evaluated(
-        party=party, segment=segment, metrics={**metrics, **own}, predictions=predictions
-    )
+    metrics |= seen.logged
+    fact = Evaluated(party=party, segment=segment, metrics=metrics, predictions=predictions)
     await env.report(effect.run_id, fact)
 
 

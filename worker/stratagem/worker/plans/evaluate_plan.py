@@ -55,7 +55,11 @@ def evaluate_state(
     own = None
     if len(parts) == len(share):  # or another share is asked for by now
         own = own_metrics(work, evaluator, plan.splits, parts)
-    result = pb.EvaluateResult(parts=list(parts_to_proto(parts)), own_metrics=own)
+    result = pb.EvaluateResult(
+        parts=list(parts_to_proto(parts)),
+        own_metrics=own,
+        wants_evaluation=inference.setup.callbacks.sees_evaluations,
+    )
     return pb.ExecuteResult(evaluate=result), membership
 
 

@@ -30,6 +30,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.numerics.memory_modes import give_back
 from stratagem.worker.plans.evaluate_plan import evaluate_state
 from stratagem.worker.plans.measure_plan import measure
+from stratagem.worker.plans.show_plan import show
 from stratagem.worker.plans.single_worker_plans import build, client_round
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.plans.train_plan import Segment, train
@@ -81,7 +82,8 @@ class ExecutionPhase(Enum):
 
 
 def key_of(request: pb.ExecuteRequest) -> Key:
-    return Key(request.train.lineage, request.segment, request.WhichOneof("plan") or "")
+    lineage = request.train.lineage or request.measure.lineage or request.show.lineage
+    return Key(lineage, request.segment, request.WhichOneof("plan") or "")
 
 
 def view_of(request: pb.ExecuteRequest) -> MemberView:
@@ -333,6 +335,8 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
             return evaluate_state(work, request.evaluate, segment)
         case "measure":
             return pb.ExecuteResult(measure=measure(work, request.measure)), membership
+        case "show":
+            return pb.ExecuteResult(show=show(work, request.show)), membership
         case _:
             raise InvalidInputError.at("plan", "is missing")
 
@@ -341,7 +345,7 @@ def _start_readers(work: ExecutionContext) -> None:
     """Start the readers of a job while its party still meets; the stages of a pipeline that read
     nothing have none."""
     request = work.request
-    if request.WhichOneof("plan") == "measure" or request.train.ranks:
+    if request.WhichOneof("plan") in ("measure", "show") or request.train.ranks:
         return
     readers = work.readers()
     if readers is not None:

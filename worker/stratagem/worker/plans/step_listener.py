@@ -8,7 +8,7 @@ had said of it would be lost otherwise. Runs in the torch thread.
 from typing import Final
 
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.strategy import Custom
+from stratagem.common.strategy import Custom, Federated
 from stratagem.worker.engine import StepReport
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
@@ -48,18 +48,25 @@ class StepListener:
         seen = StepView(**holding.tally.latest)
         self._callbacks.saw_step(seen)
         if seen.wants_end:
-            self._check_may_end(seen.step)
+            check_may_end(self._work, f"on_step of training step {seen.step}")
         holding.shown_step = seen.step
         holding.answer = StepAnswer(seen.logged, seen.wants_end)
         holding.tally.shown = {**holding.tally.shown, **seen.logged}
 
-    def _check_may_end(self, step: int) -> None:
-        """Raise where the end of this party would not be that of the run."""
-        text = ""
-        if self._work.key.party:
-            text = "is not possible in a part of a run, such as a member of a population"
-        if isinstance(self._work.job.strategy, Custom):
-            text = "cannot go with strategy.type Custom, which decides itself when a run ends"
-        if text:
-            activity = f"on_step of training step {step}"
-            raise UserCodeError("ValueError", f"view.stop() {text}", activity=activity)
+
+def check_may_end(work: ExecutionContext, activity: str) -> None:
+    """Raise where the end of this party would not be that of the run."""
+    text = ""
+    if work.key.party:
+        text = "is not possible in a part of a run, such as a member of a population"
+    if isinstance(work.job.strategy, Federated):
+        text = (
+            "cannot go with strategy.type Federated, whose rounds go on while a state is evaluated;"
+            " evaluation.stop ends such a run"
+        )
+    if work.job.only_evaluates:
+        text = "is not possible where execution.gradient is None: nothing is trained"
+    if isinstance(work.job.strategy, Custom):
+        text = "cannot go with strategy.type Custom, which decides itself when a run ends"
+    if text:
+        raise UserCodeError("ValueError", f"view.stop() {text}", activity=activity)

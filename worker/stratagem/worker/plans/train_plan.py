@@ -222,6 +222,7 @@ def _conclude(
         own_metrics=own,
         streams=segment.streams,
         stop_reason=segment.stop_reason,
+        wants_evaluation=trainer.callbacks.sees_evaluations,
     )
 
 

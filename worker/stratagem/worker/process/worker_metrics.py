@@ -66,7 +66,7 @@ EXECUTIONS: Final = Metric(
 ENDED: Final = Metric(
     "stratagem_worker_executions_total",
     "counter",
-    "plans that have ended, by outcome: train, build, client_round, evaluate, measure, "
+    "plans that have ended, by outcome: train, build, client_round, evaluate, measure, show, "
     "interrupted, error (the user's code), defect (ours)",
     ("outcome",),
 )

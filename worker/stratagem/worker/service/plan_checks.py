@@ -35,6 +35,8 @@ def check_plan(request: pb.ExecuteRequest) -> None:
             _within("evaluate.splits", len(request.evaluate.splits), 0, MAX_SPLITS)
         case "measure":
             _within("measure.splits", len(request.measure.splits), 0, MAX_SPLITS)
+        case "show":
+            _within("show.step", request.show.step, 0, MAX_COUNT)
         case None:
             raise InvalidInputError.at("plan", "is missing")
 

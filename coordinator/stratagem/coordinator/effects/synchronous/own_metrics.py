@@ -14,6 +14,7 @@ from stratagem.coordinator.core.facts import Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import finish
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
+from stratagem.coordinator.effects.synchronous.shown_evaluation import lineage_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.updates.merge_parts import ContradictionError, StatePart
@@ -57,7 +58,8 @@ async def own_metrics(
     member = effect.members[0]
     measuring = child_party(effect.party, "measure")
     at = WorkerSession(member, effect.run_id, measuring, effect.membership)
-    plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits)
+    lineage = lineage_of(effect)
+    plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits, lineage=lineage)
     request = env.request(effect.party, at, segment, measure=plan)
     result = await finish(env, effect, member, request, lambda _: None)
     return None if result is None else dict(result.measure.metrics)

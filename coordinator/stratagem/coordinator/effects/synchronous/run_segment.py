@@ -18,6 +18,7 @@ from stratagem.coordinator.effects.execution.execute_plan import OnProgress, fin
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
+from stratagem.coordinator.effects.synchronous.shown_evaluation import shown_evaluation
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
@@ -124,9 +125,10 @@ async def _report(
         reason = f"the replicas differ after segment {effect.segment}: {differing}"
         await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
         return
-    own = await own_metrics(env, effect, effect.party, effect.segment, effect.evaluate, results)
-    if own is None:
+    evaluated = await _evaluated(env, effect, results)
+    if evaluated is None:
         return
+    metrics, stop_reason = evaluated
     failpoint("coordinator.segment.trained")
     first = results[0]
     fact = SegmentFinished(
@@ -138,22 +140,31 @@ async def _report(
         num_rows=first.num_rows,
         seconds=max(result.seconds for result in results),
         engine=first.engine,
-        metrics={
-            **_with_skipped(of_training(first.metrics), effect.num_skipped),
-            **fold_parts(
-                (part for result in results for part in result.parts),
-                env.metrics_of(effect.run_id, effect.party),
-            ),
-            **own,
-        },
+        metrics={**_with_skipped(of_training(first.metrics), effect.num_skipped), **metrics},
         num_redone_steps=max(result.num_redone_steps for result in results),
         traffic={
             name: sum(result.traffic[name] for result in results) for name in sorted(first.traffic)
         },
-        stop_reason=first.stop_reason,
+        stop_reason=first.stop_reason or stop_reason,
         streams=_streams(results),
     )
     await env.report(effect.run_id, fact)
+
+
+async def _evaluated(
+    env: EffectContext, effect: RunSegment, results: list[worker_pb2.TrainResult]
+) -> tuple[dict[str, float], str] | None:
+    """Return the metrics of the evaluation, and why the user's code ends the training with it; None
+    when they could not be had: that has been reported."""
+    party, segment, splits = effect.party, effect.segment, effect.evaluate
+    own = await own_metrics(env, effect, party, segment, splits, results)
+    if own is None:
+        return None
+    parts = (part for result in results for part in result.parts)
+    metrics = {**fold_parts(parts, env.metrics_of(effect.run_id, party)), **own}
+    at = (segment, results[0].step)
+    seen = await shown_evaluation(env, effect, party, at, splits, results, metrics)
+    return None if seen is None else ({**metrics, **seen.logged}, seen.stop_reason)
 
 
 def _streams(results: list[worker_pb2.TrainResult]) -> str:

@@ -1,16 +1,22 @@
 """The metrics with which a state is committed: of its training, and of an evaluation with it."""
 
 from collections.abc import Mapping
+from typing import Final
 
 from stratagem.common.job import JobSpec
+
+LOGGED: Final = "evaluation."
+"""Before the names of what the user's on_evaluation has logged."""
 
 
 def is_evaluated(job: JobSpec, name: str) -> bool:
     """Return True for a name that a metric of the job's evaluations has in a commit: its own, or,
-    of a metric of the user's with several values, followed by theirs."""
+    of a metric of the user's with several values, followed by theirs; or what was logged of it."""
     spec = job.evaluation
     if spec is None:
         return False
+    if name.startswith(LOGGED):
+        return True
     names = [f"{spec.split}.{each}" for each in ("loss", *spec.metrics)]
     return name in names or any(":" in own and name.startswith(f"{own}.") for own in names)
 

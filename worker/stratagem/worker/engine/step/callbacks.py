@@ -23,10 +23,11 @@ from stratagem.common.strategy import (
     Strategy,
 )
 from stratagem.worker.data.generators import generators_kept, seed_generators
+from stratagem.worker.engine.step.evaluation_view import EvaluationView
 from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-HOOKS: Final = ("on_build", "on_gradients", "on_step")
+HOOKS: Final = ("on_build", "on_gradients", "on_step", "on_evaluation")
 _FIELD: Final = "callbacks"
 
 
@@ -57,10 +58,20 @@ class Callbacks:
         """True if there is a hook that is shown each step."""
         return "on_step" in self.hooks
 
+    @property
+    def sees_evaluations(self) -> bool:
+        """True if there is a hook that is shown each evaluation."""
+        return "on_evaluation" in self.hooks
+
     def saw_step(self, view: StepView) -> None:
         """Calls on_step with a step that is done."""
         with user_code(f"on_step of training step {view.step}"):
             self.hooks["on_step"](view)
+
+    def saw_evaluation(self, view: EvaluationView) -> None:
+        """Calls on_evaluation with an evaluation that is done."""
+        with user_code(f"on_evaluation after step {view.step}"):
+            self.hooks["on_evaluation"](view)
 
     def built(self, model: nn.Module) -> None:
         """Calls on_build with a model that was just built; it may put hooks on its modules.
@@ -137,9 +148,11 @@ def _unusable(found: Mapping[str, Any]) -> Iterator[Violation]:
 def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]:
     if job.only_evaluates:
         for name in found:
-            if name != "on_build":
+            if name in ("on_gradients", "on_step"):
                 text = f"{name} is never called: execution.gradient is None, so nothing is trained"
                 yield Violation(_FIELD, text)
+    if "on_evaluation" in found and (reason := _why_no_evaluations(job)):
+        yield Violation(_FIELD, f"on_evaluation {reason}")
     if "on_gradients" in found:
         for field, strategy in _levels(job.strategy, "strategy"):
             if isinstance(strategy, ModelParallel):
@@ -152,6 +165,15 @@ def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]
         for field, strategy in _levels(job.strategy, "strategy"):
             if reason := _why_no_steps(strategy, field):
                 yield Violation(_FIELD, f"on_step cannot go with {reason}")
+
+
+def _why_no_evaluations(job: JobSpec) -> str:
+    if job.evaluation is None:
+        return "is never called: the job has no evaluation"
+    if job.data.worker_local is not None and isinstance(job.strategy, Federated):
+        text = "clients evaluate on rows of their own, and no worker has the numbers of all"
+        return f"cannot go with data.worker_local under strategy.type Federated: {text}"
+    return ""
 
 
 def _why_no_steps(strategy: Strategy, field: str) -> str:
