@@ -14,7 +14,9 @@ import yaml
 from rich.console import Console
 
 from stratagem.client import Client, Event, LocalCluster, RunStatus
-from stratagem.client.cli.progress import live_line
+from stratagem.client.cli.options import Format
+from stratagem.client.cli.progress import RunDisplay, show
+from stratagem.client.terminal.followed_run import FollowedRun
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "demo-output"
@@ -55,12 +57,10 @@ def main() -> int:
 def train(console: Console, client: Client, job: dict[str, Any]) -> Outcome:
     """Run a job to its end behind one live line."""
     run = client.submit(job)
-    rows_per_epoch = 0
-    with live_line(console, run.run_id) as line:
-        for item in run.watch():
-            line.update(item)
-            if isinstance(item, Event) and item.kind == "ModelBuilt":
-                rows_per_epoch = item.payload["num_rows"]["train"]
+    show(console, Format.TEXT, run.watch(), RunDisplay(FollowedRun.of(run.status())))
+    events = (item for item in run.watch() if isinstance(item, Event))
+    built = next(event for event in events if event.kind == "ModelBuilt")
+    rows_per_epoch = built.payload["num_rows"]["train"]
     return Outcome(run.result().status, rows_per_epoch * num_epochs(job))
 
 

@@ -158,8 +158,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         run.cuts, run.folder = set(self.cuts), self.folder
         run.say("RunSubmitted", "submitted", pb.RUN_PHASE_PENDING)
         run.say("ModelBuilt", "model built", pb.RUN_PHASE_RUNNING, num_rows={"train": 1437})
-        metrics = {"test.accuracy": 0.97}
-        run.say("SegmentCommitted", "segment 1 committed", pb.RUN_PHASE_RUNNING, metrics=metrics)
+        trained = {"segment": 1, "step": 10, "metrics": {"test.accuracy": 0.97}}
+        run.say("SegmentCommitted", "segment 1 committed", pb.RUN_PHASE_RUNNING, **trained)
         match self.ending:
             case "completed":
                 run.say("RunCompleted", "1 epoch done", pb.RUN_PHASE_COMPLETED)

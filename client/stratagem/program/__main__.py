@@ -11,15 +11,24 @@ from typing import Final
 
 INTERRUPTED: Final = 128 + signal.SIGINT
 
+FOLLOWING: Final = (["run"], ["resume"], ["attach"])
+"""Commands that show something as it happens: the first sign of them comes before the imports."""
+ERASED: Final = "\r\x1b[K"
+
 
 def main() -> None:
     """Run a command; Ctrl-C ends it without a traceback at any time."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
+    is_awaited = sys.argv[1:2] in FOLLOWING and sys.stdout.isatty()
+    if is_awaited:
+        print("loading stratagem …", end="", flush=True)
     from stratagem.client.cli.main import app
     from stratagem.client.cli.reporting import complain_of_warnings
 
+    if is_awaited:
+        print(ERASED, end="", flush=True)
     complain_of_warnings()
     try:
         signal.signal(signal.SIGINT, before)

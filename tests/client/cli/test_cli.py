@@ -11,18 +11,15 @@ from pathlib import Path
 import pytest
 import structlog
 import yaml
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
 from stratagem.client.cli.options import tag_arguments
-from stratagem.client.cli.progress import ProgressLine
 from stratagem.client.cli.reporting import complain_of_warnings, describe
 from stratagem.client.cli.run_commands import LocalRun
 from stratagem.client.cli.tables import amount_text
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
-from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from tests.client.fake_coordinator import JOB, FakeCoordinator
@@ -53,11 +50,28 @@ def test_run_shows_events_and_ends_with_the_status(address: str, job_file: Path)
     done = invoke("run", job_file, "--coordinator", address, "--run-id", "mine")
     assert done.exit_code == 0, done.output
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines[:2] == ["mine  PENDING  submitted", "mine  PENDING  submitted"]
-    assert "mine  RUNNING  segment 1 committed" in lines
-    assert "mine  COMPLETED  1 epoch done" in lines
+    assert lines[:3] == [
+        "mine  submitted",
+        "mine  COMPLETED  1 epoch done",
+        "run       mine (digits)",
+    ]
     assert "strategy  Local" in lines
     assert "metrics   test.accuracy 0.97  train.loss 0.1" in lines
+
+
+def test_run_says_every_event_or_only_the_end(address: str, job_file: Path) -> None:
+    arguments = ("run", job_file, "--coordinator", address, "--run-id", "mine")
+    told = invoke(*arguments, "-v").stdout.splitlines()
+    assert told[:4] == [
+        "mine  PENDING  submitted",
+        "mine  RUNNING  model built",
+        "mine  RUNNING  segment 1 committed",
+        "mine  COMPLETED  1 epoch done",
+    ]
+    assert invoke(*arguments, "-q").stdout.splitlines()[0] == "run       mine (digits)"
+    assert invoke("attach", "mine", "--coordinator", address).stdout.startswith("run       mine")
+    both = invoke(*arguments, "-q", "-v")
+    assert both.stderr == "error: --quiet: is the opposite of --verbose; give one of them\n"
 
 
 def test_run_as_json_is_one_object_per_line(address: str, job_file: Path) -> None:
@@ -219,7 +233,7 @@ def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoord
     assert "stratagem resume mine" in stopped.stderr
     resumed = invoke("resume", "mine", *options)
     assert resumed.exit_code == 0
-    assert resumed.stdout.startswith("mine  PENDING  resumed\n")
+    assert resumed.stdout.startswith("mine  resumed\n")
     nowhere = job_file.with_name("none") / "best.safetensors"
     refused = invoke("download", "mine", *options, "--output", nowhere)
     assert (refused.exit_code, refused.stderr) == (
@@ -306,8 +320,7 @@ def test_ctrl_c_detaches_from_a_coordinator(
     with process:
         assert process.stdout is not None
         assert process.stderr is not None
-        while "committed" not in process.stdout.readline():
-            pass
+        assert process.stdout.readline() == "mine  submitted\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 130
         assert process.stderr.read().splitlines() == [
@@ -400,50 +413,7 @@ def test_coordinator_and_worker_become_their_programs(monkeypatch: pytest.Monkey
     ]
 
 
-# ---- the live line ----
-
-
-def progress(**changes: float | str) -> Progress:
-    values = {
-        "step": 120,
-        "num_steps": 600,
-        "loss": 0.25,
-        "rows_per_s": 12345.0,
-        "num_clients_done": 0,
-        "num_clients": 0,
-        "segment": 3,
-        "num_segments": 40,
-        "strategy_phase": "TRAINING",
-    }
-    return Progress(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def test_the_line_says_why_a_run_waits_and_how_far_it_is() -> None:
-    line = ProgressLine("mine")
-    line.update(Event(0, 0.0, "RunSubmitted", "waits for 2 workers", {}, Phase.PLACING))
-    assert str(line) == "mine  PLACING  waits for 2 workers"
-    line.update(progress(reason="partition 0 needs tag gpu"))
-    assert str(line) == "mine  PLACING  partition 0 needs tag gpu"
-    metrics = {"metrics": {"test.accuracy": 0.9712, "note": "x"}}
-    line.update(Event(1, 0.0, "SegmentCommitted", "committed", metrics, Phase.RUNNING))
-    line.update(progress())
-    assert str(line) == "mine  step 120/600  loss 0.2500  12,345 rows/s  test.accuracy 0.9712"
-    line.update(progress(training_phase="PREDICT", rows_per_s=0.0))
-    assert str(line) == "mine  step 120/600  predict  loss 0.2500  test.accuracy 0.9712"
-    live = replace(progress(), metrics={"train.neighbour_distance": 0.125})
-    line.update(live)
-    assert str(line).endswith("test.accuracy 0.9712  train.neighbour_distance 0.125")
-    line.update(progress(num_clients=4, num_clients_done=2, loss=0.0, strategy_phase="AGGREGATING"))
-    assert str(line) == (
-        "mine  round 3/40  2 of 4 clients  aggregating  12,345 rows/s  test.accuracy 0.9712"
-    )
-
-
-def test_the_line_of_a_population_counts_generations() -> None:
-    line = ProgressLine("mine", "PopulationBased/Truncation")
-    line.update(Event(0, 0.0, "SegmentCommitted", "committed", {}, Phase.RUNNING))
-    line.update(progress(step=250, num_steps=5, segment=2, num_segments=5))
-    assert str(line) == "mine  generation 2/5  loss 0.2500  12,345 rows/s"
+# ---- the status ----
 
 
 def test_the_status_of_a_population_counts_generations(
@@ -459,21 +429,3 @@ def test_the_status_of_a_population_counts_generations(
         num_segments=5,
     )
     assert amount_text(counted) == "generation 5/5"
-
-
-def test_the_line_shows_no_single_client_and_no_single_member() -> None:
-    """Whichever answered last would look like the run."""
-    line = ProgressLine("mine")
-    closed = {"party": "", "metrics": {"train.max_grad_norm": 2.0}}
-    line.update(Event(0, 0.0, "RoundClosed", "closed", closed, Phase.RUNNING))
-    one = {"party": "", "metrics": {"train.max_grad_norm": 9.0}}
-    line.update(Event(1, 0.0, "UpdateReceived", "client 3", one, Phase.RUNNING))
-    member = {"party": "member2", "metrics": {"train.max_grad_norm": 9.0}}
-    line.update(Event(2, 0.0, "SegmentFinished", "member 2", member, Phase.RUNNING))
-    assert line.metrics == {"train.max_grad_norm": 2.0}
-
-
-def test_the_line_stays_one_line() -> None:
-    line = ProgressLine("mine" * 40)
-    console = Console(width=30)
-    assert len(console.render_lines(line)) == 1

@@ -6,8 +6,10 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.client.cli.progress import ProgressLine, print_line
+from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.reporting import PlainConsole, complain
+from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.terminal.run_line import live_line
 from stratagem.common.base.printable_text import is_printable, printable
 
 WILD = "a\x1b[2J\x1b]0;title\x07\rb\u202ec\x9b1A\x00d"
@@ -35,9 +37,7 @@ def test_a_console_shows_nothing_that_moves(is_terminal: bool) -> None:
     table = Table("column")
     table.add_row(WILD)
     console.print(table)
-    line = ProgressLine("run")
-    line.sentence = WILD
-    console.print(line)
+    console.print(live_line(FollowedRun("run", sentence=WILD), 390), end="", soft_wrap=True)
     shown = out.getvalue()
     for moving in ("\x1b[2J", "\x1b]", "\x07", "\u202e", "\x9b", "\x00"):
         assert moving not in shown

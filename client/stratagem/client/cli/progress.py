@@ -1,86 +1,149 @@
-"""Shows a run while it runs: one live line on a terminal, plain lines elsewhere, or JSON.
+"""Shows a run while it runs: a live line on a terminal, few lines elsewhere, or JSON.
 
-Owns what the line says. Reads nothing but the items of `watch`.
+Owns when something is printed; what it says is decided in client/terminal. Reads nothing but the
+items of `watch`.
 """
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from enum import Enum, auto
+from typing import Annotated, Final
 
+import typer
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from stratagem.client.cli.options import Format
-from stratagem.client.cli.tables import generation_text, is_population, metrics_text, to_json
-from stratagem.client.sdk.views import Event, Phase, Progress
+from stratagem.client.cli.reporting import make_console
+from stratagem.client.cli.tables import to_json
+from stratagem.client.sdk.views import Event, Progress
+from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.terminal.milestones import Milestone, milestone
+from stratagem.client.terminal.redrawn_line import RedrawnLine
+from stratagem.client.terminal.run_line import live_line, plain_line
+from stratagem.common.base.errors import InvalidInputError
 
 PLAIN_INTERVAL_S: Final = 5.0
-"""Plain output shows progress at most this often; events always."""
+"""Where there is no terminal, a line comes at most this often, but for what goes wrong."""
+
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print every event of the run, too.")
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing before the run has ended.")
+]
+
+
+class Detail(Enum):
+    """How much is printed of a run that is followed."""
+
+    END = auto()
+    MILESTONES = auto()
+    EVENTS = auto()
+
+    @classmethod
+    def of(cls, *, verbose: bool, quiet: bool) -> "Detail":
+        """Return what two options ask for; raises InvalidInputError for both."""
+        if verbose and quiet:
+            raise InvalidInputError.at("--quiet", "is the opposite of --verbose; give one of them")
+        return cls.EVENTS if verbose else cls.END if quiet else cls.MILESTONES
 
 
 @dataclass(slots=True)
-class ProgressLine:
-    """Collects the latest events and progress of one run and shows them as one line."""
+class RunDisplay:
+    """Shows the items of one run as they come."""
 
-    name: str
-    strategy: str = ""
-    """By the name that people see; a population counts generations, not steps."""
-    phase: Phase = Phase.PENDING
-    sentence: str = ""
-    latest: Progress | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    run: FollowedRun
+    detail: Detail = Detail.MILESTONES
+    known: int = 0
+    """Events before this index have been seen; they are counted, and not said again."""
+    clock: Callable[[], float] = time.monotonic
+    _due_s: float = field(init=False, default=float("-inf"))
+    _waits_for: str = field(init=False, default="")
+    _next: int = field(init=False, default=0)
+    """Index of the event that comes next."""
 
-    def update(self, item: Event | Progress) -> None:
-        match item:
-            case Progress() if item.reason:
-                self.sentence, self.latest = item.reason, None
-            case Progress():
-                self.latest = item
-            case Event():
-                self.phase, self.sentence = item.phase, item.sentence
-                if _is_of_whole_run(item):
-                    self.metrics.update(_metrics_in(item.payload.get("metrics")))
+    def on_terminal(self, console: Console, items: Iterable[Event | Progress]) -> None:
+        """Show a line that redraws itself, and above it a line per milestone."""
+        with RedrawnLine(console, lambda width: live_line(self.run, width)) as line:
+            line.say(Text(f"{self.run.run_id}  {self.run.strategy}"))
+            for item in items:
+                with line.changing():
+                    found = self.told(item)
+                if found:
+                    line.say(Text(found.text))
 
-    def __str__(self) -> str:
-        parts = [self.name]
-        if self.phase is Phase.RUNNING and self.latest is not None:
-            metrics = {**self.metrics, **self.latest.metrics}
-            parts += [*_amounts(self.latest, self.strategy), metrics_text(metrics)]
-        else:
-            parts += [self.phase, self.sentence]
-        return "  ".join(part for part in parts if part)
+    def as_lines(self, console: Console, items: Iterable[Event | Progress]) -> None:
+        """Print lines with the run's id, few of them."""
+        for item in items:
+            is_known = self._next < self.known
+            found = self.told(item)
+            is_due = self.clock() >= self._due_s
+            if found and (found.is_urgent or is_due or self.detail is Detail.EVENTS):
+                print_line(console, f"{self.run.run_id}  {found.text}")
+            elif found is None and is_due and not is_known:
+                print_line(console, plain_line(self.run))
+            else:
+                continue
+            self._due_s = self.clock() + PLAIN_INTERVAL_S
 
-    def __rich__(self) -> Text:
-        return Text(str(self), no_wrap=True, overflow="ellipsis")
+    def told(self, item: Event | Progress) -> Milestone | None:
+        """Fold an item; return the line that it is worth."""
+        before = self.run.phase
+        self.run.update(item)
+        is_known = self._next < self.known
+        if isinstance(item, Event):
+            self._next = item.index + 1
+        if is_known:
+            return None
+        if isinstance(item, Progress):
+            is_new, self._waits_for = item.reason not in ("", self._waits_for), item.reason
+            return Milestone(f"{self.run.phase}  {item.reason}", True) if is_new else None
+        if self.detail is Detail.EVENTS:
+            return Milestone(f"{item.phase}  {item.sentence}", is_urgent=True)
+        return milestone(before, self.run, item)
 
 
 def show(
     console: Console,
     form: Format,
-    name: str,
     items: Iterable[Event | Progress],
-    strategy: str = "",
+    shown: RunDisplay,
 ) -> None:
     """Show the items as they come, in the way that suits the output."""
-    if form is Format.JSON:
-        _show_json(console, items)
+    if shown.detail is Detail.END:
+        for _ in items:
+            pass
+    elif form is Format.JSON:
+        print_items(console, items)
     elif console.is_terminal:
-        with live_line(console, name, strategy) as line:
-            for item in items:
-                line.update(item)
+        shown.on_terminal(console, items)
     else:
-        _show_plain(console, ProgressLine(name, strategy), items)
+        shown.as_lines(console, items)
+
+
+def print_items(console: Console, items: Iterable[Event | Progress]) -> None:
+    """Print the items as JSON, one object per line."""
+    for item in items:
+        kind = "event" if isinstance(item, Event) else "progress"
+        print_line(console, to_json(item, type=kind))
 
 
 @contextmanager
-def live_line(console: Console, name: str, strategy: str = "") -> Iterator[ProgressLine]:
-    """A line that redraws itself at each update."""
-    line = ProgressLine(name, strategy)
-    with Live(line, console=console, refresh_per_second=8, transient=True):
-        yield line
+def doing(text: str, form: Format, detail: Detail, *, takes_long: bool) -> Iterator[None]:
+    """Say what is being done while it is: nothing is left of it on a terminal.
+
+    takes_long: say it elsewhere, too.
+    """
+    console = make_console()
+    is_said = form is Format.TEXT and detail is not Detail.END
+    if is_said and takes_long and not console.is_terminal:
+        print_line(console, text)
+    is_live = is_said and console.is_terminal
+    with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
+        yield
 
 
 def print_line(console: Console, text: str) -> None:
@@ -88,54 +151,7 @@ def print_line(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=True)
 
 
-def _show_json(console: Console, items: Iterable[Event | Progress]) -> None:
-    for item in items:
-        kind = "event" if isinstance(item, Event) else "progress"
-        print_line(console, to_json(item, type=kind))
-
-
-def _show_plain(console: Console, line: ProgressLine, items: Iterable[Event | Progress]) -> None:
-    next_s = 0.0
-    for item in items:
-        line.update(item)
-        match item:
-            case Event():
-                print_line(console, f"{line.name}  {item.phase}  {item.sentence}")
-            case Progress() if item.reason:
-                print_line(console, str(line))
-            case Progress():
-                if time.monotonic() >= next_s:
-                    print_line(console, str(line))
-                    next_s = time.monotonic() + PLAIN_INTERVAL_S
-
-
-def _amounts(latest: Progress, strategy: str) -> Iterator[str]:
-    if latest.num_clients:
-        yield f"round {latest.segment}/{latest.num_segments}"
-        yield f"{latest.num_clients_done} of {latest.num_clients} clients"
-    elif is_population(strategy):
-        yield generation_text(latest)
-    else:
-        yield f"step {latest.step}/{latest.num_steps}"
-    if latest.strategy_phase not in ("", "TRAINING"):
-        yield latest.strategy_phase.lower()
-    if latest.training_phase:
-        yield latest.training_phase.lower()
-    if latest.loss:
-        yield f"loss {latest.loss:.4f}"
-    if latest.num_skipped_steps:
-        yield f"{latest.num_skipped_steps} steps skipped"
-    if latest.rows_per_s:
-        yield f"{latest.rows_per_s:,.0f} rows/s"
-
-
-def _is_of_whole_run(event: Event) -> bool:
-    """Return whether the event is of the whole run, and not of one client, member or silo that
-    happens to be the newest."""
-    return event.kind != "UpdateReceived" and not event.payload.get("party")
-
-
-def _metrics_in(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        return {}
-    return {name: number for name, number in value.items() if isinstance(number, int | float)}
+def _cut(text: str, width: int) -> Text:
+    line = Text(text, no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line

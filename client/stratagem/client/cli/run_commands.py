@@ -7,7 +7,7 @@ a run on someone else's coordinator goes on without us.
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -26,7 +26,16 @@ from stratagem.client.cli.options import (
     TagOption,
     tag_arguments,
 )
-from stratagem.client.cli.progress import print_line, show
+from stratagem.client.cli.progress import (
+    Detail,
+    QuietOption,
+    RunDisplay,
+    VerboseOption,
+    doing,
+    print_items,
+    print_line,
+    show,
+)
 from stratagem.client.cli.query_commands import client_of, connected
 from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.course.population import winner_text
@@ -35,8 +44,10 @@ from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event
+from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id
+from stratagem.common.base.wording import counted
 from stratagem.common.job import entry_points, load_job, with_fields
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
@@ -73,8 +84,13 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
     tag: TagOption = None,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Submit a job and follow its run to the end.
+
+    On a terminal one line shows how far the run is, and a line stays for each segment, round or
+    generation; elsewhere there is a line every 5 s, and one for all that goes wrong.
 
     With --local N everything runs on this machine, for this command only; workers import your
     modules from this folder and from the folder of the job file. Ctrl-C then stops the run: its
@@ -91,6 +107,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
         if local is None and tag:
             raise InvalidInputError("--tag is of local workers; give --local N")
+        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
         job = load_job(job_path, overrides or [])
         chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
 
@@ -99,17 +116,20 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
 
         if local is None:
             with client_of(coordinator, proof) as client:
-                following = _Following(submitted(client), form, output)
-                _follow_remote(following, coordinator, detach=detach)
+                with view.doing(f"submitting {chosen} to {coordinator}"):
+                    handle = submitted(client)
+                _follow_remote(_Following(handle, view, output), coordinator, detach=detach)
             return
         if job.placement_timeout_s is None:
             job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
         folders = tuple(map(str, import_folders(job_path)))
         allow_code = "none" if job.code is None else "any"
         known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code)
-        with _local_client(known, local, data_dir) as client:
+        with _local_client(known, local, data_dir, view) as client:
             known.save(data_dir, chosen)
-            _follow_local(_Following(submitted(client), form, output), local)
+            with view.doing(f"submitting {chosen}"):
+                handle = submitted(client)
+            _follow_local(_Following(handle, view, output), local)
 
 
 def attach(
@@ -117,10 +137,19 @@ def attach(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Show a run until it ends. Ctrl-C detaches; the run goes on."""
+    """Show a run until it ends. Ctrl-C detaches; the run goes on.
+
+    What has happened before is counted; `stratagem watch RUN` prints it.
+    """
     with connected(coordinator, proof) as client:
-        _follow_remote(_Following(client.get(run_id), form), coordinator)
+        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+        handle = client.get(run_id)
+        is_all_told = view.detail is Detail.EVENTS or form is Format.JSON
+        known = 0 if is_all_told else handle.status().event_index + 1
+        _follow_remote(_Following(handle, view, known=known), coordinator)
 
 
 def watch(
@@ -141,7 +170,7 @@ def watch(
         console = make_console()
         for item in items:
             if form is Format.JSON:
-                show(console, form, run_id, [item])
+                print_items(console, [item])
             elif isinstance(item, Event):
                 print_line(console, f"{item.index:>5}  {item.phase:<10}  {item.sentence}")
 
@@ -168,6 +197,8 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
         str | None,
         typer.Option("--run-id", metavar="ID", help="Choose the id of the new run of --set."),
     ] = None,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Go on with a run that has ended, or train it for longer.
 
@@ -183,18 +214,19 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     with reporting():
         if new_run_id is not None and not overrides:
             raise InvalidInputError("--run-id is of the new run that --set begins; give --set")
+        view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
         asked = _Resumption(run_id, from_segment, overrides or [], new_run_id)
         if local is None:
             with client_of(coordinator, proof) as client:
                 handle, from_index = asked.begin(client)
-                following = _Following(handle, form, from_index=from_index)
+                following = _Following(handle, view, from_index=from_index)
                 _follow_remote(following, coordinator, detach=detach)
             return
         known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(asked.overrides)
-        with _local_client(known, local, data_dir) as client:
+        with _local_client(known, local, data_dir, view) as client:
             handle, from_index = asked.begin(client)
             known.save(data_dir, handle.run_id)
-            _follow_local(_Following(handle, form, from_index=from_index), local)
+            _follow_local(_Following(handle, view, from_index=from_index), local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +263,27 @@ def _resumed(client: Client, run_id: str, segment: int | None) -> tuple[RunHandl
 
 
 @dataclass(frozen=True, slots=True)
+class _View:
+    """How, and how much, a command shows."""
+
+    form: Format
+    detail: Detail
+
+    def doing(self, text: str, *, takes_long: bool = False) -> AbstractContextManager[None]:
+        """Say what is being done while it is."""
+        return doing(text, self.form, self.detail, takes_long=takes_long)
+
+
+@dataclass(frozen=True, slots=True)
 class _Following:
     """A run that is shown to its end."""
 
     handle: RunHandle
-    form: Format
+    view: _View
     output: Path | None = None
     from_index: int = 0
+    known: int = 0
+    """Events before this index are counted, and not shown."""
 
     def say_why(self) -> None:
         """Why the job's parallelism became the strategy that it is."""
@@ -246,16 +292,16 @@ class _Following:
 
     def to_the_end(self) -> None:
         """Show the run, then its result; raises what result() raises."""
-        handle, console = self.handle, make_console()
+        handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
-        strategy = handle.status().strategy
-        show(console, self.form, handle.run_id, handle.watch(self.from_index), strategy)
-        if self.form is Format.JSON:
+        shown = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.known)
+        show(console, form, handle.watch(self.from_index), shown)
+        if form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
         result = handle.result()
         if self.output is not None:
             result.download(self.output)
-        if self.form is Format.TEXT:
+        if form is Format.TEXT:
             tables.print_status(console, result.status)
             if winner := winner_text(result.status):
                 print_line(console, f"best: {winner}")
@@ -267,7 +313,7 @@ def _follow_remote(following: _Following, coordinator: str, *, detach: bool = Fa
     run_id = following.handle.run_id
     if detach:
         following.say_why()
-        text = run_id if following.form is Format.TEXT else json.dumps({"run_id": run_id})
+        text = run_id if following.view.form is Format.TEXT else json.dumps({"run_id": run_id})
         print_line(make_console(), text)
         return
     try:
@@ -332,7 +378,7 @@ def _local_run_file(data_dir: Path, run_id: str) -> Path:
 
 
 @contextmanager
-def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Client]:
+def _local_client(known: LocalRun, workers: int, data_dir: Path, view: _View) -> Iterator[Client]:
     cluster = LocalCluster(
         workers=workers,
         data_dir=data_dir,
@@ -341,5 +387,8 @@ def _local_client(known: LocalRun, workers: int, data_dir: Path) -> Iterator[Cli
         import_path=tuple(Path(folder) for folder in known.import_path),
         worker_arguments=tag_arguments(known.tags, workers),
     )
-    with cluster, cluster.client() as client:
-        yield client
+    what = f"starting a coordinator and {counted(workers, 'worker')} on this machine"
+    with ExitStack() as stack:
+        with view.doing(what, takes_long=True):
+            stack.enter_context(cluster)
+        yield stack.enter_context(cluster.client())

@@ -1,0 +1,199 @@
+"""The one line about a run, as long as the terminal is wide.
+
+Pure. Fields are left out from the right until the line fits; name, bar, count, loss and the time
+left stay longest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from stratagem.client.sdk.views import Phase, Progress
+from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.terminal.wording import bar_text, number_text
+from stratagem.common.base.printable_text import printable
+
+SEPARATOR: Final = "  "
+MAX_BAR_CELLS: Final = 12
+MIN_BAR_CELLS: Final = 4
+MIN_NAME_CELLS: Final = 6
+QUIET_PHASES: Final = ("", "TRAINING")
+"""Phases of a strategy that go without saying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A part of the line."""
+
+    text: str
+    stays: bool = False
+    """It is left out only where the others are left out already."""
+    style: str = ""
+
+
+def live_line(run: FollowedRun, width: int) -> Text:
+    """Return the line about a run with its bar, in at most this many cells."""
+    title = printable(run.name or run.run_id, is_line=True)
+    fields = [Field(title, stays=True, style="bold"), *_fields(run)]
+    done = fraction(run)
+    if done is None or not _is_counting(run):
+        return _joined(_fitted(fields, width), width)
+    percent = f" {done:4.0%}"
+    # The name gives way to its shortest before the bar does; both give way to what is counted.
+    for cells, name_cells in (
+        (MAX_BAR_CELLS, None),
+        (MIN_BAR_CELLS, None),
+        (MIN_BAR_CELLS, MIN_NAME_CELLS),
+        (0, MIN_NAME_CELLS),
+    ):
+        bar = Field(f"{bar_text(done, cells)}{percent}".strip(), stays=True, style="cyan")
+        name = Field(_shortened(fields[0].text, name_cells), stays=True, style="bold")
+        found = _fitted([name, bar, *fields[1:]], width)
+        if _cells(found) <= width:
+            return _joined(found, width)
+    while len(found) > 2 and _cells(found) > width:
+        found = found[:-1]
+    return _joined(found if _cells(found) <= width else found[1:], width)
+
+
+def plain_line(run: FollowedRun) -> str:
+    """Return the line about a run where there is no terminal: whole, with the run's id."""
+    done = fraction(run) if _is_counting(run) else None
+    parts = [run.run_id, "" if done is None else f"{done:.0%}"]
+    return SEPARATOR.join([*filter(None, parts), *(field.text for field in _fields(run))])
+
+
+def fraction(run: FollowedRun) -> float | None:
+    """Return how much of the run is done, from 0 to 1; None where it is not known."""
+    if run.is_federated or run.is_population:
+        done, amount = run.segment, run.num_segments
+    elif run.num_steps:
+        done, amount = run.step, run.num_steps
+    else:
+        done, amount = run.segment, run.num_segments
+    return min(done / amount, 1.0) if amount else None
+
+
+def count_text(run: FollowedRun) -> str:
+    """Return what a run counts: "round 7/30", "generation 5/20" or "step 143/212"."""
+    if run.is_federated:
+        return _of("round", run.round.number or run.segment, run.num_segments)
+    if run.is_population:
+        return _of("generation", run.generations.num_closed or run.segment, run.num_segments)
+    if run.num_steps or run.step:
+        return _of("step", run.step, run.num_steps)
+    return _of("segment", run.segment, run.num_segments)
+
+
+def clients_text(run: FollowedRun) -> str:
+    """Return what has become of the clients of the round: "31 of 40 done, 2 late, 1 rejected"."""
+    if not run.round.clients:
+        return ""
+    parts = [f"{len(run.round.losses)} of {len(run.round.clients)} done"]
+    for number, word in ((run.round.num_late, "late"), (len(run.round.rejected), "rejected")):
+        if number:
+            parts.append(f"{number} {word}")
+    return ", ".join(parts)
+
+
+def best_text(run: FollowedRun) -> str:
+    """Return the score of the best member of a population: "best 0.94 (member 3)"."""
+    generations = run.generations
+    if generations.best_member is None:
+        return ""
+    score = "invalid" if generations.best is None else number_text(generations.best)
+    return f"best {score} (member {generations.best_member})"
+
+
+def loss_of(run: FollowedRun) -> float | None:
+    """Return the newest loss of the whole run; of a population there is none."""
+    if run.is_population:
+        return None
+    return run.round.loss if run.is_federated else run.loss
+
+
+def evaluation_texts(run: FollowedRun) -> list[str]:
+    """Return the numbers of the newest evaluation, the one that decides first."""
+    names = sorted(run.metrics, key=lambda name: (name != run.scored_by, name))
+    return [f"{name} {number_text(run.metrics[name])}" for name in names]
+
+
+def _is_counting(run: FollowedRun) -> bool:
+    return run.phase is Phase.RUNNING and not run.is_waiting and run.has_begun
+
+
+def _fields(run: FollowedRun) -> Iterator[Field]:
+    if not _is_counting(run):
+        yield Field(run.phase, stays=True)
+        if run.sentence:
+            yield Field(printable(run.sentence, is_line=True), stays=True)
+        return
+    yield Field(count_text(run), stays=True)
+    if run.is_federated and (clients := clients_text(run)):
+        yield Field(clients)
+    if run.is_population:
+        yield from _of_population(run)
+    latest = run.latest
+    for phase in () if latest is None else (latest.strategy_phase, latest.training_phase):
+        if phase not in QUIET_PHASES:
+            yield Field(phase.lower())
+    loss = loss_of(run)
+    if loss is not None:
+        yield Field(f"loss {number_text(loss)}", stays=True)
+    if latest is not None:
+        yield from _of_speed(latest)
+    if not run.is_population:  # its members' scores are shown already
+        yield from map(Field, evaluation_texts(run))
+    for name, value in () if latest is None else sorted(latest.metrics.items()):
+        yield Field(printable(f"{name} {number_text(value)}", is_line=True))
+
+
+def _of_speed(latest: Progress) -> Iterator[Field]:
+    if latest.rows_per_s:
+        yield Field(f"{latest.rows_per_s:,.0f} rows/s")
+    if latest.num_skipped_steps:
+        yield Field(f"{latest.num_skipped_steps} steps skipped", style="yellow")
+
+
+def _of_population(run: FollowedRun) -> Iterator[Field]:
+    if best := best_text(run):
+        yield Field(best, stays=True)
+    if run.generations.num_copied:
+        yield Field(f"{run.generations.num_copied} copied")
+    if run.generations.scored:
+        yield Field(f"{len(run.generations.scored)} of {run.num_members} members trained")
+
+
+def _of(word: str, number: int, amount: int) -> str:
+    return f"{word} {number}/{amount}" if amount else f"{word} {number}"
+
+
+def _fitted(fields: Sequence[Field], width: int) -> list[Field]:
+    """Return the fields that fit: the last ones that need not stay are left out first."""
+    kept = list(fields)
+    for field in reversed(fields):
+        if _cells(kept) <= width:
+            break
+        if not field.stays:
+            kept.remove(field)
+    return kept
+
+
+def _cells(fields: Sequence[Field]) -> int:
+    return cell_len(SEPARATOR.join(field.text for field in fields))
+
+
+def _shortened(text: str, cells: int | None) -> str:
+    if cells is None or cell_len(text) <= cells:
+        return text
+    return set_cell_size(text, cells - 1).rstrip() + "…"
+
+
+def _joined(fields: Sequence[Field], width: int) -> Text:
+    line = Text(SEPARATOR).join(Text(field.text, style=field.style) for field in fields)
+    line.truncate(width, overflow="ellipsis")
+    line.no_wrap = True
+    return line

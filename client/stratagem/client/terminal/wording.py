@@ -1,0 +1,25 @@
+"""Numbers and times as short texts."""
+
+import math
+from typing import Final
+
+DIGITS: Final = 3
+"""Significant digits of a number in a line."""
+FULL, HALF, EMPTY = "━", "╸", "─"
+
+
+def number_text(value: float) -> str:
+    """Return a number with three significant digits, such as "1.50" or "0.0432"; zero as "0"."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    if not -4 <= exponent < 6:
+        return f"{value:.{DIGITS - 1}e}"
+    return f"{value:,.{max(0, DIGITS - 1 - exponent)}f}"
+
+
+def bar_text(fraction: float, cells: int) -> str:
+    """Return a bar of as many cells, filled by half cells."""
+    halves = math.floor(min(max(fraction, 0.0), 1.0) * cells * 2)
+    bar = FULL * (halves // 2) + HALF * (halves % 2)
+    return bar + EMPTY * (cells - len(bar))

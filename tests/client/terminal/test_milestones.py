@@ -1,0 +1,166 @@
+"""Which items are worth a line, and how often lines come where there is no terminal."""
+
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from stratagem.client.cli.options import Format
+from stratagem.client.cli.progress import Detail, RunDisplay, show
+from stratagem.client.cli.reporting import PlainConsole
+from stratagem.client.sdk.views import Event, Phase, Progress
+from stratagem.client.terminal.followed_run import FollowedRun
+from tests.client.terminal.items import (
+    closed,
+    fact,
+    finished,
+    generation,
+    rejected,
+    selected,
+    steps,
+    update,
+)
+
+pytestmark = pytest.mark.core
+
+BEGIN = [
+    fact("RunSubmitted", Phase.PENDING, "submitted"),
+    fact("MembersFormed", sentence="members are w0", membership=1),
+    fact("ModelBuilt", sentence="model built: 4 parameters"),
+]
+END = fact("RunCompleted", Phase.COMPLETED, "completed: all")
+
+
+class Clock:
+    """Gives each item a second."""
+
+    def __init__(self, seconds_each: float) -> None:
+        self.now_s, self.each_s = 0.0, seconds_each
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def passing(self, items: Iterable[Event | Progress]) -> Iterable[Event | Progress]:
+        for item in items:
+            yield item
+            self.now_s += self.each_s
+
+
+def told(
+    *items: Event | Progress,
+    strategy: str = "Local",
+    seconds_each: float = 10.0,
+    detail: Detail = Detail.MILESTONES,
+    known: int = 0,
+) -> list[str]:
+    """The lines that are printed where there is no terminal."""
+    run = FollowedRun("mine-1", "mine", strategy, "test.accuracy", num_segments=30)
+    clock, out = Clock(seconds_each), io.StringIO()
+    events = (
+        replace(item, index=index) if isinstance(item, Event) else item
+        for index, item in enumerate(items)
+    )
+    console = PlainConsole(file=out, width=1000)
+    show(console, Format.TEXT, clock.passing(events), RunDisplay(run, detail, known, clock))
+    return [line.removeprefix("mine-1  ") for line in out.getvalue().splitlines()]
+
+
+def federated(num_rounds: int, num_clients: int = 13) -> Iterable[Event]:
+    yield from BEGIN
+    for number in range(1, num_rounds + 1):
+        yield selected(number, num_clients)
+        yield fact("ClientsAssigned", round_num=number)
+        if number % 5 == 1 and number > 1:
+            yield fact("Evaluated", segment=number - 1, metrics={"test.accuracy": 0.67})
+        yield from (update(number, client) for client in range(num_clients - 1))
+        yield rejected(number, num_clients - 1)
+        yield closed(number, train_loss=1.5)
+        yield fact("SegmentCommitted", segment=number, step=number, metrics={"train.loss": 1.5})
+    yield END
+
+
+def test_a_line_for_each_segment() -> None:
+    committed = fact("SegmentCommitted", segment=1, step=100, metrics={"test.accuracy": 0.9})
+    redone = finished(2, num_redone_steps=3, metrics={})
+    assert told(*BEGIN, finished(1), committed, redone, END)[3:] == [
+        "segment 1/30  step 100  loss 0.500  test.accuracy 0.900  test.loss 0.250  500 rows/s",
+        "3%  step 100  loss 0.500  test.accuracy 0.900  test.loss 0.250",
+        "segment 2/30  step 200  loss 0.500  500 rows/s  3 steps done again",
+        "COMPLETED  completed: all",
+    ]
+
+
+def test_a_line_for_each_round_and_thirty_are_at_most_forty() -> None:
+    run = FollowedRun("mine-1", "mine", "Federated/FedAvg", "test.accuracy", num_segments=30)
+    shown = RunDisplay(run)
+    items = list(federated(30))
+    lines = [found.text for item in items if (found := shown.told(item))]
+    assert len(items) > 448
+    assert len(lines) <= 40
+    assert lines[:2] == ["submitted", "members are w0"]
+    assert lines[7:9] == [
+        "round 5/30  12 of 13 done, 1 rejected  loss 1.50",
+        "round 6/30  12 of 13 done, 1 rejected  loss 1.50  test.accuracy 0.670 (after round 5)",
+    ]
+    assert lines[9] == "round 7/30  12 of 13 done, 1 rejected  loss 1.50"
+    assert lines[-1] == "COMPLETED  completed: all"
+
+
+def test_a_line_for_each_generation() -> None:
+    formed = fact("PopulationFormed", params=[{}] * 3, sentence="population formed")
+    member = fact("MembersFormed", party="member1", membership=1)
+    lines = told(
+        *(BEGIN[0], formed, member, finished(1, party="member1")),
+        *(generation(1, [0.5, 0.94], 1, copies=2), END),
+        strategy="PopulationBased/Truncation",
+        seconds_each=0.1,
+    )
+    assert lines == ["submitted", "COMPLETED  completed: all"]
+    run = FollowedRun("mine-1", strategy="PopulationBased", scored_by="test.accuracy")
+    found = RunDisplay(run).told(generation(1, [0.5, 0.94], 1, copies=2))
+    assert found
+    assert found.text == "generation 1  best 0.940 (member 1)  optimizer.lr 0.031  2 copied"
+
+
+def test_without_a_terminal_a_line_comes_every_five_seconds() -> None:
+    items: list[Event | Progress] = [*BEGIN, *map(steps, range(1, 200)), END]
+    lines = told(*items, seconds_each=0.25)
+    assert (lines[0], lines[-1]) == ("submitted", "COMPLETED  completed: all")
+    assert lines[1] == "3%  step 18/600  loss 2.83  1,210 rows/s"
+    assert [line.split("  ")[1] for line in lines[1:-1]] == [
+        f"step {step}/600" for step in range(18, 200, 20)
+    ]
+
+
+def test_what_goes_wrong_is_always_said() -> None:
+    trouble = [
+        fact("ProcessDied", party="member1", sentence="the process of w1 ended"),
+        fact("MembersFormed", Phase.RECOVERING, "members are nobody", membership=2),
+        fact("ModelBuilt", sentence="model built; warning: few rows", warning="few rows"),
+        fact("RunFailed", Phase.FAILED, "failed: no worker"),
+    ]
+    waits = [steps(0, reason="waits for w1")] * 2
+    assert told(*BEGIN, *trouble[:2], *waits, *trouble[2:], seconds_each=0.0) == [
+        "submitted",
+        "RUNNING  the process of w1 ended",
+        "RECOVERING  members are nobody",
+        "RECOVERING  waits for w1",
+        "RUNNING  model built; warning: few rows",
+        "FAILED  failed: no worker",
+    ]
+
+
+def test_every_event_or_only_the_end_is_asked_for() -> None:
+    items = list(federated(2))
+    assert len(told(*items, detail=Detail.EVENTS, seconds_each=0.0)) == len(items)
+    assert told(*items, detail=Detail.END) == []
+
+
+def test_what_was_known_is_counted_and_not_said() -> None:
+    items = list(federated(3))
+    lines = told(*items, strategy="Federated/FedAvg", known=len(items) - 2, seconds_each=0.0)
+    assert lines == [
+        "10%  round 3/30  12 of 13 done, 1 rejected  loss 1.50",
+        "COMPLETED  completed: all",
+    ]

@@ -1,0 +1,204 @@
+"""What the line about a run says, at every width."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from stratagem.client.sdk.views import Event, Phase, Progress
+from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.terminal.run_line import live_line, plain_line
+from stratagem.client.terminal.wording import bar_text, number_text
+from tests.client.terminal.items import (
+    closed,
+    fact,
+    finished,
+    generation,
+    rejected,
+    selected,
+    steps,
+    update,
+)
+
+pytestmark = pytest.mark.core
+
+
+def followed(*items: Event | Progress, strategy: str = "Local", of: int = 5) -> FollowedRun:
+    run = FollowedRun("mine-1", "mine", strategy, "test.accuracy", num_segments=of)
+    for item in items:
+        run.update(item)
+    return run
+
+
+def line_of(*items: Event | Progress, strategy: str = "Local", width: int = 200) -> str:
+    return str(live_line(followed(*items, strategy=strategy), width))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (2.834, "2.83"),
+        (1.5, "1.50"),
+        (0.0432, "0.0432"),
+        (123.4, "123"),
+        (45678.0, "45,678"),
+        (1.2e-7, "1.20e-07"),
+        (3.0e9, "3.00e+09"),
+        (-0.5, "-0.500"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+def test_a_bar_is_filled_by_half_cells() -> None:
+    bars = [bar_text(done, 4) for done in (0.0, 0.13, 0.5, 1.0, 1.7)]
+    assert bars == ["────", "╸───", "━━──", "━━━━", "━━━━"]
+
+
+def test_a_run_of_steps() -> None:
+    assert line_of(finished(1), steps(150, metrics={"train.distance": 0.125})) == (
+        "mine  ━━━─────────  25%  step 150/600  loss 2.83  1,210 rows/s  "
+        "test.accuracy 0.900  test.loss 0.250  train.distance 0.125"
+    )
+    late = steps(150, training_phase="PREDICT", strategy_phase="WARMUP", num_skipped_steps=2)
+    assert line_of(late, fact("Noted")) == (
+        "mine  ━━━─────────  25%  step 150/600  warmup  predict  loss 2.83  1,210 rows/s  "
+        "2 steps skipped"
+    )
+
+
+@pytest.mark.parametrize(("loss", "text"), [(0.0, "loss 0"), (math.nan, "loss nan")])
+def test_a_loss_of_zero_and_one_that_is_no_number_are_shown(loss: float, text: str) -> None:
+    line = line_of(fact("ModelBuilt"), steps(150, loss=loss))
+    assert line.split("  ")[4] == text
+    assert "loss nan" in line_of(finished(1, loss="NaN"))
+    assert "loss" not in line_of(fact("ModelBuilt"), steps(0, loss=math.nan), steps(0, loss=0.0))
+
+
+def test_a_run_that_only_evaluates_has_no_loss() -> None:
+    run = followed(finished(1, step=0, loss=0.0), of=2)
+    assert str(live_line(run, 200)) == (
+        "mine  ━━━━━━──────  50%  segment 1/2  test.accuracy 0.900  test.loss 0.250"
+    )
+
+
+def test_a_run_that_waits_says_for_what() -> None:
+    waiting = fact("RunSubmitted", Phase.PLACING, "waits for 2 workers")
+    assert line_of(waiting) == "mine  PLACING  waits for 2 workers"
+    reason = steps(0, reason="partition 0 needs tag gpu")
+    assert line_of(waiting, reason) == "mine  PLACING  partition 0 needs tag gpu"
+    assert line_of(finished(1), reason) == "mine  RUNNING  partition 0 needs tag gpu"
+    assert "step 7/600" in line_of(finished(1), reason, steps(7))
+    lost = fact("MembersFormed", Phase.RECOVERING, "members are nobody")
+    assert line_of(steps(3), lost) == "mine  RECOVERING  members are nobody"
+
+
+def test_a_resumed_run_counts_from_its_commit() -> None:
+    back = fact("RunResumed", from_segment=1, step=100)
+    assert "step 100/600" in line_of(steps(300), finished(3), back)
+    assert "step 300" in line_of(steps(300), finished(3), fact("RunResumed", from_segment=None))
+
+
+FEDERATED = "Federated/FedAvg"
+
+
+def test_a_federation_counts_rounds_and_clients() -> None:
+    items = [selected(1), update(1, 0), closed(1, train_loss=1.5), selected(2)]
+    assert line_of(*items, strategy=FEDERATED) == (
+        "mine  ━━──────────  20%  round 2/5  0 of 4 done"
+    )
+    # The mean over samples, of those that are done; what is of another round is not counted.
+    items += [update(2, 0, 1.0, 30), update(2, 1, 2.0, 10), update(1, 3), rejected(2, 2)]
+    assert line_of(*items, strategy=FEDERATED) == (
+        "mine  ━━──────────  20%  round 2/5  2 of 4 done, 1 rejected  loss 1.25"
+    )
+    again = fact("RoundWaits", round_num=2, reason="too few", asked_again=[2])
+    assert "2 of 4 done  loss" in line_of(*items, again, strategy=FEDERATED)
+    items += [closed(2, train_loss=1.75), update(2, 3), rejected(2, 3)]
+    assert line_of(*items, strategy=FEDERATED) == (
+        "mine  ━━━━╸───────  40%  round 2/5  2 of 4 done, 1 late, 1 rejected  loss 1.75"
+    )
+    assert "loss nan" in line_of(*items, closed(2, train_loss="NaN"), strategy=FEDERATED)
+
+
+def test_a_federation_that_is_seen_from_the_middle_on() -> None:
+    assert line_of(closed(3, train_loss=1.5), strategy=FEDERATED) == (
+        "mine  ━━━━━━━─────  60%  round 3/5  loss 1.50"
+    )
+    # A version before the round's metrics: the mean of the updates.
+    items = [selected(1), update(1, 0, 1.0), closed(1)]
+    assert line_of(*items, strategy=FEDERATED).endswith("loss 1.00")
+
+
+def test_a_population_names_its_best_member() -> None:
+    formed = fact("PopulationFormed", params=[{}] * 3)
+    one = fact("SegmentCommitted", party="member1", segment=1, step=20)
+    inner = fact("SegmentCommitted", party="member2/silo0", segment=1, step=20)
+    strategy = "PopulationBased/Truncation"
+    assert line_of(formed, one, inner, one, strategy=strategy) == (
+        "mine  ────────────   0%  generation 0/5  1 of 3 members trained"
+    )
+    end = generation(1, [0.5, 0.94, None], best=1, copies=2)
+    assert line_of(formed, one, end, strategy=strategy) == (
+        "mine  ━━──────────  20%  generation 1/5  best 0.940 (member 1)  2 copied"
+    )
+    invalid = generation(2, [None, None, None], best=0)
+    assert "best invalid (member 0)" in line_of(formed, invalid, strategy=strategy)
+
+
+def test_no_single_client_and_no_member_speaks_for_the_run() -> None:
+    member = finished(4, party="member2", loss=9.0, metrics={"test.accuracy": 0.1})
+    run = followed(finished(1), member, strategy="PopulationBased/Truncation")
+    assert (run.segment, run.loss, run.metrics["test.accuracy"]) == (1, 0.5, 0.9)
+
+
+def test_where_there_is_no_terminal_the_line_has_the_id_and_no_bar() -> None:
+    run = followed(finished(1), steps(150))
+    assert plain_line(run).startswith("mine-1  25%  step 150/600  loss 2.83  1,210 rows/s  test")
+    assert plain_line(followed()) == "mine-1  PENDING"
+
+
+LONG = steps(143, 212, training_phase="PREDICT", metrics={"train.distance": 1.0, "ä漢": 2.0})
+
+
+def test_fields_go_from_the_right_and_what_matters_stays() -> None:
+    run = followed(finished(1), LONG)
+    shown = {width: str(live_line(run, width)) for width in (72, 53, 45, 37, 31, 20)}
+    assert shown == {
+        72: "mine  ━━━━━━━━────  67%  step 143/212  predict  loss 2.83  1,210 rows/s",
+        53: "mine  ━━━━━━━━────  67%  step 143/212  loss 2.83",
+        45: "mine  ━━╸─  67%  step 143/212  loss 2.83",
+        37: "mine  67%  step 143/212  loss 2.83",
+        31: "mine  67%  step 143/212",
+        20: "mine  67%",
+    }
+
+
+@given(
+    width=st.integers(19, 300),
+    name=st.text("abc-漢\n\x1b", min_size=1, max_size=64),
+    items=st.lists(
+        st.sampled_from(
+            [
+                *(finished(2), LONG, steps(3, reason="waits\n" * 30), selected(2), update(2, 1)),
+                *(closed(2), generation(1, [0.5], 0), fact("RunResumed", Phase.RECOVERING)),
+            ]
+        )
+    ),
+    strategy=st.sampled_from(["Local", FEDERATED, "PopulationBased/Truncation"]),
+)
+def test_it_is_always_one_line_that_fits(
+    width: int, name: str, items: list[Event | Progress], strategy: str
+) -> None:
+    run = replace(followed(*items, strategy=strategy), name=name)
+    line = live_line(run, width).plain
+    assert line
+    assert "\n" not in line
+    assert cell_len(line) <= width
