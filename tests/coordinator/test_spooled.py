@@ -26,7 +26,8 @@ async def test_a_run_meets_nothing_of_one_of_its_id_whose_deletion_was_interrupt
     async with coordinator(data) as app:
         key = await submit(app)
         assert app.spool.look(key) == (None, 0)
-        lines = [line.text async for line in app.logs.tail(RUN, follow=False, is_over=app.is_over)]
+        tail = app.logs.tail(RUN, follow=False, is_over=app.is_over)
+        lines = [line.text async for _, line in tail]
         assert not any("deleted" in text or "stopped" in text for text in lines)
         while app._chores._tasks:
             await asyncio.wait(app._chores._tasks)

@@ -96,6 +96,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "GetRun": (_of_run(C.GetRunRequest, READERS),),
     "ListRuns": (Row(C.ListRunsRequest(), READERS),),
     "WatchRun": (Row(C.WatchRunRequest(run_id="r", from_index=2**40), READERS),),
+    "WatchRuns": (Row(C.WatchRunsRequest(), READERS),),
     "DownloadState": (_of_run(C.DownloadStateRequest, READERS),),
     "DownloadProfile": (_of_run(C.DownloadProfileRequest, READERS),),
     "TailLogs": (_of_run(C.TailLogsRequest, READERS),),

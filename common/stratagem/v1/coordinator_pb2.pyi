@@ -430,20 +430,46 @@ class WatchRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_INDEX_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    NEWEST_FIRST_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    BEFORE_INDEX_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     from_index: _builtins.int
     """First event wanted; 0 is the run's first."""
+    limit: _builtins.int
+    """The stream ends after this many events; 0: without a limit."""
+    newest_first: _builtins.bool
+    """From the newest event backwards, down to from_index; ends there and is not followed."""
+    follow: _builtins.bool
+    """False: only the events so far, without progress. Absent: true, but for newest_first."""
+    before_index: _builtins.int
+    """Only events before this one; 0: up to the newest. Not followed."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only events of these kinds, such as "SegmentFinished"; all kinds where none is named. Progress
+        comes with any.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_index: _builtins.int = ...,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
+        limit: _builtins.int = ...,
+        newest_first: _builtins.bool = ...,
+        follow: _builtins.bool | None = ...,
+        before_index: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_follow", b"_follow", "follow", b"follow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_index", b"from_index", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_follow", b"_follow", "before_index", b"before_index", "follow", b"follow", "from_index", b"from_index", "kinds", b"kinds", "limit", b"limit", "newest_first", b"newest_first", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__follow: _TypeAlias = _typing.Literal["follow"]  # noqa: Y015
+    _WhichOneofArgType__follow: _TypeAlias = _typing.Literal["_follow", b"_follow"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__follow) -> _WhichOneofReturnType__follow | None: ...
 
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
@@ -483,6 +509,7 @@ class RunEvent(_message.Message):
     SENTENCE_FIELD_NUMBER: _builtins.int
     PAYLOAD_JSON_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    LEADER_S_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     time_s: _builtins.float
     """Seconds since 1970-01-01 on the coordinator's clock."""
@@ -493,6 +520,8 @@ class RunEvent(_message.Message):
     payload_json: _builtins.str
     """The journaled fact as JSON."""
     phase: Global___RunPhase.ValueType
+    leader_s: _builtins.float
+    """The leader's clock, in seconds: that of all deadlines in payloads."""
     def __init__(
         self,
         *,
@@ -502,14 +531,157 @@ class RunEvent(_message.Message):
         sentence: _builtins.str = ...,
         payload_json: _builtins.str = ...,
         phase: Global___RunPhase.ValueType = ...,
+        leader_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "kind", b"kind", "payload_json", b"payload_json", "phase", b"phase", "sentence", b"sentence", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "kind", b"kind", "leader_s", b"leader_s", "payload_json", b"payload_json", "phase", b"phase", "sentence", b"sentence", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunEvent: _TypeAlias = RunEvent  # noqa: Y015
+
+@_typing.final
+class WatchRunsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRunsRequest: _TypeAlias = WatchRunsRequest  # noqa: Y015
+
+@_typing.final
+class WatchRunsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    TIME_S_FIELD_NUMBER: _builtins.int
+    is_complete: _builtins.bool
+    """All runs that there were when the stream began have been named."""
+    time_s: _builtins.float
+    """Seconds since 1970-01-01 on the coordinator's clock."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunBrief]:
+        """As many as fit into one message; a run is named again whenever it has changed."""
+
+    @_builtins.property
+    def deleted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of runs that were deleted."""
+
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___RunBrief] | None = ...,
+        deleted: _abc.Iterable[_builtins.str] | None = ...,
+        is_complete: _builtins.bool = ...,
+        time_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "is_complete", b"is_complete", "runs", b"runs", "time_s", b"time_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRunsResponse: _TypeAlias = WatchRunsResponse  # noqa: Y015
+
+@_typing.final
+class RunBrief(_message.Message):
+    """What a list of runs shows of one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STRATEGY_PHASE_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
+    SUBMITTED_AT_S_FIELD_NUMBER: _builtins.int
+    ENDED_AT_S_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
+    EVENT_INDEX_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    name: _builtins.str
+    phase: Global___RunPhase.ValueType
+    reason: _builtins.str
+    strategy_phase: _builtins.str
+    strategy: _builtins.str
+    step: _builtins.int
+    num_steps: _builtins.int
+    segment: _builtins.int
+    num_segments: _builtins.int
+    submitted_at_s: _builtins.float
+    ended_at_s: _builtins.float
+    """0: not yet."""
+    submitted_by: _builtins.str
+    event_index: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def progress(self) -> Global___RunProgress:
+        """Absent while there is none."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        phase: Global___RunPhase.ValueType = ...,
+        reason: _builtins.str = ...,
+        strategy_phase: _builtins.str = ...,
+        strategy: _builtins.str = ...,
+        step: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        segment: _builtins.int = ...,
+        num_segments: _builtins.int = ...,
+        submitted_at_s: _builtins.float = ...,
+        ended_at_s: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        submitted_by: _builtins.str = ...,
+        event_index: _builtins.int = ...,
+        progress: Global___RunProgress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_at_s", b"ended_at_s", "event_index", b"event_index", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "progress", b"progress", "reason", b"reason", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunBrief: _TypeAlias = RunBrief  # noqa: Y015
 
 @_typing.final
 class RunProgress(_message.Message):
@@ -551,6 +723,17 @@ class RunProgress(_message.Message):
     TRAINING_PHASE_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    ETA_S_FIELD_NUMBER: _builtins.int
+    MAY_END_EARLY_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    NUM_CLIENTS_REJECTED_FIELD_NUMBER: _builtins.int
+    NUM_CLIENTS_LATE_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    BEST_MEMBER_FIELD_NUMBER: _builtins.int
+    NUM_COPIED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_steps: _builtins.int
     loss: _builtins.float
@@ -569,6 +752,31 @@ class RunProgress(_message.Message):
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT."""
     reason: _builtins.str
     """Of a run without workers, or whose work keeps failing: what it waits for."""
+    lr: _builtins.float
+    """Learning rate of the latest step's update, of the first group of parameters; 0 where none is
+    known.
+    """
+    epoch: _builtins.float
+    """How often the rows have been gone through: step / ceil(rows / batch_size); 0 where that says
+    nothing.
+    """
+    elapsed_s: _builtins.float
+    """Since the run was submitted."""
+    eta_s: _builtins.float
+    """Until the last step at the pace of the last minute; absent while there is no pace."""
+    may_end_early: _builtins.bool
+    """The run may end before its last step, and eta_s is the most that is left."""
+    unit: _builtins.str
+    """What num_steps counts: "steps", "rounds" or "generations"."""
+    num_clients_rejected: _builtins.int
+    """Of the clients done, those whose update was refused."""
+    num_clients_late: _builtins.int
+    """Clients of earlier rounds that train on."""
+    best: _builtins.float
+    """Of a population: the best value of its newest closed generation, and whose it is."""
+    best_member: _builtins.int
+    num_copied: _builtins.int
+    """Of a population: members that were replaced by copies at the end of that generation."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Of the latest step as its first member sees it, keyed "train.<metric>"."""
@@ -590,12 +798,34 @@ class RunProgress(_message.Message):
         training_phase: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         reason: _builtins.str = ...,
+        lr: _builtins.float = ...,
+        epoch: _builtins.float = ...,
+        elapsed_s: _builtins.float = ...,
+        eta_s: _builtins.float | None = ...,
+        may_end_early: _builtins.bool = ...,
+        unit: _builtins.str = ...,
+        num_clients_rejected: _builtins.int = ...,
+        num_clients_late: _builtins.int = ...,
+        best: _builtins.float | None = ...,
+        best_member: _builtins.int | None = ...,
+        num_copied: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_best_member", b"_best_member", "_eta_s", b"_eta_s", "best", b"best", "best_member", b"best_member", "eta_s", b"eta_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "reason", b"reason", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_best_member", b"_best_member", "_eta_s", b"_eta_s", "best", b"best", "best_member", b"best_member", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "loss", b"loss", "lr", b"lr", "may_end_early", b"may_end_early", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_clients_late", b"num_clients_late", "num_clients_rejected", b"num_clients_rejected", "num_copied", b"num_copied", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "reason", b"reason", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
+    _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
+    _WhichOneofReturnType__best_member: _TypeAlias = _typing.Literal["best_member"]  # noqa: Y015
+    _WhichOneofArgType__best_member: _TypeAlias = _typing.Literal["_best_member", b"_best_member"]  # noqa: Y015
+    _WhichOneofReturnType__eta_s: _TypeAlias = _typing.Literal["eta_s"]  # noqa: Y015
+    _WhichOneofArgType__eta_s: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best) -> _WhichOneofReturnType__best | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_member) -> _WhichOneofReturnType__best_member | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eta_s) -> _WhichOneofReturnType__eta_s | None: ...
 
 Global___RunProgress: _TypeAlias = RunProgress  # noqa: Y015
 
@@ -878,21 +1108,25 @@ class TailLogsRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    FROM_LINE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     follow: _builtins.bool
     """Go on as lines come, until the run ends."""
     worker_id: _builtins.str
     """Only lines of this worker; empty for all."""
+    from_line: _builtins.int
+    """First line wanted, of any worker; 0 is the log's first, -1 its last, -100 the 100th last."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         follow: _builtins.bool = ...,
         worker_id: _builtins.str = ...,
+        from_line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "run_id", b"run_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "from_line", b"from_line", "run_id", b"run_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -906,11 +1140,14 @@ class TailLogsResponse(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
     time_s: _builtins.float
     worker_id: _builtins.str
     """Empty for the coordinator's own lines."""
     level: _builtins.str
     text: _builtins.str
+    line: _builtins.int
+    """Number of the line in the log, from 0."""
     def __init__(
         self,
         *,
@@ -918,10 +1155,11 @@ class TailLogsResponse(_message.Message):
         worker_id: _builtins.str = ...,
         level: _builtins.str = ...,
         text: _builtins.str = ...,
+        line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "text", b"text", "time_s", b"time_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "line", b"line", "text", b"text", "time_s", b"time_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunResponse.FromString,
                 _registered_method=True)
+        self.WatchRuns = channel.unary_stream(
+                '/stratagem.v1.CoordinatorService/WatchRuns',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsResponse.FromString,
+                _registered_method=True)
         self.CancelRun = channel.unary_unary(
                 '/stratagem.v1.CoordinatorService/CancelRun',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.CancelRunRequest.SerializeToString,
@@ -158,7 +163,16 @@ class CoordinatorServiceServicer(object):
 
     def WatchRun(self, request, context):
         """Events of a run from an index on, then as they happen, with progress between them. Ends after
-        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
+        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
+        INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRuns(self, request, context):
+        """All runs in brief, newest first, then those that have changed, at most twice a second, until the
+        caller ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -303,6 +317,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.WatchRun,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunResponse.SerializeToString,
+            ),
+            'WatchRuns': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRuns,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsResponse.SerializeToString,
             ),
             'CancelRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRun,
@@ -484,6 +503,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/WatchRun',
             stratagem_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.WatchRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/WatchRuns',
+            stratagem_dot_v1_dot_coordinator__pb2.WatchRunsRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.WatchRunsResponse.FromString,
             options,
             channel_credentials,
             insecure,

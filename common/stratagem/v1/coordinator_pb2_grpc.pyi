@@ -64,7 +64,12 @@ class CoordinatorServiceStub:
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
-    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
+    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
+    INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+    """
+    WatchRuns: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunsRequest, _coordinator_pb2.WatchRunsResponse]
+    """All runs in brief, newest first, then those that have changed, at most twice a second, until the
+    caller ends it.
     """
     CancelRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]
     """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
@@ -145,7 +150,12 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
-    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
+    the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
+    INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+    """
+    WatchRuns: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunsRequest, _coordinator_pb2.WatchRunsResponse]  # type: ignore[assignment]
+    """All runs in brief, newest first, then those that have changed, at most twice a second, until the
+    caller ends it.
     """
     CancelRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]  # type: ignore[assignment]
     """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
@@ -243,7 +253,17 @@ class CoordinatorServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunResponse]]:
         """Events of a run from an index on, then as they happen, with progress between them. Ends after
-        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future.
+        the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
+        INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+        """
+
+    def WatchRuns(
+        self,
+        request: _coordinator_pb2.WatchRunsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunsResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunsResponse]]:
+        """All runs in brief, newest first, then those that have changed, at most twice a second, until the
+        caller ends it.
         """
 
     def CancelRun(

@@ -660,6 +660,7 @@ class Progress(_message.Message):
     NUM_SKIPPED_STEPS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    LR_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     to_step: _builtins.int
     loss: _builtins.float
@@ -678,6 +679,10 @@ class Progress(_message.Message):
     """Under phase training that of the latest step: FULL, PREDICT or CORRECT. A predicted step repeats
     the loss of the last exact one.
     """
+    lr: _builtins.float
+    """Learning rate of the update that made the latest step, of the first group of parameters; 0 where
+    none is known.
+    """
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """What else there is to say of the latest step, such as "neighbour_distance": this member's own."""
@@ -694,10 +699,11 @@ class Progress(_message.Message):
         num_skipped_steps: _builtins.int = ...,
         phase: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        lr: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "metrics", b"metrics", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "lr", b"lr", "metrics", b"metrics", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
+from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import (
     ROOT,
@@ -93,7 +94,7 @@ async def test_a_run_of_each_kind_is_shown_as_before_and_read_no_more(
         await both.restart()
         assert await both.loop.recorded.runs() == ([both.loop.state.ended[RUN]], [RunId("")])
         await both.agree()
-        read = await both.loop.recorded.read(RUN, 0)
+        read = await both.loop.recorded.read(RUN, EventSpan())
         assert [each.index for each in read] == list(range(min(100, of_run(both.path, "event"))))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from stratagem.coordinator.core.effects import (
     ExchangeMethod,
     RunSegment,
 )
+from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import Member, RunFailed, RunReleased
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.observe.event_feed import MAX_EVENTS, Feed, FeedEvent, SegmentProgress
@@ -141,7 +143,7 @@ async def test_failing_effect_is_tried_again() -> None:
 
 
 async def test_watchers_are_told_what_keeps_failing() -> None:
-    async def no_history(run_id: RunId, index: int) -> list[FeedEvent]:
+    async def no_history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
         return []
 
     feed, told = Feed(no_history), asyncio.Event()
@@ -379,8 +381,8 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
     fact = RunReleased()
     last = FeedEvent(3, 3.0, fact, RunPhase.COMPLETED)
 
-    async def history(run_id: RunId, from_index: int) -> list[FeedEvent]:
-        assert from_index == 3, "only what is no longer in memory"
+    async def history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+        assert (span.from_index, span.before_index) == (3, 4), "only what is no longer in memory"
         return [last]
 
     feed = Feed(history)
@@ -390,7 +392,7 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
     seen: list[FeedEvent | SegmentProgress] = []
 
     async def watch() -> None:
-        async for item in feed.watch(RUN, 1, 3):
+        async for item in feed.watch(RUN, EventSpan(1), 3):
             seen.append(item)
 
     watching = asyncio.create_task(watch())
@@ -416,23 +418,51 @@ async def test_a_watcher_reads_what_memory_no_longer_holds_from_the_journal() ->
     events = [FeedEvent(n, 0.0, RunReleased(), RunPhase.RUNNING) for n in range(total)]
     asked: list[int] = []
 
-    async def history(run_id: RunId, from_index: int) -> list[FeedEvent]:
-        asked.append(from_index)
-        return [] if run_id == "gone" else events[from_index : from_index + 5]
+    async def history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+        asked.append(span.from_index)
+        found = events[span.from_index : span.before_index]
+        return [] if run_id == "gone" else [e for e in found if span.wants(e.kind)][:5]
 
     feed = Feed(history)
     for name in (RUN, RunId("gone")):
         for event in events:
             feed.add_event(name, event, is_last=False)
-    watcher = feed.watch(RUN, 0, total)
+    watcher = feed.watch(RUN, EventSpan(0), total)
     seen = [await anext(watcher) for _ in range(total)]
     assert seen == events
     assert asked == list(range(0, total - MAX_EVENTS, 5)), "the newest ones are in memory"
     feed.add_event(RUN, FeedEvent(total, 0.0, RunReleased(), RunPhase.COMPLETED), is_last=True)
     asked.clear()
-    assert [item async for item in feed.watch(RUN, total - 3, total + 1)] == events[-3:]
+    assert [item async for item in feed.watch(RUN, EventSpan(total - 3), total + 1)] == events[-3:]
     assert asked == [total - 3, total], "nothing of an ended run is kept"
-    assert [item async for item in feed.watch(RunId("gone"), 0, total)] == []
+    assert [item async for item in feed.watch(RunId("gone"), EventSpan(0), total)] == []
+
+
+async def test_a_watcher_of_some_kinds_skips_the_others_in_the_journal_and_in_memory() -> None:
+    facts = [RunFailed(reason="x") if n % 700 == 3 else RunReleased() for n in range(2200)]
+    events = [FeedEvent(n, 0.0, fact, RunPhase.RUNNING) for n, fact in enumerate(facts)]
+    num_asked = 0
+
+    async def history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+        nonlocal num_asked
+        num_asked += 1
+        found = [e for e in events[span.from_index : span.before_index] if span.wants(e.kind)]
+        return found[::-1][:2] if span.newest_first else found[:2]
+
+    feed = Feed(history)
+    for event in events:
+        feed.add_event(RUN, event, is_last=False)
+    wanted = [event for event in events if event.kind == "RunFailed"]
+    failed = EventSpan(kinds=frozenset({"RunFailed"}))
+    watcher = feed.watch(RUN, failed, len(events))
+    assert [await anext(watcher) for _ in wanted] == wanted
+    assert num_asked == 2, "what does not match is not read: events 3 and 703, and that is all"
+    assert feed.progress(RUN) is None
+    feed.set_progress(RUN, SegmentProgress(5))
+    assert await anext(watcher) == SegmentProgress(5)
+    backwards = [e async for e in feed.past(RUN, replace(failed, newest_first=True))]
+    assert backwards == wanted[::-1]
+    assert [e async for e in feed.past(RUN, replace(failed, from_index=704))] == wanted[2:]
 
 
 async def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:
@@ -441,7 +471,14 @@ async def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:
     for text in texts:
         logs.add(RUN, RunLogLine(1.0, "", "INFO", text))
     lines = logs.tail(RUN, follow=False, is_over=lambda _: True)
-    assert [line.text async for line in lines] == texts
+    assert [line.text async for _, line in lines] == texts
+    for first in (0, 31, 32, 33, 99, 100, 1000):  # 32 lines fit into what is read at once
+        tail = logs.tail(RUN, first, follow=False, is_over=lambda _: True)
+        assert [(n, line.text) async for n, line in tail] == list(enumerate(texts))[first:]
+        tail = logs.tail(RUN, -first or 100, follow=False, is_over=lambda _: True)
+        assert [line.text async for _, line in tail] == (texts[-first:] if first else [])
+    none = logs.tail(RunId("none"), -3, follow=False, is_over=lambda _: True)
+    assert [line async for line in none] == []
     logs.close()
 
 
@@ -452,7 +489,7 @@ async def test_log_is_followed_until_the_run_is_over(tmp_path: Path) -> None:
     texts: list[str] = []
 
     async def follow() -> None:
-        async for line in logs.tail(RUN, follow=True, is_over=lambda run: over[0]):
+        async for _, line in logs.tail(RUN, follow=True, is_over=lambda run: over[0]):
             texts.append(line.text)
 
     following = asyncio.create_task(follow())

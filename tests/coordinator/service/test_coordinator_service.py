@@ -190,6 +190,79 @@ async def test_an_ended_run_answers_to_its_name_until_it_is_deleted(tmp_path: Pa
         assert (await stub.SubmitRun(submit(seed=5))).created
 
 
+async def test_events_are_asked_for_by_kind_and_by_the_page(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        await stub.SubmitRun(submit())
+        for _ in range(3):
+            await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
+            await stub.ResumeRun(pb.ResumeRunRequest(run_id="r-1"))
+
+        def ask(**how: Any) -> Any:
+            return stub.WatchRun(pb.WatchRunRequest(run_id="r-1", **how))
+
+        async def events(**how: Any) -> list[Any]:
+            return [item.event async for item in ask(**how)]
+
+        so_far = await events(follow=False)
+        assert [event.index for event in so_far] == list(range(7))
+        times = [event.leader_s for event in so_far]
+        assert times == sorted(times)
+        assert times[0] > 0
+        cancelled = await events(kinds=["RunCancelled"], follow=False)
+        assert [event.index for event in cancelled] == [1, 3, 5]
+        newest = await events(newest_first=True, limit=3)
+        assert newest == so_far[:-4:-1]
+        older = await events(newest_first=True, limit=3, before_index=newest[-1].index)
+        assert older == so_far[3:0:-1]
+        assert await events(before_index=2) == so_far[:2]
+        assert await events(newest_first=True, from_index=5) == so_far[:4:-1]
+        both = await events(newest_first=True, kinds=["RunResumed", "RunSubmitted"])
+        assert [event.index for event in both] == [6, 4, 2, 0]
+        assert await events(limit=2) == so_far[:2], "it ends although the run goes on"
+        for how in ({"newest_first": True, "follow": True}, {"kinds": ["RunCanceled"]}):
+            code, reason = await refused(first_of(ask(**how)))
+            assert (code, reason.partition(":")[0]) == (
+                Code.INVALID_ARGUMENT,
+                "kinds" if "kinds" in how else "follow",
+            )
+        watching = asyncio.create_task(events(kinds=["RunCancelled"]))
+        await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
+        assert [event.index for event in await watching if event.kind] == [1, 3, 5, 7]
+        lines = [line async for line in stub.TailLogs(pb.TailLogsRequest(run_id="r-1"))]
+        assert [line.line for line in lines] == list(range(len(lines)))
+        last = pb.TailLogsRequest(run_id="r-1", from_line=-2)
+        assert [line async for line in stub.TailLogs(last)] == lines[-2:]
+
+
+async def test_one_subscription_follows_all_runs(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        for number in range(20):
+            await stub.SubmitRun(submit(f"r-{number}"))
+        for number in range(18):  # these are read from the journal
+            await stub.CancelRun(pb.CancelRunRequest(run_id=f"r-{number}"))
+        stream = stub.WatchRuns(pb.WatchRunsRequest())
+        named: list[Any] = []
+        while not (change := await stream.read()).is_complete:
+            named += change.runs
+        assert [run.run_id for run in named] == [f"r-{n}" for n in reversed(range(20))]
+        assert (named[0].phase, named[5].phase) == (pb.RUN_PHASE_PLACING, pb.RUN_PHASE_CANCELLED)
+        assert named[0].progress.reason == named[0].reason != ""
+        await stub.CancelRun(pb.CancelRunRequest(run_id="r-19"))
+        await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-3"))
+        await stub.SubmitRun(submit("new"))
+        runs: dict[str, Any] = {}
+        deleted: set[str] = set()
+        while "new" not in runs or not deleted or runs["r-19"].ended_at_s == 0:
+            change = await stream.read()
+            runs.update({run.run_id: run for run in change.runs})
+            deleted.update(change.deleted)
+        assert deleted == {"r-3"}
+        assert set(runs) == {"r-19", "new"}, "no other run has changed"
+        assert runs["r-19"].phase == pb.RUN_PHASE_CANCELLED
+        assert runs["new"].strategy == "Local"
+        stream.cancel()
+
+
 async def _kinds(stream: Any) -> list[str]:
     return [item.event.kind async for item in stream if item.HasField("event")]
 

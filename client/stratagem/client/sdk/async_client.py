@@ -13,9 +13,10 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self, cast
 
 import grpc
 
@@ -34,7 +35,15 @@ from stratagem.client.sdk.planning import resolve_parallelism
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.uploads import InlineData, resolve_code
-from stratagem.client.sdk.views import Event, LogLine, Phase, Progress, RunStatus, Worker
+from stratagem.client.sdk.views import (
+    Event,
+    LogLine,
+    Phase,
+    Progress,
+    RunsChange,
+    RunStatus,
+    Worker,
+)
 from stratagem.common.base.errors import (
     InvalidInputError,
     RunFailedError,
@@ -182,6 +191,22 @@ class AsyncClient:
                 return tuple(statuses)
             request.page_token = response.next_page_token
 
+    async def watch_runs(self) -> AsyncIterator[RunsChange]:
+        """All runs in brief, newest first, and then those that change, at most twice a second.
+
+        Goes on until the caller leaves it; after a cut it begins again with all runs.
+        """
+        connection, begins = self._connection, True
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.WatchRunsRequest, pb.WatchRunsResponse]:
+            nonlocal begins
+            begins = True
+            return connection.stub.WatchRuns(pb.WatchRunsRequest())
+
+        async for message in connection.follow(open_stream):
+            is_first, begins = begins, False
+            yield views.runs_change(message, is_first=is_first)
+
     async def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""
         connection = self._connection
@@ -207,14 +232,38 @@ class AsyncRun:
         """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
         return (await self.status()).metrics
 
-    async def watch(self, from_index: int = 0) -> AsyncGenerator[Event | Progress]:
+    async def watch(
+        self,
+        from_index: int = 0,
+        *,
+        kinds: Iterable[str] = (),
+        limit: int | None = None,
+        newest_first: bool = False,
+        follow: bool | None = None,
+        before_index: int | None = None,
+    ) -> AsyncGenerator[Event | Progress]:
         """Events from an index on, each once, and progress between them, until the run has ended.
 
         Survives a coordinator that restarts: goes on after the last event that was seen.
+        kinds: only events of these, such as ["SegmentFinished"]. limit: end after so many events.
+        newest_first: from the newest event, or from before_index, back to from_index; not to be
+        followed. follow: False ends with the events so far, without progress. before_index: only
+        events before this one; not to be followed.
         """
-        request = pb.WatchRunRequest(run_id=self.run_id, from_index=from_index)
-        phase: Phase | None = None
+        request = pb.WatchRunRequest(
+            run_id=self.run_id,
+            from_index=from_index,
+            kinds=tuple(kinds),
+            newest_first=newest_first,
+            follow=follow,
+            before_index=before_index or 0,
+        )
+        has_end = follow is False or newest_first or before_index is not None
+        if (limit is not None and limit < 1) or before_index == 0:
+            return
+        num_left, phase = limit, cast("Phase | None", None)
         while phase is None or not phase.is_final:
+            request.limit = num_left or 0
             # The request says at every (re)connection from where to continue.
             stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
             async for message in stream:
@@ -222,8 +271,20 @@ class AsyncRun:
                     yield views.progress(message.progress)
                     continue
                 event = views.event(message.event)
-                request.from_index, phase = event.index + 1, event.phase
+                phase = event.phase
+                if newest_first:
+                    request.before_index = event.index
+                    num_left = 0 if event.index == 0 else num_left
+                else:
+                    request.from_index = event.index + 1
+                if num_left is not None:
+                    num_left = max(num_left - 1, 0)
+                    request.limit = num_left
                 yield event
+                if num_left == 0:
+                    return
+            if has_end:
+                return
             if phase is None or not phase.is_final:  # ended early, or there was nothing to say
                 phase = (await self.status()).phase
 
@@ -294,9 +355,16 @@ class AsyncRun:
         request = pb.DeleteRunRequest(run_id=self.run_id)
         await self._connection.call(self._connection.stub.DeleteRun, request)
 
-    async def logs(self, *, follow: bool = False, worker: str = "") -> AsyncIterator[LogLine]:
-        """Lines of the run's log, of one worker if named; with follow, until the run ends."""
-        request = pb.TailLogsRequest(run_id=self.run_id, follow=follow, worker_id=worker)
+    async def logs(
+        self, *, follow: bool = False, worker: str = "", from_line: int = 0
+    ) -> AsyncIterator[LogLine]:
+        """Lines of the run's log, of one worker if named; with follow, until the run ends.
+
+        from_line: number of the first line; a negative one counts from the end of the log.
+        """
+        request = pb.TailLogsRequest(
+            run_id=self.run_id, follow=follow, worker_id=worker, from_line=from_line
+        )
         earlier, current = set[LogLine](), set[LogLine]()
 
         def open_stream() -> grpc.aio.UnaryStreamCall[pb.TailLogsRequest, pb.TailLogsResponse]:
@@ -306,8 +374,9 @@ class AsyncRun:
 
         async for message in self._connection.follow(open_stream):
             line = views.log_line(message)
-            if line not in earlier:
-                current.add(line)
+            shown = replace(line, line=0)  # another coordinator has a log of its own
+            if shown not in earlier:
+                current.add(shown)
                 yield line
 
     async def download(

@@ -29,7 +29,15 @@ from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
 from stratagem.client.sdk.job_input import Job
 from stratagem.client.sdk.uploads import InlineData
-from stratagem.client.sdk.views import Event, Hyperparameters, LogLine, Progress, RunStatus, Worker
+from stratagem.client.sdk.views import (
+    Event,
+    Hyperparameters,
+    LogLine,
+    Progress,
+    RunsChange,
+    RunStatus,
+    Worker,
+)
 from stratagem.common.identity.tls_files import TlsFiles
 
 if TYPE_CHECKING:
@@ -168,6 +176,10 @@ class Client:
         """All runs, newest first."""
         return self._running().call(self._client.runs())
 
+    def watch_runs(self) -> Iterator[RunsChange]:
+        """All runs in brief, and then those that change; see AsyncClient.watch_runs."""
+        return self._running().iterate(self._client.watch_runs())
+
     def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""
         return self._running().call(self._client.workers())
@@ -215,9 +227,26 @@ class RunHandle:
         """The latest metrics, such as {"test.accuracy": 0.97}."""
         return self._loop.call(self._run.metrics())
 
-    def watch(self, from_index: int = 0) -> Iterator[Event | Progress]:
+    def watch(
+        self,
+        from_index: int = 0,
+        *,
+        kinds: Iterable[str] = (),
+        limit: int | None = None,
+        newest_first: bool = False,
+        follow: bool | None = None,
+        before_index: int | None = None,
+    ) -> Iterator[Event | Progress]:
         """Events and progress until the run has ended; see AsyncRun.watch."""
-        return self._loop.iterate(self._run.watch(from_index))
+        watched = self._run.watch(
+            from_index,
+            kinds=kinds,
+            limit=limit,
+            newest_first=newest_first,
+            follow=follow,
+            before_index=before_index,
+        )
+        return self._loop.iterate(watched)
 
     def rounds(self, party: str = "") -> tuple[Round, ...]:
         """The rounds of a federation so far; see AsyncRun.rounds."""
@@ -255,9 +284,12 @@ class RunHandle:
         """Forget an ended run and its states."""
         self._loop.call(self._run.delete())
 
-    def logs(self, *, follow: bool = False, worker: str = "") -> Iterator[LogLine]:
-        """Lines of the run's log; with follow, until the run ends."""
-        return self._loop.iterate(self._run.logs(follow=follow, worker=worker))
+    def logs(
+        self, *, follow: bool = False, worker: str = "", from_line: int = 0
+    ) -> Iterator[LogLine]:
+        """Lines of the run's log; with follow, until the run ends; see AsyncRun.logs."""
+        lines = self._run.logs(follow=follow, worker=worker, from_line=from_line)
+        return self._loop.iterate(lines)
 
     def download(
         self, path: str | PathLike[str], which: str = "final", *, plain: bool = False

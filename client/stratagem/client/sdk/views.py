@@ -134,6 +134,9 @@ class Event:
     sentence: str
     payload: Mapping[str, Any]
     phase: Phase
+    leader_s: float = 0.0
+    """By the clock of all deadlines in payloads; what lies between two of them passed as well on
+    that of time_s, outages apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,62 @@ class Progress:
     """Of the latest step, as its first member sees it."""
     reason: str = ""
     """Of a run without workers: what it waits for."""
+    lr: float = 0.0
+    """Learning rate of the latest step's update; 0 where none is known."""
+    epoch: float = 0.0
+    """How often the rows have been gone through; 0 where that says nothing."""
+    elapsed_s: float = 0.0
+    """Since the run was submitted."""
+    eta_s: float | None = None
+    """Until the last step, at the pace of the last minute; None while there is no pace."""
+    may_end_early: bool = False
+    """eta_s is the most that is left."""
+    unit: str = "steps"
+    """What num_steps counts: steps, rounds or generations."""
+    num_clients_rejected: int = 0
+    num_clients_late: int = 0
+    best: float | None = None
+    """Of a population: the best value of its newest closed generation."""
+    best_member: int | None = None
+    num_copied: int = 0
+    """Of a population: members that were replaced by copies after that generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBrief:
+    """What a list of runs shows of one."""
+
+    run_id: str
+    name: str
+    phase: Phase
+    reason: str
+    strategy_phase: str
+    strategy: str
+    step: int
+    num_steps: int
+    segment: int
+    num_segments: int
+    submitted_at_s: float
+    ended_at_s: float | None
+    metrics: Mapping[str, float]
+    submitted_by: str
+    event_index: int
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunsChange:
+    """Runs that have changed; the first ones of a subscription name all runs."""
+
+    runs: tuple[RunBrief, ...]
+    deleted: tuple[str, ...]
+    is_complete: bool
+    """All runs that there were at the beginning have been named."""
+    time_s: float
+    """The coordinator's clock."""
+    is_first: bool = False
+    """The subscription begins with this one, also anew: what is not named up to the first complete
+    one is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +228,8 @@ class LogLine:
     worker_id: str
     level: str
     text: str
+    line: int = 0
+    """Number of the line in the log, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +278,34 @@ def event(message: pb.RunEvent) -> Event:
 
 
 def progress(message: pb.RunProgress) -> Progress:
-    return _read(Progress, message)
+    return _read(
+        Progress,
+        message,
+        unit=message.unit or "steps",
+        eta_s=message.eta_s if message.HasField("eta_s") else None,
+        best=message.best if message.HasField("best") else None,
+        best_member=message.best_member if message.HasField("best_member") else None,
+    )
+
+
+def run_brief(message: pb.RunBrief) -> RunBrief:
+    return _read(
+        RunBrief,
+        message,
+        phase=phase_of(message.phase),
+        ended_at_s=message.ended_at_s or None,
+        progress=progress(message.progress) if message.HasField("progress") else None,
+    )
+
+
+def runs_change(message: pb.WatchRunsResponse, *, is_first: bool) -> RunsChange:
+    return _read(
+        RunsChange,
+        message,
+        runs=tuple(map(run_brief, message.runs)),
+        deleted=tuple(message.deleted),
+        is_first=is_first,
+    )
 
 
 def log_line(message: pb.TailLogsResponse) -> LogLine:

@@ -23,6 +23,7 @@ from stratagem.coordinator.app.listeners import tls_of
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
     Evaluated,
@@ -48,9 +49,11 @@ from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_th
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.perform import perform
+from stratagem.coordinator.observe.counted_progress import publish_counts
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
+from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
 from stratagem.coordinator.runtime.chores import Chores
 from stratagem.coordinator.runtime.effect_supervisor import RunSupervisor
@@ -90,6 +93,8 @@ class App:
         self.settings = settings
         self.loop = loop
         self.feed = Feed(self._history)
+        self.feed.listeners.append(self._look_at)
+        self.paces = Paces()
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
@@ -183,6 +188,9 @@ class App:
         say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed)
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact)
+        publish_counts(self.feed, self.loop.state, self.loop.world, changed)
+        for run_id in changed:
+            self._look_at(run_id, has_facts=True)
         self.barriers.drop_stale()
         if CLUSTER in changed:
             for link in self.links.drop_lost(self.loop.state):
@@ -203,14 +211,23 @@ class App:
             is_last = item.index == run.num_facts - 1 and self.is_over(run_id)
             self.feed.add_event(run_id, self._event(run, item), is_last=is_last)
 
+    def _look_at(self, run_id: RunId, *, has_facts: bool = False) -> None:
+        """Measure how fast a run comes on."""
+        run = self.loop.state.runs.get(run_id)
+        if run is None or run.ended is not None:
+            self.paces.forget(run_id)
+        else:
+            progress = self.feed.progress(run_id)
+            self.paces.look(self.loop.world, run, progress, anew=has_facts)
+
     def _forget_resting(self, run_ids: Iterable[RunId]) -> None:
         """Drop these runs from the feed: queries about them are answered from the journal."""
         for run_id in run_ids:
             self.feed.forget(run_id)
 
-    async def _history(self, run_id: RunId, from_index: int) -> list[FeedEvent]:
-        """Return events that are no longer in memory."""
-        facts = await self.loop.recorded.read(run_id, from_index)
+    async def _history(self, run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+        """Return events as they are stored."""
+        facts = await self.loop.recorded.read(run_id, span)
         run = self.loop.state.find(run_id)
         if run is None:
             return []
@@ -219,7 +236,7 @@ class App:
     def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
         is_newest, fact = item.index == run.num_facts - 1, item.entry.fact
         phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
-        return FeedEvent(item.index, item.wall_s, fact, phase)
+        return FeedEvent(item.index, item.wall_s, fact, phase, item.time_s)
 
     def _follow(self, run_id: RunId, fact: Fact) -> None:
         if isinstance(fact, RunSubmitted):

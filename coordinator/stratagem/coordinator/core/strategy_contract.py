@@ -32,6 +32,29 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class RunCounts:
+    """What a run counts, and what it has to show besides its steps."""
+
+    unit: str = "steps"
+    """What step and num_steps of the status count: steps, rounds or generations."""
+    steps_per_epoch: int = 0
+    """0 where epochs say nothing."""
+    part_done: float = 0.0
+    """Of the unit that is under way, from 0 to below 1; 0 where it is not known."""
+    is_even: bool = True
+    """False where the units of several members overlap, so that no pace follows from them."""
+    loss: float = 0.0
+    """Of the newest unit; 0 where the steps themselves say it."""
+    num_clients_rejected: int = 0
+    num_clients_late: int = 0
+    best: float | None = None
+    """For a population: the best value of its newest closed generation."""
+    best_member: int | None = None
+    num_copied: int = 0
+    """For a population: members that were replaced by copies after that generation."""
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The status of a run as shown to people: its phase, its progress, and its members."""
 
@@ -48,6 +71,7 @@ class Status:
     extra: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[int, Origin] = field(default_factory=dict)
     """Origins of a population's kept commits, by segment."""
+    counts: RunCounts = field(default_factory=RunCounts)
 
 
 @dataclass(frozen=True, slots=True)

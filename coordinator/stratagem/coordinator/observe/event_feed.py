@@ -9,10 +9,11 @@ present watchers are in memory.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.state import RunPhase
 
@@ -23,6 +24,11 @@ class FeedEvent:
     wall_s: float
     fact: Fact
     phase: RunPhase
+    leader_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return type(self.fact).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class SegmentProgress:
     """Name of the current phase of phase training."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values of that step, by metric."""
+    lr: float = 0.0
+    """Learning rate of that step's update; 0 where it is not known."""
     reason: str = ""
     """Why a run without workers waits, or why its work keeps failing; no other field is set
     then."""
@@ -48,8 +56,9 @@ class SegmentProgress:
 MAX_EVENTS: Final = 1024
 """Events of a run in memory; up to twice as many until they are cut."""
 
-History = Callable[[RunId, int], Awaitable[Sequence[FeedEvent]]]
-"""Returns events of a run from an index on, as many as suit one read; none when it is gone."""
+History = Callable[[RunId, EventSpan], Awaitable[Sequence[FeedEvent]]]
+"""Returns the first events of a span, as many as suit one read; none when there are none, or the
+run is gone."""
 
 
 @dataclass(slots=True)
@@ -70,6 +79,8 @@ class Feed:
     def __init__(self, history: History) -> None:
         self._history = history
         self._runs: dict[RunId, _Run] = {}
+        self.listeners: list[Callable[[RunId], None]] = []
+        """Called with every run of which there is something new, or that is dropped."""
 
     def add_event(self, run_id: RunId, event: FeedEvent, *, is_last: bool) -> None:
         """Append an event; indices are consecutive. is_last: the run has ended with it."""
@@ -85,14 +96,14 @@ class Feed:
             run.events, run.progress = [], None
         elif len(run.events) > 2 * MAX_EVENTS:
             del run.events[:-MAX_EVENTS]
-        self._wake(run)
+        self._wake(run_id, run)
 
     def set_progress(self, run_id: RunId, progress: SegmentProgress | None) -> None:
         """Replace the latest progress."""
         run = self._runs.get(run_id)
         if run is not None and not run.is_closed:
             run.progress = progress
-            self._wake(run)
+            self._wake(run_id, run)
 
     def set_trouble(self, run_id: RunId, reason: str) -> None:
         """Set what keeps failing, until the next event; watchers see it until there is progress."""
@@ -126,24 +137,38 @@ class Feed:
         run = self._runs.pop(run_id, None)
         if run is not None:
             run.is_closed = True
-            self._wake(run)
+        self._wake(run_id, run)
+
+    async def past(self, run_id: RunId, span: EventSpan) -> AsyncIterator[FeedEvent]:
+        """Yield the events of a span that have happened."""
+        while page := await self._history(run_id, span):
+            for event in page:
+                yield event
+            span = span.after(page[-1].index)
 
     async def watch(
-        self, run_id: RunId, from_index: int, num_events: int
+        self, run_id: RunId, span: EventSpan, num_events: int
     ) -> AsyncIterator[FeedEvent | SegmentProgress]:
-        """Yield events from an index on and progress between them, until the run has ended;
-        num_events: how many there are by now."""
+        """Yield events of a span without an end, and progress between them, until the run has
+        ended; num_events: how many there are by now."""
         run = self._runs.get(run_id) or _Run(num_events=num_events, is_closed=True)
-        index = from_index
+        index = span.from_index
         shown: SegmentProgress | None = None
         while True:
             while index < run.num_events:
-                events = await self._from(run_id, run, index)
-                if not events:  # the run was deleted
-                    return
+                first = run.num_events - len(run.events)
+                if index < first:
+                    asked = replace(span, from_index=index, before_index=first)
+                    events = await self._history(run_id, asked)
+                    if not events and not span.kinds:  # the run was deleted
+                        return
+                    index = first if not events else index
+                else:
+                    events = run.events[index - first :]
                 for event in events:
                     index = event.index + 1
-                    yield event
+                    if span.wants(event.kind):
+                        yield event
             if run.progress is not None and run.progress is not shown:
                 shown = run.progress
                 yield shown
@@ -153,13 +178,9 @@ class Feed:
                 run.changed = run.changed or asyncio.Event()
                 await run.changed.wait()
 
-    async def _from(self, run_id: RunId, run: _Run, index: int) -> Sequence[FeedEvent]:
-        first = run.num_events - len(run.events)
-        if index >= first:
-            return run.events[index - first :]
-        return await self._history(run_id, index)
-
-    def _wake(self, run: _Run) -> None:
-        if run.changed is not None:
+    def _wake(self, run_id: RunId, run: _Run | None) -> None:
+        if run is not None and run.changed is not None:
             run.changed.set()
             run.changed = None
+        for listener in self.listeners:
+            listener(run_id)

@@ -97,23 +97,57 @@ class RunLogs:
         return [RunId(path.stem) for path in self._root.glob("*.jsonl")]
 
     async def tail(
-        self, run_id: RunId, *, follow: bool, is_over: Callable[[RunId], bool]
-    ) -> AsyncIterator[RunLogLine]:
-        """Yield the lines so far; with follow, later ones too, until the run is over."""
-        position = 0
+        self,
+        run_id: RunId,
+        from_line: int = 0,
+        *,
+        follow: bool,
+        is_over: Callable[[RunId], bool],
+    ) -> AsyncIterator[tuple[int, RunLogLine]]:
+        """Yield the lines so far with their numbers; with follow, later ones too, until the run is
+        over.
+
+        from_line: the number of the first one, from 0; a negative one counts from the end.
+        """
+        position = number = 0
+        if from_line < 0:
+            from_line = max(await asyncio.to_thread(self._count, run_id) + from_line, 0)
+        if from_line > 0:
+            position, number = await asyncio.to_thread(self._skip, run_id, from_line)
         while True:
             over = is_over(run_id)
             before = position
             lines, position = self._read(run_id, position)
             for line in lines:
-                yield line
+                if line is not None and number >= from_line:
+                    yield number, line
+                number += 1
             if position > before:
                 continue  # there may be more; lines written meanwhile are read in the next turn
             if not follow or over:
                 return
             await self._changed.setdefault(run_id, asyncio.Event()).wait()
 
-    def _read(self, run_id: RunId, position: int) -> tuple[list[RunLogLine], int]:
+    def _count(self, run_id: RunId) -> int:
+        with suppress(FileNotFoundError), self._path(run_id).open("rb") as file:
+            return sum(data.count(b"\n") for data in iter(lambda: file.read(READ_BYTES), b""))
+        return 0
+
+    def _skip(self, run_id: RunId, num_lines: int) -> tuple[int, int]:
+        """Return a position in the log that is not behind so many lines, and how many are before
+        it."""
+        position = number = 0
+        with suppress(FileNotFoundError), self._path(run_id).open("rb") as file:
+            while data := file.read(READ_BYTES):
+                whole = data[: data.rfind(b"\n") + 1]
+                num_here = whole.count(b"\n")
+                if not whole or number + num_here > num_lines:
+                    break
+                position, number = position + len(whole), number + num_here
+                file.seek(position)
+        return position, number
+
+    def _read(self, run_id: RunId, position: int) -> tuple[list[RunLogLine | None], int]:
         path = self._path(run_id)
         if not path.exists():
             return [], position
@@ -121,8 +155,7 @@ class RunLogs:
             file.seek(position)
             data = file.read(READ_BYTES)
         whole = data[: data.rfind(b"\n") + 1]
-        lines = (_line(raw) for raw in whole.splitlines())
-        return [line for line in lines if line is not None], position + len(whole)
+        return [_line(raw) for raw in whole.split(b"\n")[:-1]], position + len(whole)
 
     def _path(self, run_id: RunId) -> Path:
         return self._root / f"{run_id}.jsonl"

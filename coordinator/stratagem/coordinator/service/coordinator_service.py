@@ -15,7 +15,6 @@ from stratagem.common.base.errors import (
     InvalidInputError,
     LimitError,
     NotFoundError,
-    OutOfRangeError,
 )
 from stratagem.common.base.ids import (
     Incarnation,
@@ -46,6 +45,7 @@ from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.service import protobuf_views, stream_calls
 from stratagem.coordinator.service.cluster_diagnosis import diagnose
+from stratagem.coordinator.service.event_requests import follows_on, span_of
 from stratagem.coordinator.service.failure_detector import look_into, meet
 from stratagem.coordinator.service.previous_exit import ending_of
 from stratagem.coordinator.service.request_limits import (
@@ -110,17 +110,29 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.WatchRunRequest, context: Context
     ) -> AsyncIterator[pb.WatchRunResponse]:
         run = self._run(request.run_id)
-        run_id = run.run_id
-        if request.from_index > run.num_facts:
-            message = f"{request.from_index} is beyond the newest event, {run.num_facts - 1}"
-            raise OutOfRangeError.at("from_index", message)
+        run_id, num_events = run.run_id, 0
+        span = span_of(request, run.num_facts)
+        follows = follows_on(request)
+        feed = self._app.feed
+        items = feed.watch(run_id, span, run.num_facts) if follows else feed.past(run_id, span)
         with self._watchers.taken(current_caller()):
-            async for item in self._app.feed.watch(run_id, request.from_index, run.num_facts):
+            async for item in items:
                 if isinstance(item, FeedEvent):
+                    num_events += 1
                     yield pb.WatchRunResponse(event=protobuf_views.event(item))
+                    if num_events == request.limit:
+                        return
                 elif (active := self._app.loop.state.runs.get(run_id)) is not None:
-                    progress = protobuf_views.progress(self._app.loop.world, active, item)
+                    world = self._app.loop.world
+                    progress = protobuf_views.progress(self._app.paces, world, active, item)
                     yield pb.WatchRunResponse(progress=progress)
+
+    async def WatchRuns(
+        self, request: pb.WatchRunsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRunsResponse]:
+        with self._watchers.taken(current_caller()):
+            async for response in self._runs.watch():
+                yield response
 
     async def CancelRun(
         self, request: pb.CancelRunRequest, context: Context
@@ -168,15 +180,18 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.TailLogsRequest, context: Context
     ) -> AsyncIterator[pb.TailLogsResponse]:
         run_id = self._run(request.run_id).run_id
-        lines = self._app.logs.tail(run_id, follow=request.follow, is_over=self._app.is_over)
+        lines = self._app.logs.tail(
+            run_id, request.from_line, follow=request.follow, is_over=self._app.is_over
+        )
         with self._watchers.taken(current_caller()):
-            async for line in lines:
+            async for number, line in lines:
                 if request.worker_id in ("", line.worker_id):
                     yield pb.TailLogsResponse(
                         time_s=line.time_s,
                         worker_id=line.worker_id,
                         level=line.level,
                         text=line.text,
+                        line=number,
                     )
 
     async def ListWorkers(

@@ -19,11 +19,17 @@ from stratagem.coordinator.core.state import (
 from stratagem.coordinator.core.state_machine.run_view import CommitView, RunView
 from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
 from stratagem.coordinator.observe.event_feed import FeedEvent, SegmentProgress
+from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.v1 import coordinator_pb2, types_pb2
 
 Paths = Callable[[Digest], str]
 """Returns where a blob is stored, for display; "" when it is not a file here."""
 
+_IN_BRIEF = {
+    field.name
+    for field in coordinator_pb2.RunBrief.DESCRIPTOR.fields
+    if field.name in RunView.model_fields and field.name != "phase"
+}
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
@@ -49,20 +55,42 @@ def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
         sentence=sentence(item.fact),
         payload_json=item.fact.model_dump_json(),
         phase=_PHASES[item.phase],
+        leader_s=item.leader_s,
     )
 
 
-def progress(world: World, run: RunRecord, item: SegmentProgress) -> coordinator_pb2.RunProgress:
+def progress(
+    paces: Paces, world: World, run: RunRecord, item: SegmentProgress
+) -> coordinator_pb2.RunProgress:
     """Return the latest progress of a run as a message."""
     status = status_of(run, world)
+    counts, step = status.counts, max(item.step, status.step)
     return coordinator_pb2.RunProgress(
-        **asdict(item) | {"step": max(item.step, status.step)},
+        **asdict(item) | {"step": step, "loss": item.loss or counts.loss},
+        **asdict(paces.time_of(run, status, step)),
         num_steps=status.num_steps,
         num_clients_done=status.num_clients_done,
         num_clients=status.num_clients,
         segment=status.segment,
         num_segments=status.num_segments,
         strategy_phase=status.strategy_phase,
+        unit=counts.unit,
+        num_clients_rejected=counts.num_clients_rejected,
+        num_clients_late=counts.num_clients_late,
+        best=counts.best,
+        best_member=counts.best_member,
+        num_copied=counts.num_copied,
+    )
+
+
+def run_brief(run: RunView, latest: coordinator_pb2.RunProgress | None) -> coordinator_pb2.RunBrief:
+    """Return what a list of runs shows of one."""
+    same = run.model_dump(include=_IN_BRIEF)
+    return coordinator_pb2.RunBrief(
+        **same,
+        phase=_PHASES[run.phase],
+        event_index=max(run.num_facts - 1, 0),
+        progress=latest,
     )
 
 

@@ -1,7 +1,8 @@
 """Answers queries about runs: active ones from memory, those at rest from the journal."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
@@ -9,7 +10,8 @@ from stratagem.common.base.ids import RunId, check_run_id
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
-from stratagem.coordinator.service.protobuf_views import run_info
+from stratagem.coordinator.observe.run_briefs import PAUSE_S, RunBriefs
+from stratagem.coordinator.service.protobuf_views import progress, run_brief, run_info
 from stratagem.v1 import coordinator_pb2
 
 MAX_PAGE_BYTES: Final = 2 * 2**20
@@ -19,9 +21,11 @@ READ_AT_ONCE: Final = 16
 """Runs at rest that are read at once: a few KB each, but each may be as large as a job."""
 
 
-@dataclass(frozen=True, slots=True)
 class Runs:
-    app: App
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self._briefs = RunBriefs(self._brief, app.env.chores.do)
+        app.feed.listeners.append(self._briefs.note)
 
     async def view(self, run_id: str) -> RunView:
         """Return one run. Raises NotFoundError."""
@@ -34,15 +38,44 @@ class Runs:
         """Return one run as a message. Raises NotFoundError."""
         return run_info(await self.view(run_id), self.app.path_of)
 
+    async def watch(self) -> AsyncIterator[coordinator_pb2.WatchRunsResponse]:
+        """Yield the briefs of all runs, newest first, and then of those that have changed."""
+        with self._briefs.follower() as follower:
+            run_ids = [place[1] for place in self._places()]
+            for start in range(0, len(run_ids), READ_AT_ONCE):
+                views = await self._views(run_ids[start : start + READ_AT_ONCE])
+                runs = [self._brief_of(view) for view in views]
+                yield coordinator_pb2.WatchRunsResponse(runs=runs, time_s=time.time())
+            yield coordinator_pb2.WatchRunsResponse(is_complete=True, time_s=time.time())
+            while True:
+                news = await follower.news()
+                runs = [brief for brief in news.values() if brief is not None]
+                deleted = [run_id for run_id, brief in news.items() if brief is None]
+                yield coordinator_pb2.WatchRunsResponse(
+                    runs=runs, deleted=deleted, is_complete=True, time_s=time.time()
+                )
+                await asyncio.sleep(PAUSE_S)
+
+    async def _brief(self, run_id: RunId) -> coordinator_pb2.RunBrief | None:
+        views = await self._views([run_id])
+        return self._brief_of(views[0]) if views else None
+
+    def _brief_of(self, view: RunView) -> coordinator_pb2.RunBrief:
+        run = self.app.loop.state.runs.get(view.run_id)
+        return run_brief(view, None if run is None else self.progress_of(run))
+
+    def progress_of(self, run: RunRecord) -> coordinator_pb2.RunProgress | None:
+        """Return the latest progress of a run."""
+        shown = self.app.feed.progress(run.run_id)
+        return None if shown is None else progress(self.app.paces, self.app.loop.world, run, shown)
+
     async def page(self, page_token: str) -> coordinator_pb2.ListRunsResponse:
         """Return the runs behind the token, newest first, as many as fit into one message.
 
         The token is the position of the last run of a page, so that deleting that run does no harm.
         """
         behind = _place_in(page_token) if page_token else None
-        runs = self.app.loop.state.all_runs()
-        places = sorted((-run.submitted_wall_s, run.run_id) for run in runs)
-        run_ids = [place[1] for place in places if behind is None or place > behind]
+        run_ids = [place[1] for place in self._places() if behind is None or place > behind]
         response = coordinator_pb2.ListRunsResponse()
         num_bytes = 0
         for start in range(0, len(run_ids), READ_AT_ONCE):
@@ -55,6 +88,10 @@ class Runs:
                     return response
                 response.runs.append(info)
         return response
+
+    def _places(self) -> list[tuple[float, RunId]]:
+        """Return where each run is among all, newest first."""
+        return sorted((-run.submitted_wall_s, run.run_id) for run in self.app.loop.state.all_runs())
 
     async def _views(self, run_ids: Sequence[RunId]) -> list[RunView]:
         """Return those of the runs that exist, in this order; they may be deleted meanwhile."""

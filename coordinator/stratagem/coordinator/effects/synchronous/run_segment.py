@@ -99,6 +99,7 @@ def _shown(env: EffectContext, effect: RunSegment, rank: int) -> OnProgress:
                 effect.num_skipped + progress.num_skipped_steps,
                 progress.phase,
                 of_training(progress.metrics),
+                progress.lr,
             )
             env.feed.set_progress(effect.run_id, latest)
 

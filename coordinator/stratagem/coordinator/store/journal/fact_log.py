@@ -12,6 +12,7 @@ from typing import TypeVar
 from stratagem.common.base import limits
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import Command
+from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.archived_runs import num_to_recall, recall
@@ -74,10 +75,18 @@ class Recorded:
         while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
             yield [fact_codec.committed(item.record) for item in page]
 
-    async def read(self, run_id: RunId, from_index: int) -> list[Committed]:
-        """Return some of the facts of a run, from a number on; none when there are none."""
-        stored = self._journal.read(run_id, from_index, PAGE_EVENTS)
-        page = await self._in_thread(lambda: list(islice(stored, PAGE_EVENTS)))
+    async def read(self, run_id: RunId, span: EventSpan) -> list[Committed]:
+        """Return the first facts of a span of a run; none when there are none."""
+        page = await self._in_thread(
+            lambda: self._journal.page(
+                run_id,
+                span.from_index,
+                span.before_index,
+                num_rows=PAGE_EVENTS,
+                kinds=span.kinds,
+                newest_first=span.newest_first,
+            )
+        )
         return await asyncio.to_thread(lambda: [fact_codec.committed(item.record) for item in page])
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:

@@ -198,13 +198,32 @@ class Journal:
         self, run_id: RunId, from_seq: int = 0, page_rows: int = _PAGE_ROWS
     ) -> Iterator[StoredRecord]:
         """Yield the events of one run, from one number on; page_rows of them are read at once."""
-        of_run = select(event).where(event.c.run_id == run_id).order_by(event.c.seq)
         while True:
-            rows = self._page(of_run.where(event.c.seq >= from_seq).limit(page_rows))
+            rows = self.page(run_id, from_seq, num_rows=page_rows)
             yield from rows
             if len(rows) < page_rows:
                 return
             from_seq = rows[-1].record.seq + 1
+
+    def page(
+        self,
+        run_id: RunId,
+        from_seq: int = 0,
+        before_seq: int | None = None,
+        *,
+        num_rows: int,
+        kinds: Collection[str] = (),
+        newest_first: bool = False,
+    ) -> list[StoredRecord]:
+        """Return events of one run: those of these kinds (all, where none is named) in a span of
+        numbers, num_rows of them at most, from its one end or its other."""
+        order = event.c.seq.desc() if newest_first else event.c.seq
+        query = select(event).where(event.c.run_id == run_id, event.c.seq >= from_seq)
+        if before_seq is not None:
+            query = query.where(event.c.seq < before_seq)
+        if kinds:
+            query = query.where(event.c.kind.in_(kinds))
+        return self._page(query.order_by(order).limit(num_rows))
 
     def delete_run(self, term: int, run_id: RunId) -> None:
         """Delete all events of a run. The leader's clock does not go back."""

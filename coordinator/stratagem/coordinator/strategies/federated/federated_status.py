@@ -2,10 +2,12 @@
 
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
+from stratagem.coordinator.core.facts import TRAIN_LOSS
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import Status
+from stratagem.coordinator.core.strategy_contract import RunCounts, Status
 from stratagem.coordinator.strategies.federated.client_evaluation import evaluators_left
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, lacking, spec_of
+from stratagem.coordinator.strategies.federated.round_metrics import mean_loss
 from stratagem.coordinator.strategies.federated.update_rejections import said
 from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
 
@@ -27,6 +29,18 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
         num_clients_done=len(value.updates) + len(value.rejected),
         num_clients=len(value.selected),
         members=tuple(sorted(members, key=lambda m: m.worker_id)),
+        counts=_counts(value),
+    )
+
+
+def _counts(value: FederatedRun) -> RunCounts:
+    num_done = len(value.updates) + len(value.rejected)
+    return RunCounts(
+        unit="rounds",
+        part_done=num_done / (len(value.selected) + 1),  # the last part is the aggregation
+        loss=mean_loss(value.updates) or value.trained.get(TRAIN_LOSS, 0.0),
+        num_clients_rejected=len(value.rejected),
+        num_clients_late=len(value.late),
     )
 
 

@@ -34,13 +34,19 @@ def round_metrics(
     return metrics
 
 
+def mean_loss(updates: Mapping[int, UpdateReceived]) -> float:
+    """Return the mean over rows of the losses of clients of one round; 0 where there are none."""
+    in_order = [update for _, update in sorted(updates.items()) if update.num_samples]
+    return _mean(in_order) if in_order else 0.0
+
+
 def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
     weights = [update.num_samples for update in updates]
     losses = [update.loss for update in updates]
     total = sum(weights)
     if not total:
         return {}
-    mean = _sum(w * loss for w, loss in zip(weights, losses, strict=True)) / total
+    mean = _mean(updates)
     variance = _sum(w * (loss - mean) ** 2 for w, loss in zip(weights, losses, strict=True)) / total
     return {
         TRAIN_LOSS: mean,
@@ -48,6 +54,11 @@ def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
         f"{TRAIN_LOSS}_max": max(losses),
         f"{TRAIN_LOSS}_std": math.sqrt(variance),
     }
+
+
+def _mean(updates: Sequence[UpdateReceived]) -> float:
+    total = sum(update.num_samples for update in updates)
+    return _sum(update.num_samples * update.loss for update in updates) / total
 
 
 def _of_steps(updates: Sequence[UpdateReceived]) -> dict[str, float]:

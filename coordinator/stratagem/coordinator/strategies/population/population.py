@@ -37,6 +37,7 @@ from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.federated.update_rejections import in_all
 from stratagem.coordinator.strategies.population.evolution import draw, stream
 from stratagem.coordinator.strategies.population.hyperparameters import check_params
+from stratagem.coordinator.strategies.population.population_counts import counts
 from stratagem.coordinator.strategies.population.population_run import (
     MemberRun,
     PopulationRun,
@@ -166,6 +167,7 @@ def status(job: JobSpec, value: PopulationRun, world: World) -> Status:
         num_segments=generations,
         members=members,
         origins=value.origins,
+        counts=counts(job, value),
     )
 
 

@@ -6,9 +6,15 @@ from stratagem.common.base.ids import Digest, Party
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Member, ProcessDied
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import NestedProgress, PartyView, Status
+from stratagem.coordinator.core.strategy_contract import (
+    NestedProgress,
+    PartyView,
+    RunCounts,
+    Status,
+)
+from stratagem.coordinator.core.time_left import steps_per_epoch
 from stratagem.coordinator.strategies.scheduling.placement import why_none
-from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT, schedule_of
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
     SegmentRules,
@@ -46,6 +52,7 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
     ends: tuple[int, ...] = ()
     if run.committed is not None:
         ends = schedule_of(job, run.num_rows).ends()
+    rows = 0 if job.only_evaluates else run.num_rows.get(TRAIN_SPLIT, 0)
     trained = run.finished[-1] if run.finished else run.committed
     phase, strategy_phase, reason = phase_of(job, run, shape, world)
     is_over = run.open_segment > 0 and (
@@ -62,6 +69,7 @@ def status(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> St
         segment=trained.segment if trained else 0,
         num_segments=len(ends),
         members=run.members,
+        counts=RunCounts(steps_per_epoch=steps_per_epoch(rows, job.batch_size)),
     )
 
 
