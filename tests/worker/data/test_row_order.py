@@ -61,15 +61,15 @@ def test_a_row_that_comes_again_draws_anew() -> None:
     rows = torch.cat(batches)
     assert (rows >= 50).any(), "some row came twice"
     assert len(rows.unique()) == len(rows)
-    of_step = [made._order.batch(step)[1] for step in range(4)]
+    of_step = [made.setup.batch_order().batch(step)[1] for step in range(4)]
     assert torch.equal(torch.cat(of_step), rows)
 
 
 def test_a_sampler_of_torch_is_an_order() -> None:
     made = trainer_of(ordered(f"{HERE}sampled"))
-    rows = torch.cat([made._order.batch(step)[1] for step in range(4)])
+    rows = torch.cat([made.setup.batch_order().batch(step)[1] for step in range(4)])
     assert sorted(rows.tolist()) == list(range(50))
-    other = torch.cat([made._order.batch(step)[1] for step in range(4, 8)])
+    other = torch.cat([made.setup.batch_order().batch(step)[1] for step in range(4, 8)])
     assert not torch.equal(rows, other)
 
 

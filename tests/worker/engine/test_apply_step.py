@@ -77,9 +77,10 @@ class Step:
         correct: Callable[[Tensor], Tensor] | None = None,
     ) -> bool:
         summary = summarize(loss, weight, self.grads, CURRENT)
-        return apply_step(
+        applied = apply_step(
             summary, self.policy, lr_factor=0.5, activity="step 3", number=3, correct=correct
         )
+        return applied.is_applied
 
 
 def updated(change: Callable[[list[nn.Parameter]], object] = lambda _: None) -> list[list[float]]:
@@ -203,7 +204,7 @@ def test_a_scaled_loss_absorbs_gradients_that_are_not_finite_until_its_scale_is_
 def test_an_infinite_norm_of_finite_gradients_is_an_error_only_where_they_are_clipped() -> None:
     summary = replace(FINE, norm=torch.tensor(math.inf))
     step = Step()
-    assert apply_step(summary, step.policy, lr_factor=0.5, activity="step 3")
+    assert apply_step(summary, step.policy, lr_factor=0.5, activity="step 3").is_applied
     assert step.values == updated()
     clipped = Step(clip_norm=1.0)
     with pytest.raises(UserCodeError, match=r"non-finite gradient norm \(while step 3\)"):
@@ -212,7 +213,7 @@ def test_an_infinite_norm_of_finite_gradients_is_an_error_only_where_they_are_cl
 
 def test_a_process_without_parameters_takes_part() -> None:
     policy = replace(Step().policy, params=[], optimizer=None, buffers=None)
-    assert apply_step(FINE, policy, lr_factor=0.5, activity="step 1")
+    assert apply_step(FINE, policy, lr_factor=0.5, activity="step 1").is_applied
     assert policy.execution.scale.num_good_steps == 1
 
 

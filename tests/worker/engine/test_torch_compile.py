@@ -33,11 +33,11 @@ HYBRID = {"mode": "Hybrid"}
 def gradients(trainer: Trainer, shard: int) -> dict[str, Tensor]:
     """Of one shard of two, computed by itself."""
     trainer.model.train()
-    trainer._execution.begin_batch(16)
+    trainer.setup.execution.begin_batch(16)
     for _, param in trainer.params:
         param.grad = None
-    rows = Rows(trainer._data["train"], torch.arange(8 * shard, 8 * shard + 8), "a test", ())
-    trainer._passes.add_sums(rows, Window([range(8)], key=lambda _: (3, 0, shard, 0)))
+    rows = Rows(trainer.setup.data["train"], torch.arange(8 * shard, 8 * shard + 8), "a test", ())
+    trainer.turns[0].passes.add_sums(rows, Window([range(8)], key=lambda _: (3, 0, shard, 0)))
     return {name: p.grad.clone() for name, p in trainer.params if p.grad is not None}
 
 
@@ -86,9 +86,9 @@ def test_it_does_not_matter_what_was_computed_before(execution: dict[str, Any]) 
     spec = job("counting_layers", data=ROWS, execution=execution)
     both, second = trainer_of(spec), trainer_of(spec)
     first = gradients(both, 0)
-    both._buffers.restore()
+    both.turns[0].policy.undo()
     assert_same_bits(gradients(both, 1), gradients(second, 1))
-    second._buffers.restore()
+    second.turns[0].policy.undo()
     assert_same_bits(first, gradients(second, 0))
 
 

@@ -14,7 +14,7 @@ from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.evaluator import EvaluationShare
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.step.step_report import StepReport
-from stratagem.worker.engine.trainers.build_trainer import make_setup, trainer_of
+from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
@@ -54,7 +54,7 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
     short = _shortened(job, max(num_rows, 1))
     if job.only_evaluates:
         return TriedStep(_setup(short, site, few, fresh=True), 0, None)
-    trainer = trainer_of(_setup(short, site, few, fresh=True))
+    trainer = Trainer(_setup(short, site, few, fresh=True))
     touched: set[str] = set()
     hooks = [
         param.register_post_accumulate_grad_hook(lambda _, name=name: touched.add(name))
@@ -66,7 +66,7 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
         hook.remove()
     saved = trainer.copy_state()
     trainer.train_step(exchange, range(1), 1)
-    again = trainer_of(_setup(short, site, few, fresh=False))
+    again = Trainer(_setup(short, site, few, fresh=False))
     again.load_state(*saved)
     again.train_step(_exchange(again), range(1), 1)
     return TriedStep(

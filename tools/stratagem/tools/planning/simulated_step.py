@@ -26,7 +26,7 @@ from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.make_objective import make_objective
-from stratagem.worker.engine.trainers.build_trainer import make_setup, trainer_of
+from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
 from stratagem.worker.exchange.all_reduce.direct_all_reduce import WINDOW
@@ -90,7 +90,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_shapes(job, site.entrypoints, device=site.device)
-        trainer = trainer_of(make_setup(whole, site.entrypoints, model, batches, gather))
+        trainer = Trainer(make_setup(whole, site.entrypoints, model, batches, gather))
         parameters = live.size_of(trainer.model.parameters())
         cached = _cached(job, data, gather)
         buffers = live.live - parameters
@@ -194,7 +194,7 @@ def _steps(
     job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: ShardOwners
 ) -> tuple[Trainer, GradientBuckets]:
     model = build_model(job, site.entrypoints, device=site.device, fresh=True)
-    trainer = trainer_of(make_setup(job, site.entrypoints, model, data, gather))
+    trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
     buckets = _buckets(trainer, party)
     received = _received(buckets, party)
     exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)

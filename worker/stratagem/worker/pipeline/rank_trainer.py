@@ -178,12 +178,10 @@ class StageRunner:
             return end_of(self.step)
         failpoint("worker.stages.before_apply")
         number = self.step + 1
-        lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
-        learning_rates = self._policy.rates_of(lr_factor)
-        is_applied = apply_step(
+        is_applied, learning_rates = apply_step(
             summary,
             self._policy,
-            lr_factor=lr_factor,
+            lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
             activity=f"training step {number}",
             number=number,
         )

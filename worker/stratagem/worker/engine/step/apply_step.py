@@ -5,8 +5,9 @@ one becomes one update of the parameters. Must not know how gradients were made 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +48,6 @@ class StepPolicy:
         if self.optimizer is not None:
             lower_learning_rates(self.optimizer, self.job.optimizer, num_reductions)
 
-    def rates_of(self, lr_factor: float) -> dict[str, float]:
-        """Returns the learning rates of the update that comes next, by series.
-
-        lr_factor: of all of them, unless the user's schedule sets them.
-        """
-        return self.rates.of_update(lr_factor, self.schedule)
-
     def begin(self) -> None:
         """Drops the gradients of an earlier step and remembers the buffers."""
         self.drop_gradients()
@@ -71,6 +65,13 @@ class StepPolicy:
             param.grad = None
 
 
+class Applied(NamedTuple):
+    """What became of a step, and the learning rates of its update, by series."""
+
+    is_applied: bool
+    learning_rates: Mapping[str, float]
+
+
 def apply_step(
     summary: StepSummary,
     policy: StepPolicy,
@@ -79,15 +80,16 @@ def apply_step(
     activity: str,
     number: int | None = None,
     correct: Callable[[Tensor], Tensor] | None = None,
-) -> bool:
-    """Makes one update with the gradients in `.grad`; returns False for a step that is skipped
-    because loss or gradients are not finite.
+) -> Applied:
+    """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
+    the step is skipped.
 
     lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
     correct: is given the norm of gradients that will be applied, may change them, and returns their
     norm then.
     Raises UserCodeError for a step that is not finite and may not be skipped.
     """
+    rates = policy.rates.of_update(lr_factor, policy.schedule)
     scale, clip_norm = policy.execution.scale, policy.job.optimizer.clip_norm
     what = _not_finite(summary, is_clipped=clip_norm is not None)
     if what:
@@ -96,7 +98,7 @@ def apply_step(
             where = "" if number is None else f" at step {number}"
             text = f"non-finite {what}{where}"
             raise UserCodeError("FloatingPointError", text, activity=activity)
-        return False
+        return Applied(False, rates)
     scale.keep()
     norm = summary.norm if correct is None else correct(summary.norm)
     if policy.optimizer is not None:
@@ -112,7 +114,7 @@ def apply_step(
         policy.average.update(number)
     if policy.execution.frees_gradients:
         policy.drop_gradients()
-    return True
+    return Applied(True, rates)
 
 
 def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:

@@ -4,16 +4,15 @@ Its window of micro-batches is one transaction: what raises, or is not finite, l
 optimizer and buffers as they were. Must not know nodes, clients and rounds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
-
 from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize
-from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
+from stratagem.worker.engine.step.apply_step import apply_step
 from stratagem.worker.engine.step.callbacks import Callbacks
-from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window
+from stratagem.worker.engine.step.forward_backward import Counted, Rows, Window
+from stratagem.worker.engine.step.turns import StepTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +30,12 @@ class LocalReport:
 class LocalStep:
     """Does the steps of one model. Used by one thread."""
 
-    policy: StepPolicy
-    passes: Passes
+    turn: StepTurn
     must_divide: bool
     """Whether the gradient is that of the mean over all rows, not of the sum."""
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
     callbacks: Callbacks
-    named: Sequence[tuple[str, nn.Parameter]]
-    """The parameters by name, as callbacks see them."""
 
     def run(
         self,
@@ -56,10 +52,10 @@ class LocalStep:
         lr_factor: of all learning rates. step: from 1, for callbacks. number: the same where error
         messages are to name it. pull: may add to the mean gradient.
         """
-        policy = self.policy
+        policy = self.turn.policy
         policy.begin()
         try:
-            counted = self.passes.add_mean(rows, window, must_divide=self.must_divide)
+            counted = self.turn.passes.add_mean(rows, window, must_divide=self.must_divide)
             pull()
             summary = after_hook(
                 self._summary(counted),
@@ -71,17 +67,16 @@ class LocalStep:
         except BaseException:
             policy.undo()
             raise
-        rates = policy.rates_of(lr_factor)
-        is_applied = apply_step(
+        is_applied, rates = apply_step(
             summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
         )
         return LocalReport(counted, summary.norm.item(), not is_applied, rates)
 
     def _summary(self, counted: Counted) -> StepSummary:
-        grads = [param.grad for param in self.policy.params if param.grad is not None]
+        grads = [param.grad for param in self.turn.policy.params if param.grad is not None]
         return summarize(counted.loss, counted.weight, grads, self.numerics)
 
     def _call_hook(self, rows: Rows, window: Window, step: int) -> None:
         """Has the user's code change the gradient that is about to be applied."""
-        key, randomness = window.key(0), self.passes.randomness
-        self.callbacks.take_gradients(self.named, step, key, randomness, rows.activity)
+        key, randomness = window.key(0), self.turn.passes.randomness
+        self.callbacks.take_gradients(self.turn.params, step, key, randomness, rows.activity)

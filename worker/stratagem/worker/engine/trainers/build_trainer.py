@@ -23,7 +23,6 @@ from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
-from stratagem.worker.engine.trainers.turns_trainer import TurnsTrainer
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -41,12 +40,7 @@ def build_trainer(
 
     fresh: the model is initialised from the seed; otherwise load_state must come first.
     """
-    return trainer_of(_setup(job, entrypoints, device, fresh, sources, numerics))
-
-
-def trainer_of(setup: Setup) -> Trainer:
-    """Makes the trainer of these parts, which is the one with turns where the job has turns."""
-    return Trainer(setup) if setup.job.turns is None else TurnsTrainer(setup)
+    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics))
 
 
 def build_inference(

@@ -39,6 +39,7 @@ from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
 from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
+from stratagem.worker.engine.step.turns import StepTurn
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -226,7 +227,8 @@ class ClientRunner:
         )
         policy.lower_rates(num_lr_reductions)
         must_divide, hooks = job.window.must_divide, self._callbacks
-        return LocalStep(policy, self._passes, must_divide, self._numerics, hooks, self._named)
+        turn = StepTurn(self._named, self._passes, policy)
+        return LocalStep(turn, must_divide, self._numerics, hooks)
 
     def _step(
         self, local_step: LocalStep, lr_factor: float, anchors: list[Tensor], rows: Rows, key: Key

@@ -21,7 +21,6 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.datasets import Coming
-from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
@@ -44,10 +43,12 @@ from stratagem.worker.engine.step.logged_sums import (
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.step.turns import StepTurn
 from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
+from stratagem.worker.engine.trainers.node_mean import take_mean
 from stratagem.worker.engine.trainers.trainer_setup import Setup
-from stratagem.worker.engine.trainers.trainer_state import State
-from stratagem.worker.exchange.buckets.flat_tensors import flatten, plan_buckets, unflatten
+from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
+from stratagem.worker.engine.trainers.training_rows import TrainingRows
 from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 from stratagem.worker.exchange.gossip.gossip_distances import neighbour_distance
 from stratagem.worker.exchange.gossip.public_copies import PublicCopies
@@ -88,7 +89,7 @@ class _Node:
 
     model: nn.Module
     params: list[tuple[str, nn.Parameter]]
-    optimizer: torch.optim.Optimizer
+    saved: TrainerState
     local_step: LocalStep
     sums: _Sums = field(default_factory=_Sums)
 
@@ -113,14 +114,9 @@ class GossipTrainer:
         """setup.model becomes the mean of all nodes at the end of each segment; models by node.
         weights: of each node's neighbours; needed where the job has a codec."""
         job = setup.job
-        if "train" not in setup.data:
-            known = ", ".join(setup.data) or "none"
-            raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
+        self._rows = TrainingRows(setup)
         self._setup, self._job, self.model = setup, job, setup.model
-        self._order = BatchOrder(
-            len(setup.data["train"]), job.batch_size, job.seed, setup.epoch_rows
-        )
-        self.num_steps = job.steps or (job.epochs or 0) * self._order.steps_per_epoch
+        self.num_steps = self._rows.num_steps
         self._nodes = {n: _node(setup, model, self.num_steps) for n, model in models.items()}
         if not all(node.params for node in self._nodes.values()):
             raise InvalidInputError.at("model", "has no trainable parameter")
@@ -153,17 +149,12 @@ class GossipTrainer:
 
     def _coming(self, num_shards: int, to_step: int) -> Iterator[Coming]:
         for step in range(self.step, to_step):
-            epoch, indices = self._order.batch(step)
-            shards = split_rows(len(indices), num_shards)
+            batch = self._rows.batch(step)
+            shards = split_rows(batch.num_rows, num_shards)
             for number in self._nodes:
-                rows = self._rows(step, epoch, indices[shards[number].start : shards[number].stop])
-                cuts = self._job.window.cut(len(rows.indices))
+                rows = self._rows.rows(batch, shards[number])
+                cuts = self._rows.window.cut(len(shards[number]))
                 yield from micro_batches(rows, cuts, partial(self._key, step, number))
-
-    def _rows(self, step: int, epoch: int, indices: Tensor) -> Rows:
-        """Returns the rows of a node's step."""
-        key = (self._job.seed, "row", epoch)
-        return Rows(self._setup.data["train"], indices, f"training step {step + 1}", key)
 
     def _key(self, step: int, number: int, micro_batch: int) -> Key:
         return (self._job.seed, step, number, micro_batch)
@@ -171,7 +162,7 @@ class GossipTrainer:
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
         for node in self._nodes.values():
-            node.local_step.policy.lower_rates(num_reductions)
+            node.local_step.turn.policy.lower_rates(num_reductions)
 
     def train_step(
         self,
@@ -191,15 +182,14 @@ class GossipTrainer:
         """
         if [*owned] != [*self._nodes]:
             raise ValueError(f"the nodes here are {[*self._nodes]}, not {[*owned]}")
-        epoch, indices = self._order.batch(self.step)
-        shards = split_rows(len(indices), num_shards)
+        batch = self._rows.batch(self.step)
+        shards = split_rows(batch.num_rows, num_shards)
         lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
-        own, rates = _Sums(), next(iter(self._nodes.values())).local_step.policy.rates_of(lr_factor)
+        own, rates = _Sums(), self._rates(lr_factor)
         for number, node in self._nodes.items():
-            own_rows = indices[shards[number].start : shards[number].stop]
-            rows = self._rows(self.step, epoch, own_rows)
-            if len(rows.indices):  # a node without rows only mixes
-                node.local_step.passes.execution.begin_batch(len(indices))
+            if len(shards[number]):  # a node without rows only mixes
+                rows = self._rows.rows(batch, shards[number])
+                node.local_step.turn.passes.execution.begin_batch(batch.num_rows)
                 report = self._local_step(number, node, rows, lr_factor)
                 node.sums.add(report)
                 own.add(report)
@@ -219,7 +209,7 @@ class GossipTrainer:
             step=self.step,
             loss=own.loss / own.weight if own.weight else math.nan,
             weight=own.weight,
-            num_rows=len(indices),
+            num_rows=batch.num_rows,
             stop=False,
             grad_norm=own.grad_norm,
             num_skipped=own.num_skipped,
@@ -232,11 +222,16 @@ class GossipTrainer:
             exchange_wait_s=wait_s,
         )
 
+    def _rates(self, lr_factor: float) -> Mapping[str, float]:
+        """The learning rates of the first own node's next update."""
+        policy = next(iter(self._nodes.values())).local_step.turn.policy
+        return policy.rates.of_update(lr_factor, policy.schedule)
+
     def _local_step(self, number: int, node: _Node, rows: Rows, lr_factor: float) -> LocalReport:
         """One optimizer step with the mean gradient of the node's rows."""
         node.model.train()
         window = Window(
-            self._job.window.cut(len(rows.indices)),
+            self._rows.window.cut(len(rows.indices)),
             key=partial(self._key, self.step, number),
             before_backward=lambda _: failpoint("worker.gossip.before_backward"),
         )
@@ -244,16 +239,16 @@ class GossipTrainer:
             step = self.step + 1
             return node.local_step.run(rows, window, lr_factor=lr_factor, step=step, number=step)
         finally:
-            node.local_step.passes.randomness.end()
+            node.local_step.turn.passes.randomness.end()
 
-    @torch.no_grad()
     def end_segment(self, exchange: GossipExchange, tally: Tally) -> SegmentSummary:
         """Makes `model` the mean of all nodes; the summary, over all nodes, says how far they are
         from it. The sums of the own nodes are kept here, not taken from the tally.
 
         The mean is over float64 values in order of node, rounded once; integers are node 0's.
         """
-        squares = self._average(exchange)
+        models = {number: node.model for number, node in self._nodes.items()}
+        squares = take_mean(self.model, models, exchange)
         columns = {
             number: [
                 node.sums.weight,
@@ -282,7 +277,7 @@ class GossipTrainer:
                 "consensus_distance": math.sqrt(square / exchange.num_nodes),
                 "mixing_distance": math.sqrt(moved / num_rounds),
                 "max_grad_norm": max(by_column[-1]),
-                **({"skipped_steps": num_skipped} if self._job.window.may_skip else {}),
+                **({"skipped_steps": num_skipped} if self._rows.window.may_skip else {}),
                 **means(logged),
             },
             traffic={} if self.public is None else asdict(self.public.take_traffic()),
@@ -297,46 +292,6 @@ class GossipTrainer:
         (total,) = exchange.sum_in_order([NUM_EXTRAS], lambda n, _: packed(own[n]).to(device))
         here = next((tuple(logged) for logged in own.values() if logged), None)
         return unpacked(total, here)
-
-    def _average(self, exchange: GossipExchange) -> dict[int, float]:
-        """Sets `model`; for each own node the squared distance of its parameters to the mean."""
-        own = {number: _averaged(node.model) for number, node in self._nodes.items()}
-        target, is_param = _averaged(self.model), _is_trainable(self.model)
-        buckets = plan_buckets(target)
-
-        def term(number: int, index: int) -> Tensor:
-            bucket = buckets[index]
-            flat = torch.empty(bucket.numel, dtype=torch.float64, device=target[0].device)
-            return flatten(bucket, own[number], flat)
-
-        totals = exchange.sum_in_order([bucket.numel for bucket in buckets], term)
-        squares = dict.fromkeys(self._nodes, 0.0)
-        for index, (bucket, total) in enumerate(zip(buckets, totals, strict=True)):
-            total.div_(exchange.num_nodes)
-            unflatten(bucket, total, target)
-            for number in self._nodes:
-                away = term(number, index).sub_(total).square_()
-                start = 0
-                for place in bucket.indices:
-                    stop = start + target[place].numel()
-                    if is_param[place]:
-                        squares[number] += float(away[start:stop].sum())
-                    start = stop
-        self._copy_integers(exchange)
-        return squares
-
-    def _copy_integers(self, exchange: GossipExchange) -> None:
-        """Counters and the like are node 0's, through float64, which holds them exactly."""
-        own = {number: _integers(node.model) for number, node in self._nodes.items()}
-        target = _integers(self.model)
-
-        def term(number: int, index: int) -> Tensor:
-            flat = own[number][index].detach().to(torch.float64).reshape(-1)
-            return flat if number == 0 else torch.zeros_like(flat)
-
-        totals = exchange.sum_in_order([tensor.numel() for tensor in target], term)
-        for tensor, total in zip(target, totals, strict=True):
-            tensor.copy_(total.view(tensor.shape))
 
     def evaluator(self) -> Evaluator:
         """Returns the evaluator of the mean, as of the last end of a segment."""
@@ -353,12 +308,9 @@ class GossipTrainer:
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
-            moments, numbers = state_format.optimizer_state(node.optimizer, node.params)
+            own, numbers = node.saved.parts()
             public = self.public.state(number) if self.public is not None else {}
-            numbers |= node.local_step.passes.execution.scale.metadata()
-            if (schedule := node.local_step.policy.schedule) is not None:
-                numbers |= schedule.metadata()
-            named = {**state_format.model_state(node.model), **moments, **public}
+            named = {**own, **public}
             tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
             metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
         return state_format.copied(dict(sorted(tensors.items()))), metadata
@@ -369,11 +321,7 @@ class GossipTrainer:
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
             own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
-            state_format.load_model_state(node.model, own)
-            state_format.load_optimizer_state(node.optimizer, node.params, own, numbers)
-            node.local_step.passes.execution.scale.load(numbers)
-            if (schedule := node.local_step.policy.schedule) is not None:
-                schedule.load(numbers, step)
+            node.saved.load_parts(own, numbers, step)
         if self.public is not None:
             for number in self.public.nodes:
                 self.public.load(number, _of(number, tensors) or tensors)
@@ -391,20 +339,16 @@ def _node(setup: Setup, model: nn.Module, num_steps: int) -> _Node:
     execution = prepare(model, setup.job, setup.gather.device, randomness)
     passes = Passes(model, setup.objective, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
+    schedule = shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints)
     policy = StepPolicy(
         *(setup.job, execution, [p for _, p in params], optimizer, buffers),
         rates=ReportedRates(setup.job.optimizer),
-        schedule=shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints),
+        schedule=schedule,
     )
-    local_step = LocalStep(
-        policy,
-        passes,
-        setup.job.window.must_divide,
-        setup.numerics,
-        setup.callbacks,
-        params,
-    )
-    return _Node(model, params, optimizer, local_step)
+    must_divide, hooks = setup.job.window.must_divide, setup.callbacks
+    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
+    saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
+    return _Node(model, params, saved, local_step)
 
 
 def _prefix(number: int) -> str:
@@ -414,23 +358,6 @@ def _prefix(number: int) -> str:
 def _of(number: int, named: Mapping[str, Value]) -> dict[str, Value]:
     prefix = _prefix(number)
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
-
-
-def _stored(model: nn.Module) -> list[Tensor]:
-    """The tensors of the state_dict, tied ones once."""
-    return list({id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
-
-
-def _averaged(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach() for tensor in _stored(model) if tensor.is_floating_point()]
-
-
-def _is_trainable(model: nn.Module) -> list[bool]:
-    return [tensor.requires_grad for tensor in _stored(model) if tensor.is_floating_point()]
-
-
-def _integers(model: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in _stored(model) if not tensor.is_floating_point()]
 
 
 def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:

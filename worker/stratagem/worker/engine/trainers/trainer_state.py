@@ -35,6 +35,11 @@ class TrainerState:
 
     def live(self, step: int) -> State:
         """The tensors themselves, after `step` steps. Valid until the next one."""
+        tensors, numbers = self.parts()
+        return tensors, state_format.state_metadata(step, numbers)
+
+    def parts(self) -> State:
+        """`live`, without the number of steps."""
         tensors, numbers = state_format.optimizer_state(self.optimizer, self.params)
         numbers |= self.scale.metadata()
         if self.schedule is not None:
@@ -45,8 +50,7 @@ class TrainerState:
         if self.average is not None:
             means, counts = self.average.state()
             tensors, numbers = {**tensors, **means}, {**numbers, **counts}
-        metadata = state_format.state_metadata(step, numbers)
-        return {**state_format.model_state(self.model), **tensors}, metadata
+        return {**state_format.model_state(self.model), **tensors}, numbers
 
     def copied(self, step: int, *, with_shared: bool) -> State:
         """Copies on the CPU, also of residuals. with_shared: of what all members hold, too."""
@@ -58,6 +62,13 @@ class TrainerState:
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
         """Puts a state in the place of the present one; after how many steps it was taken."""
         step = state_format.step_of(metadata)
+        self.load_parts(tensors, metadata, step)
+        return step
+
+    def load_parts(
+        self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], step: int
+    ) -> None:
+        """Takes over what `parts` gave after `step` steps."""
         state_format.load_model_state(self.model, tensors)
         state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         if self.compressor is not None:
@@ -69,4 +80,3 @@ class TrainerState:
         if self.schedule is not None:
             self.schedule.load(metadata, step)
         self.scale.load(metadata)
-        return step

@@ -1,0 +1,289 @@
+"""One update of a model that all members of a party share: a synchronous step, or a turn of it.
+
+Computes the shards that this member owns, passes their gradients to an exchange, and applies the
+sum; parameters change only after the exchange is complete, so an update that failed leaves no
+trace. Knows no gRPC, no members and no coordinator.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from stratagem.common.numerics.batch_shards import split_rows
+from stratagem.common.numerics.mixed_keys import Key
+from stratagem.common.process.failpoints import failpoint
+from stratagem.worker.engine.numerics.mixed_precision import LossScale
+from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_hook, summarize
+from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
+from stratagem.worker.engine.optim.turn_parameters import NamedParams
+from stratagem.worker.engine.step.apply_step import Applied, StepPolicy, apply_step
+from stratagem.worker.engine.step.forward_backward import Counted, Window
+from stratagem.worker.engine.step.logged_sums import LoggedSums
+from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.step_answer import StepAnswer, wish_of
+from stratagem.worker.engine.step.step_report import StepReport, end_of
+from stratagem.worker.engine.step.turns import StepTurn
+from stratagem.worker.engine.trainers.step_extras import StepExtras
+from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.engine.trainers.training_rows import Batch, TrainingRows
+from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
+from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.exchange.reducer import Reducer
+from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
+
+
+class Share(NamedTuple):
+    """What this member has of a step: its shards, and its wishes."""
+
+    exchange: Reducer
+    owned: range
+    num_shards: int
+    stop: bool
+    answer: StepAnswer
+
+
+class _Sums(NamedTuple):
+    """The sums over all live shards, which are in `.grad`, too."""
+
+    scalars: StepScalars
+    num_live: int
+    logged: LoggedSums
+    losses: list[float]
+    """Of this member's own micro-batches."""
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStep:
+    """Makes updates of one model. Used by one thread."""
+
+    setup: Setup
+    params: NamedParams
+    """All that are trained, in whatever turn: the exchange carries all of them."""
+    rows: TrainingRows
+    buffers: Buffers
+    extras: StepExtras
+    compressor: Compressor | None
+    phases: PhaseTraining | None
+    timer: PassTimer
+
+    def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
+        """Makes the update of a turn, of `num_turns` in each step, over the batch."""
+        exchange = share.exchange
+        self.buffers.snapshot()
+        self.setup.execution.begin_batch(batch.num_rows)
+        divisor = self._divisor(turn, batch.num_rows)
+        must_weigh = divisor is None and self.rows.window.must_divide
+        number = batch.step * num_turns + (turn.number or 0) + 1
+        try:
+            sums = self._sums(turn, number, batch, share, divisor, must_weigh=must_weigh)
+        except BaseException:
+            # The step will be done again, perhaps with other members: forget all of it.
+            exchange.discard()
+            self.buffers.restore()
+            raise
+        finally:
+            turn.passes.randomness.end()
+        if sums.scalars.stop >= END:
+            exchange.discard()
+            self.buffers.restore()
+            return end_of(batch.step)
+        failpoint("worker.step.before_apply")
+        return self._apply(turn, batch, exchange, sums, must_divide=must_weigh)
+
+    def predict(self, turn: StepTurn, step: int, phases: PhaseTraining) -> StepReport:
+        """Makes an update, after `step` others, with a gradient that every member predicts for
+        itself, from the same history to the same bits."""
+        phase, predicted = phases.phase, phases.predict()
+        for (_, param), gradient in zip(self.params, predicted, strict=True):
+            param.grad = gradient
+        grads = [gradient for gradient in predicted if gradient is not None]
+        summary = summarize(phases.last_loss, 1.0, grads, self.setup.numerics)
+        # There was no forward pass, and no loss that was scaled.
+        execution = replace(self.setup.execution, scale=LossScale(is_dynamic=False))
+        policy = replace(turn.policy, execution=execution, buffers=None)
+        is_applied, learning_rates = self._update(step, summary, policy)
+        phases.end_predicted()
+        return StepReport(
+            step=step + 1,
+            loss=summary.loss,
+            weight=0.0,
+            num_rows=0,
+            stop=False,
+            grad_norm=summary.norm.item(),
+            num_skipped=int(not is_applied),
+            phase=phase,
+            learning_rates=learning_rates,
+            news=phases.take_news(),
+        )
+
+    def key(self, turn: StepTurn, step: int, shard: int, micro_batch: int) -> Key:
+        """Returns what a micro-batch's random numbers depend on."""
+        return (self.setup.job.seed, step, *turn.key, shard, micro_batch)
+
+    def _divisor(self, turn: StepTurn, num_rows: int) -> float | None:
+        """Returns the divisor of the sums if known before the step; gradients then come divided.
+
+        None where it depends on the weights, or where nothing is divided.
+        """
+        scale = self.setup.execution.scale
+        if not self.rows.window.must_divide:
+            return scale.value if scale.is_dynamic else None
+        return num_rows * scale.value if turn.passes.objective.counts_rows else None
+
+    def _sums(
+        self,
+        turn: StepTurn,
+        number: int,
+        batch: Batch,
+        share: Share,
+        divisor: float | None,
+        *,
+        must_weigh: bool,
+    ) -> _Sums:
+        """Computes the own shards, and waits for the sums of all. number: of the exchange, from 1.
+        must_weigh: the divisor is not known before."""
+        exchange, owned = share.exchange, share.owned
+        live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
+        wish = wish_of(share.answer, stop=share.stop)
+        losses: list[float] = []
+        own_logged: LoggedSums | None = None
+        exchange.begin_step(number, owned, len(live), divisor=divisor)
+        for shard in range(owned.start, min(owned.stop, len(live))):
+            if shard > owned.start:
+                self.buffers.restore()
+            counted = self._run_shard(turn, exchange, batch, shard, live[shard], must_weigh)
+            losses += counted.losses
+            own_logged = counted.logged
+            rest = self.extras.of_shard(shard, len(live), counted.logged, share.answer)
+            scalars = StepScalars(counted.weight, counted.loss_sum, wish, exchange.reached(), rest)
+            exchange.end_shard(shard, scalars)
+        waits_since_s = time.perf_counter()
+        sums = exchange.finish()
+        wait_s = time.perf_counter() - waits_since_s
+        self.extras.compare(sums.rest, len(live), batch.step + 1)
+        return _Sums(sums, len(live), self.extras.logged(sums.rest, own_logged), losses, wait_s)
+
+    def _run_shard(
+        self,
+        turn: StepTurn,
+        exchange: Reducer,
+        batch: Batch,
+        shard: int,
+        cut: range,
+        must_weigh: bool,
+    ) -> Counted:
+        """Does forward and backward of one shard."""
+        rows = self.rows.rows(batch, cut)
+        cuts = self.rows.window.cut(len(cut))
+        exchange.begin_shard(shard, num_micro_batches=len(cuts))
+
+        def before(micro_batch: int) -> None:
+            if micro_batch:
+                self.timer.begin_forward()
+                exchange.next_micro_batch()
+
+        def before_backward(weight: float) -> None:
+            self.timer.begin_backward()
+            failpoint("worker.step.before_backward")
+            if must_weigh:
+                exchange.weigh(weight * self.setup.execution.scale.value)
+            if self.compressor is not None:
+                self.compressor.weigh(shard, weight)
+
+        key = partial(self.key, turn, batch.step, shard)
+        self.timer.begin_passes()
+        counted = turn.passes.add_sums(rows, Window(cuts, key, before, before_backward))
+        self.timer.end_passes()
+        return counted
+
+    def _apply(
+        self, turn: StepTurn, batch: Batch, exchange: Reducer, sums: _Sums, *, must_divide: bool
+    ) -> StepReport:
+        """Turns the sums into one update, or leaves everything as it is and says so."""
+        scalars, scale = sums.scalars, self.setup.execution.scale
+        scale_before = scale.value
+        if must_divide:
+            exchange.divide(scalars.weight * scale_before)
+        # A parameter that no shard reached has no gradient, as in a loop without shards:
+        # optimizers then leave it alone, weight decay and all.
+        for (_, param), count in zip(self.params, scalars.reached, strict=True):
+            if count == 0:
+                param.grad = None
+        summary = self._summary(turn, scalars, exchange.norms())
+        takes_gradients = self.setup.callbacks.takes_gradients
+        hook = partial(self._call_hook, turn, batch.step) if takes_gradients else None
+        summary = after_hook(summary, hook, partial(self._summary, turn, scalars))
+        phase, correct = "", None
+        if self.phases is not None:
+            phase, correct = self.phases.phase, partial(self._take, self.phases, summary.loss)
+        is_applied, learning_rates = self._update(batch.step, summary, turn.policy, correct)
+        if is_applied:
+            self.buffers.apply(scalars.rest, sums.num_live)
+        if self.compressor is not None:
+            if is_applied:
+                self.compressor.applied()
+            if scale.value != scale_before:
+                self.compressor.rescale(scale.value / scale_before)
+        return StepReport(
+            step=batch.step + 1,
+            loss=summary.loss,
+            weight=summary.weight if is_applied else 0.0,
+            num_rows=batch.num_rows,
+            stop=scalars.stop > 0,
+            grad_norm=summary.norm.item(),
+            num_skipped=int(not is_applied),
+            phase=phase,
+            learning_rates=learning_rates,
+            logged=sums.logged,
+            answered=self.extras.answered(scalars.rest),
+            micro_batch_losses=tuple(sums.losses),
+            news=() if self.phases is None else self.phases.take_news(),
+            exchange_wait_s=sums.wait_s,
+        )
+
+    def _summary(
+        self, turn: StepTurn, sums: StepScalars, norms: Sequence[Tensor] | None = None
+    ) -> StepSummary:
+        """Summarizes the update; norms: of the gradients, where they are known."""
+        grads = [param.grad for param in turn.policy.params if param.grad is not None]
+        summary = summarize(sums.loss, sums.weight, grads, self.setup.numerics, norms)
+        return replace(summary, is_finite=False) if sums.is_spoiled else summary
+
+    def _call_hook(self, turn: StepTurn, step: int) -> None:
+        """Has the user's code change the gradient that is about to be applied."""
+        number, key, randomness = step + 1, (self.setup.job.seed, step), turn.passes.randomness
+        activity = f"training step {number}"
+        self.setup.callbacks.take_gradients(turn.params, number, key, randomness, activity)
+
+    def _update(
+        self,
+        step: int,
+        summary: StepSummary,
+        policy: StepPolicy,
+        correct: Callable[[Tensor], Tensor] | None = None,
+    ) -> Applied:
+        """Ends a step, which follows `step` others, with the gradients in `.grad`."""
+        return apply_step(
+            summary,
+            policy,
+            lr_factor=learning_rate_factor(policy.job.optimizer, step, self.rows.num_steps),
+            activity=f"training step {step + 1}",
+            number=step + 1,
+            correct=correct,
+        )
+
+    def _take(self, phases: PhaseTraining, loss: float, norm: Tensor) -> Tensor:
+        """Shows an exact gradient to the phases; returns its norm, which a correction changes."""
+        is_correction = phases.phase is TrainingPhase.CORRECT
+        grads = [param.grad for _, param in self.params]
+        phases.take(grads, loss)
+        if not is_correction:
+            return norm
+        numerics, corrected = self.setup.numerics, [grad for grad in grads if grad is not None]
+        return total_norm(parts_of(corrected, numerics), numerics)
