@@ -71,6 +71,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.EvaluationSpec,
         StopSpec,
         sections.CheckpointSpec,
+        sections.RecordingSpec,
         AccumulationSpec,
         ExecutionSpec,
         CompressionSpec,

@@ -1,7 +1,7 @@
 """A long-lived cluster of real processes, and what the crash tests do to it.
 
-A run's `Outcome` is all that must not depend on crashes: the digest of every committed state, and
-the metrics that were journaled with it.
+A run's `Outcome` is all that must not depend on crashes: the digest of every committed state, the
+metrics that were journaled with it, and the step history but for what clocks say.
 """
 
 import json
@@ -32,6 +32,8 @@ class Outcome:
 
     digests: Mapping[tuple[str, int], str]
     metrics: Mapping[tuple[str, int], Mapping[str, float]]
+    history: Mapping[str, bytes]
+    """The rows of each series that is not observed."""
 
 
 @dataclass(slots=True)
@@ -124,7 +126,9 @@ def outcome_of(run: RunHandle) -> Outcome:
             case "GenerationClosed":
                 digests[payload["party"], payload["generation"]] = payload["digest"]
     run.result()
-    return Outcome(digests, metrics)
+    series = run.history(parties="*").items()
+    exact = {name: each.columns.to_bytes() for name, each in series if not each.observed}
+    return Outcome(digests, metrics, exact)
 
 
 def events_of(run: RunHandle) -> Iterator[Event]:

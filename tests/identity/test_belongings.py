@@ -97,6 +97,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "ListRuns": (Row(C.ListRunsRequest(), READERS),),
     "WatchRun": (Row(C.WatchRunRequest(run_id="r", from_index=2**40), READERS),),
     "WatchRuns": (Row(C.WatchRunsRequest(), READERS),),
+    "GetHistory": (_of_run(C.GetHistoryRequest, READERS),),
     "DownloadState": (_of_run(C.DownloadStateRequest, READERS),),
     "DownloadProfile": (_of_run(C.DownloadProfileRequest, READERS),),
     "TailLogs": (_of_run(C.TailLogsRequest, READERS),),

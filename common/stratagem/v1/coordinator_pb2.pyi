@@ -500,6 +500,112 @@ class WatchRunResponse(_message.Message):
 Global___WatchRunResponse: _TypeAlias = WatchRunResponse  # noqa: Y015
 
 @_typing.final
+class GetHistoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PARTIES_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    TO_STEP_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    from_step: _builtins.int
+    """Steps wanted, both included, from 1; to_step 0: up to the newest. Rows come whole."""
+    to_step: _builtins.int
+    max_rows: _builtins.int
+    """Of each series, at most 65,536; the stride is doubled until they suffice. 0: as many."""
+    @_builtins.property
+    def parties(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty for the root alone, which is ""; otherwise names of parties, or prefixes that end in "*"."""
+
+    @_builtins.property
+    def series(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names, or prefixes that end in "*"; empty for all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        parties: _abc.Iterable[_builtins.str] | None = ...,
+        series: _abc.Iterable[_builtins.str] | None = ...,
+        from_step: _builtins.int = ...,
+        to_step: _builtins.int = ...,
+        max_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "max_rows", b"max_rows", "parties", b"parties", "run_id", b"run_id", "series", b"series", "to_step", b"to_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHistoryRequest: _TypeAlias = GetHistoryRequest  # noqa: Y015
+
+@_typing.final
+class GetHistoryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def block(self) -> Global___HistoryBlock: ...
+    def __init__(
+        self,
+        *,
+        block: Global___HistoryBlock | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHistoryResponse: _TypeAlias = GetHistoryResponse  # noqa: Y015
+
+@_typing.final
+class HistoryBlock(_message.Message):
+    """Rows of one series, in order of step. Rows of several blocks that stand for steps of the same
+    stride belong together.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTY_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
+    OBSERVED_FIELD_NUMBER: _builtins.int
+    PROVISIONAL_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    party: _builtins.str
+    series: _builtins.str
+    stride: _builtins.int
+    """Row k stands for the steps from k * stride + 1 to (k + 1) * stride."""
+    observed: _builtins.bool
+    """Depends on clocks and machines: two runs of one job differ in it."""
+    provisional: _builtins.bool
+    """Of a segment that has not ended: its steps may be done again."""
+    columns: _builtins.bytes
+    """zlib of the columns one after the other, little-endian: step (int64, the last one in the row),
+    last, min, max (float64, of finite values; NaN where there are none), count, nonfinite (int64).
+    """
+    def __init__(
+        self,
+        *,
+        party: _builtins.str = ...,
+        series: _builtins.str = ...,
+        stride: _builtins.int = ...,
+        observed: _builtins.bool = ...,
+        provisional: _builtins.bool = ...,
+        columns: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "observed", b"observed", "party", b"party", "provisional", b"provisional", "series", b"series", "stride", b"stride"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryBlock: _TypeAlias = HistoryBlock  # noqa: Y015
+
+@_typing.final
 class RunEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

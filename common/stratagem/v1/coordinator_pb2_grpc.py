@@ -60,6 +60,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsResponse.FromString,
                 _registered_method=True)
+        self.GetHistory = channel.unary_stream(
+                '/stratagem.v1.CoordinatorService/GetHistory',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.GetHistoryResponse.FromString,
+                _registered_method=True)
         self.CancelRun = channel.unary_unary(
                 '/stratagem.v1.CoordinatorService/CancelRun',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.CancelRunRequest.SerializeToString,
@@ -173,6 +178,14 @@ class CoordinatorServiceServicer(object):
     def WatchRuns(self, request, context):
         """All runs in brief, newest first, then those that have changed, at most twice a second, until the
         caller ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHistory(self, request, context):
+        """The step history of a run: values of its steps by party and series, in rows that each stand for
+        as many steps as a stride. Nothing of a series, or party, that is not known. NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -322,6 +335,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.WatchRuns,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.WatchRunsResponse.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.GetHistoryRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.GetHistoryResponse.SerializeToString,
             ),
             'CancelRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRun,
@@ -530,6 +548,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/WatchRuns',
             stratagem_dot_v1_dot_coordinator__pb2.WatchRunsRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.WatchRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/GetHistory',
+            stratagem_dot_v1_dot_coordinator__pb2.GetHistoryRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.GetHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,10 @@ class CoordinatorServiceStub:
     """All runs in brief, newest first, then those that have changed, at most twice a second, until the
     caller ends it.
     """
+    GetHistory: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetHistoryRequest, _coordinator_pb2.GetHistoryResponse]
+    """The step history of a run: values of its steps by party and series, in rows that each stand for
+    as many steps as a stride. Nothing of a series, or party, that is not known. NOT_FOUND.
+    """
     CancelRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]
     """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
     two: PERMISSION_DENIED for a run of somebody else, without the scope admin.
@@ -156,6 +160,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     WatchRuns: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunsRequest, _coordinator_pb2.WatchRunsResponse]  # type: ignore[assignment]
     """All runs in brief, newest first, then those that have changed, at most twice a second, until the
     caller ends it.
+    """
+    GetHistory: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetHistoryRequest, _coordinator_pb2.GetHistoryResponse]  # type: ignore[assignment]
+    """The step history of a run: values of its steps by party and series, in rows that each stand for
+    as many steps as a stride. Nothing of a series, or party, that is not known. NOT_FOUND.
     """
     CancelRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CancelRunRequest, _coordinator_pb2.CancelRunResponse]  # type: ignore[assignment]
     """Stops a run; its last commit stays and can be resumed. Idempotent. NOT_FOUND. Like the next
@@ -264,6 +272,15 @@ class CoordinatorServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunsResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunsResponse]]:
         """All runs in brief, newest first, then those that have changed, at most twice a second, until the
         caller ends it.
+        """
+
+    def GetHistory(
+        self,
+        request: _coordinator_pb2.GetHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.GetHistoryResponse], _abc.AsyncIterator[_coordinator_pb2.GetHistoryResponse]]:
+        """The step history of a run: values of its steps by party and series, in rows that each stand for
+        as many steps as a stride. Nothing of a series, or party, that is not known. NOT_FOUND.
         """
 
     def CancelRun(

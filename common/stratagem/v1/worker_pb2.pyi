@@ -289,6 +289,7 @@ class TrainPlan(_message.Message):
     LINEAGE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
+    HISTORY_STRIDE_FIELD_NUMBER: _builtins.int
     to_step: _builtins.int
     """The segment ends when this many optimizer steps have been applied since the run began."""
     num_shards: _builtins.int
@@ -300,6 +301,8 @@ class TrainPlan(_message.Message):
     """
     num_lr_reductions: _builtins.int
     """How often a plateau of the job's schedule has lowered the learning rates before this segment."""
+    history_stride: _builtins.int
+    """Steps in a row of the step history, a power of two; 0: none is recorded."""
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
@@ -329,10 +332,11 @@ class TrainPlan(_message.Message):
         lineage: _builtins.int = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         num_lr_reductions: _builtins.int = ...,
+        history_stride: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "history_stride", b"history_stride", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,6 +510,7 @@ class ExecuteResponse(_message.Message):
     LOG_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
@@ -518,6 +523,8 @@ class ExecuteResponse(_message.Message):
     def result(self) -> Global___ExecuteResult: ...
     @_builtins.property
     def profile(self) -> Global___Profile: ...
+    @_builtins.property
+    def history(self) -> Global___HistoryPart: ...
     def __init__(
         self,
         *,
@@ -527,16 +534,49 @@ class ExecuteResponse(_message.Message):
         log: Global___LogLine | None = ...,
         result: Global___ExecuteResult | None = ...,
         profile: Global___Profile | None = ...,
+        history: Global___HistoryPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "history", b"history", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "history", b"history", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "need_blob", "progress", "log", "result", "profile"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "need_blob", "progress", "log", "result", "profile", "history"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class HistoryPart(_message.Message):
+    """A part of the step history of a segment, at most 256 KiB. All parts of an execution go to every
+    call that attends it, in order and before the result; a part with number 0 begins again, as after
+    a member has copied the state of another one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    from_step: _builtins.int
+    """Steps that had been applied when the recording began."""
+    rows: _builtins.bytes
+    """Series and their rows, packed; common/history/packing.py has the format."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        from_step: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "number", b"number", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryPart: _TypeAlias = HistoryPart  # noqa: Y015
 
 @_typing.final
 class Profile(_message.Message):
@@ -924,6 +964,8 @@ class TrainResult(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     WANTS_EVALUATION_FIELD_NUMBER: _builtins.int
+    NUM_HISTORY_PARTS_FIELD_NUMBER: _builtins.int
+    HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -941,6 +983,11 @@ class TrainResult(_message.Message):
     """
     wants_evaluation: _builtins.bool
     """True if the user's callbacks here want to see evaluations."""
+    num_history_parts: _builtins.int
+    """How many parts of the step history came before, and the SHA-256 of their rows; none from a
+    member that does not send them.
+    """
+    history_digest: _builtins.str
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
     @_builtins.property
@@ -982,10 +1029,12 @@ class TrainResult(_message.Message):
         stop_reason: _builtins.str = ...,
         streams: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
         wants_evaluation: _builtins.bool = ...,
+        num_history_parts: _builtins.int = ...,
+        history_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "loss", b"loss", "metrics", b"metrics", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic", "wants_evaluation", b"wants_evaluation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "history_digest", b"history_digest", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic", "wants_evaluation", b"wants_evaluation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

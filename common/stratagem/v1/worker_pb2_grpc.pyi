@@ -54,7 +54,7 @@ class WorkerServiceStub:
     re-attaches to what runs, or replays its result; with a higher fence.membership it gives the
     running plan its new view of the party. A disconnect never cancels: Abort does.
     The stream begins with Accepted and ends with one ExecuteResult. Between them come NeedBlob
-    (the caller answers with SetState), Progress (latest value only) and LogLine.
+    (the caller answers with SetState), Progress (latest value only), HistoryPart and LogLine.
     Also answers: NOT_FOUND when the plan names a data set this worker does not have;
     ABORTED when the session was closed meanwhile.
     """
@@ -106,7 +106,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     re-attaches to what runs, or replays its result; with a higher fence.membership it gives the
     running plan its new view of the party. A disconnect never cancels: Abort does.
     The stream begins with Accepted and ends with one ExecuteResult. Between them come NeedBlob
-    (the caller answers with SetState), Progress (latest value only) and LogLine.
+    (the caller answers with SetState), Progress (latest value only), HistoryPart and LogLine.
     Also answers: NOT_FOUND when the plan names a data set this worker does not have;
     ABORTED when the session was closed meanwhile.
     """
@@ -160,7 +160,7 @@ class WorkerServiceServicer:
         re-attaches to what runs, or replays its result; with a higher fence.membership it gives the
         running plan its new view of the party. A disconnect never cancels: Abort does.
         The stream begins with Accepted and ends with one ExecuteResult. Between them come NeedBlob
-        (the caller answers with SetState), Progress (latest value only) and LogLine.
+        (the caller answers with SetState), Progress (latest value only), HistoryPart and LogLine.
         Also answers: NOT_FOUND when the plan names a data set this worker does not have;
         ABORTED when the session was closed meanwhile.
         """

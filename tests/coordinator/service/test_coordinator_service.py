@@ -123,6 +123,7 @@ async def test_unknown_runs_are_not_found(tmp_path: Path) -> None:
             stub.DeleteRun(pb.DeleteRunRequest(run_id="nope")),
             first_of(stub.WatchRun(pb.WatchRunRequest(run_id="nope"))),
             first_of(stub.TailLogs(pb.TailLogsRequest(run_id="nope"))),
+            first_of(stub.GetHistory(pb.GetHistoryRequest(run_id="nope"))),
             first_of(stub.DownloadState(pb.DownloadStateRequest(run_id="nope"))),
         ):
             assert await refused(call) == (Code.NOT_FOUND, "run 'nope' is not known")

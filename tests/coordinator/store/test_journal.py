@@ -9,11 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import ConflictError
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.history import Recorder, Series
+from stratagem.common.history.packing import pack
 from stratagem.coordinator.store.journal import journal
 from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
 from stratagem.coordinator.store.journal.lead import FencedError
 from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
 from stratagem.coordinator.store.journal.summaries import RunSummary
 from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
 from tests.programs import run
@@ -172,6 +175,42 @@ def test_a_summary_holds_until_its_run_has_a_newer_event(log: Journal) -> None:
     assert log.briefs("2") == {B: f"brief {B}", A: None, "": None}
     log.delete_run(term, A)
     assert (log.briefs("1"), log.shown([A])) == ({B: None, "": None}, {})
+
+
+def history(party: str, segment: int, loss: float, wall_s: float = 0.0) -> HistoryRow:
+    recorder = Recorder(1, 0)
+    recorder.add(1, [(Series("train.loss"), loss), (Series("time.wall_s", True), wall_s)])
+    rows = pack(recorder.end())
+    return HistoryRow(A, Party(party), segment, 1, 10 * segment - 10, 10 * segment, rows)
+
+
+def test_a_step_history_is_written_with_its_events_or_not_at_all(
+    log: Journal, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = lead(log, ELSEWHERE)
+    rows = [history("", 1, 2.0), history("", 2, 1.0), history("member/1", 1, 3.0)]
+    log.append(old, [record(A, 0, "k")], histories=rows)
+    with pytest.raises(DuplicateKeyError):
+        log.append(old, [record(A, 1), record(A, 2, "k")], histories=[history("", 3, 0.5)])
+    assert log.history_parties(A) == ["", "member/1"]
+    assert log.history(A, Party(""), -1, 9) == rows[:2]
+    assert log.history(A, Party(""), -1, 1) == rows[:1]
+    assert log.history(A, Party(""), 1, 9) == rows[1:2]
+    assert log.history(B, Party(""), -1, 9) == []
+    again = history("", 2, 1.0, wall_s=5.0)  # done again at another time
+    log.append(old, [record(A, 1)], histories=[again])
+    assert "recorded other values" not in capsys.readouterr().out
+    assert log.history(A, Party(""), 1, 9) == [again]
+    log.append(old, [record(A, 2)], histories=[history("", 2, 1.5)])
+    assert "recorded other values" in capsys.readouterr().out
+    other = Journal.open(place)
+    term = other.take_lead(US, ttl_s=0.05).term
+    with pytest.raises(FencedError):
+        log.append(old, [record(A, 3)], histories=[history("", 4, 0.25)])
+    assert len(other.history(A, Party(""), -1, 9)) == 2
+    other.delete_run(term, A)
+    assert (other.history_parties(A), other.history(A, Party(""), -1, 9)) == ([], [])
+    other.close()
 
 
 def test_a_summary_is_written_with_its_events_or_not_at_all(log: Journal, place: str) -> None:

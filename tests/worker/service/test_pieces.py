@@ -270,6 +270,30 @@ async def test_an_outbox_tells_latecomers_what_counts() -> None:
         [message async for message in outbox.follow()]
 
 
+async def test_each_call_gets_the_parts_of_a_history_in_order_from_its_first_on() -> None:
+    outbox = Outbox("w")
+    taken: list[tuple[int, int]] = []
+    outbox.add_history(pb.HistoryPart(number=0, from_step=1))
+    async for message in outbox.follow():
+        taken.append((message.history.from_step, message.history.number))
+        match len(taken):
+            case 1:
+                outbox.add_history(pb.HistoryPart(number=1, from_step=1))
+            case 2:
+                outbox.restart_history()
+                outbox.add_history(pb.HistoryPart(number=0, from_step=2))
+            case 3:
+                outbox.progress(pb.Progress(step=5))
+            case 4:  # while the progress is taken, the end comes
+                outbox.add_history(pb.HistoryPart(number=1, from_step=2))
+                outbox.finish(pb.ExecuteResult(train=pb.TrainResult(num_history_parts=2)))
+    assert taken == [(1, 0), (1, 1), (2, 0), (0, 0), (2, 1), (0, 0)]
+    late = [message async for message in outbox.follow()]
+    parts = [(each.history.from_step, each.history.number) for each in late]
+    assert parts == [(2, 0), (2, 1), (0, 0), (0, 0)]
+    assert [each.WhichOneof("message") for each in late[2:]] == ["progress", "result"]
+
+
 async def test_snapshots_and_the_live_state() -> None:
     store = StateStore()
     states = [freeze({"x": torch.ones(1)}, {"step": str(n)}) for n in range(4)]

@@ -28,6 +28,7 @@ from stratagem.client.course.population import Population
 from stratagem.client.course.population import population as course_population
 from stratagem.client.course.rounds import Round
 from stratagem.client.course.rounds import rounds as course_rounds
+from stratagem.client.history.step_history import History
 from stratagem.client.sdk import downloads, uploads, views
 from stratagem.client.sdk.initial_source import resolve_initial
 from stratagem.client.sdk.job_input import Job, parse_job
@@ -315,6 +316,40 @@ class AsyncRun:
                     if item.index >= newest:
                         break
         return tuple(found)
+
+    async def history(
+        self,
+        series: str | Sequence[str] = (),
+        parties: str | Sequence[str] = (),
+        *,
+        from_step: int = 1,
+        to_step: int | None = None,
+        max_rows: int | None = None,
+    ) -> History:
+        """Return what was recorded of each step: loss, gradient norm, learning rates, what the
+        user's code has logged, and, observed, times.
+
+        series, parties: names, or beginnings of names that end in "*". Without series all of them,
+        without parties those of the whole run. max_rows: of each series; the rows then stand for
+        more steps each. Complete while the run goes on, with the steps of the segment in flight.
+        """
+        request = pb.GetHistoryRequest(
+            run_id=self.run_id,
+            series=[series] if isinstance(series, str) else series,
+            parties=[parties] if isinstance(parties, str) else parties,
+            from_step=from_step,
+            to_step=to_step or 0,
+            max_rows=max_rows or 0,
+        )
+        blocks: list[pb.HistoryBlock] = []
+
+        def open_stream() -> grpc.aio.UnaryStreamCall[pb.GetHistoryRequest, pb.GetHistoryResponse]:
+            blocks.clear()  # after a cut all of it is sent again
+            return self._connection.stub.GetHistory(request)
+
+        async for response in self._connection.follow(open_stream):
+            blocks.append(response.block)
+        return History.of(blocks)
 
     async def result(self) -> RunStatus:
         """Wait for the end of the run.

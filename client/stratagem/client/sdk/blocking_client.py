@@ -25,6 +25,7 @@ from stratagem.client.course.clients import FederatedClient
 from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
+from stratagem.client.history.step_history import History
 from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
 from stratagem.client.sdk.job_input import Job
@@ -263,6 +264,21 @@ class RunHandle:
     def population(self) -> Population:
         """The generations of a population so far: scores, lineages, and the schedule of each."""
         return self._loop.call(self._run.population())
+
+    def history(
+        self,
+        series: str | Sequence[str] = (),
+        parties: str | Sequence[str] = (),
+        *,
+        from_step: int = 1,
+        to_step: int | None = None,
+        max_rows: int | None = None,
+    ) -> History:
+        """What was recorded of each step, by name of series; see AsyncRun.history."""
+        asked = self._run.history(
+            series, parties, from_step=from_step, to_step=to_step, max_rows=max_rows
+        )
+        return self._loop.call(asked)
 
     def result(self) -> RunResult:
         """Wait for the end of the run; raises UserCodeError or RunFailedError."""

@@ -16,7 +16,7 @@ from stratagem.common.schema.json_text import JSON
 MAY_CHANGE: Final = (
     *("name", "initial", "epochs", "steps", "strategy.rounds"),
     *("optimizer", "evaluation", "checkpoint", "callbacks"),
-    *("retention", "placement_timeout_s"),
+    *("retention", "recording", "placement_timeout_s"),
 )
 """Fields that may differ, with all below them, unless they are in MUST_STAY."""
 MUST_STAY: Final = {

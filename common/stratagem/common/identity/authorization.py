@@ -70,6 +70,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}ListRuns": _READ,
     f"{_COORDINATOR}WatchRun": _READ,
     f"{_COORDINATOR}WatchRuns": _READ,
+    f"{_COORDINATOR}GetHistory": _READ,
     f"{_COORDINATOR}DownloadState": _READ,
     f"{_COORDINATOR}DownloadProfile": _READ,
     f"{_COORDINATOR}TailLogs": _READ,

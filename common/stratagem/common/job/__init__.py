@@ -23,6 +23,7 @@ from stratagem.common.job.sections import (
     LossSpec,
     ModelSpec,
     PartitionSpec,
+    RecordingSpec,
 )
 from stratagem.common.job.spec import JobSpec
 from stratagem.common.model.graph import (
@@ -55,6 +56,7 @@ __all__ = [
     "PartitionSpec",
     "PhasesSpec",
     "PredictorSpec",
+    "RecordingSpec",
     "ScheduleSpec",
     "SubgraphSpec",
     "WeightAverageSpec",

@@ -198,6 +198,17 @@ class CheckpointSpec(Section):
     every: EveryField | None = None
 
 
+class RecordingSpec(Section):
+    """What is recorded of the steps of a run; nothing of it changes what is computed.
+
+    steps: record them, which costs some microseconds each. observed: record, too, what depends on
+    clocks and machines, such as rows per second.
+    """
+
+    steps: bool = True
+    observed: bool = True
+
+
 class PartitionSpec(Section):
     """Settings of how one data set is divided among federated clients.
 

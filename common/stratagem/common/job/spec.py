@@ -38,6 +38,7 @@ from stratagem.common.job.sections import (
     LossSpec,
     ModelSpec,
     PartitionSpec,
+    RecordingSpec,
 )
 from stratagem.common.job.stream_rules import against_streams, says_stream
 from stratagem.common.schema.document import Section, refuse
@@ -114,6 +115,7 @@ class JobSpec(Section):
     search_space: SearchSpaceField | None = None
     steps_per_generation: Count | None = None
     retention: Count = 2
+    recording: RecordingSpec | None = None
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")

@@ -51,6 +51,7 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.perform import perform
 from stratagem.coordinator.observe.counted_progress import publish_counts
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
+from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.run_paces import Paces
@@ -95,6 +96,7 @@ class App:
         self.feed = Feed(self._history)
         self.feed.listeners.append(self._look_at)
         self.paces = Paces()
+        self.history = LiveHistory()
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
@@ -113,6 +115,7 @@ class App:
             blobs=self.blobs,
             spool=self.spool,
             feed=self.feed,
+            history=self.history,
             logs=self.logs,
             profiles=self.profiles,
             settings=settings,
@@ -250,7 +253,10 @@ class App:
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
                 self.env.forget_member(fact.member)
-            case SegmentFinished() | RoundClosed():
+            case SegmentFinished():
+                self.feed.set_progress(run_id, None)
+                self.history.end(run_id, fact.party, fact.segment)
+            case RoundClosed():
                 self.feed.set_progress(run_id, None)
             case SegmentCommitted():
                 self._empty_spool(run_id, fact)
@@ -270,8 +276,13 @@ class App:
                 self._forget_lines(run_id)
                 self._delete_updates(SpoolRun(run_id, fact.submission))
                 self._collect()
+        self._end_of(run_id)
+
+    def _end_of(self, run_id: RunId) -> None:
+        """Let go of what is kept open, or in memory, of a run that has ended."""
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
+            self.history.forget(run_id)
 
     def _forget_lines(self, run_id: RunId) -> None:
         self.logs.delete(run_id)

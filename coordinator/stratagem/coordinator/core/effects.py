@@ -72,6 +72,9 @@ class RunSegment:
     """Steps that earlier segments have left out."""
     num_lr_reductions: int = 0
     """How often a plateau has lowered the learning rates before the segment."""
+    num_steps: int = field(default=0, compare=False)
+    """Steps of the party's whole training: rows of its history stand for more where there are
+    more."""
 
 
 @dataclass(frozen=True, slots=True)

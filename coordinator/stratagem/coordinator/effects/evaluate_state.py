@@ -14,7 +14,12 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish, record_of
+from stratagem.coordinator.effects.execution.execute_plan import (
+    OnProgress,
+    PlanListener,
+    finish,
+    record_of,
+)
 from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
@@ -110,7 +115,13 @@ async def _evaluate(
     client = effect.client
     failed = None if client is None else partial(_fail_client, env, effect, client)
     result = await finish(
-        env, effect, member, request, on_progress, base=effect.base.digest, failed=failed
+        env,
+        effect,
+        member,
+        request,
+        PlanListener(on_progress),
+        base=effect.base.digest,
+        failed=failed,
     )
     return None if result is None else result.evaluate
 

@@ -42,6 +42,7 @@ from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.fact_log import Recorded
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
@@ -59,6 +60,7 @@ log = structlog.get_logger()
 class _Ask:
     command: Command
     answer: "asyncio.Future[tuple[JournalEntry, ...]]"
+    history: HistoryRow | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class _Batch:
     num_of_cluster: int
     """Number of facts of the cluster, which no run counts."""
     committed: list[Committed] = field(default_factory=list)
+    histories: list[HistoryRow] = field(default_factory=list)
     answers: list[tuple[_Ask, tuple[JournalEntry, ...] | StratagemError]] = field(
         default_factory=list
     )
@@ -160,10 +163,15 @@ class Loop:
             if run_id != CLUSTER and self.state.find(run_id) is None:
                 await self.recorded.forget(run_id)
 
-    async def submit(self, command: Command) -> tuple[JournalEntry, ...]:
+    async def submit(
+        self, command: Command, history: HistoryRow | None = None
+    ) -> tuple[JournalEntry, ...]:
         """Have a command decided and return the facts that it led to, durable. Raises the error it
-        was refused with, and CancelledError once the loop has ended."""
-        ask = _Ask(command, asyncio.get_running_loop().create_future())
+        was refused with, and CancelledError once the loop has ended.
+
+        history: written with the facts, if there are any, and part of no decision.
+        """
+        ask = _Ask(command, asyncio.get_running_loop().create_future(), history)
         self._queue.put_nowait(ask)
         if self._has_ended:
             ask.answer.cancel()
@@ -219,6 +227,7 @@ class Loop:
             return
         if decision:
             batch.state = state
+            batch.histories += [] if ask.history is None else [ask.history]
         now_s = self.clock.now()
         for entry in decision:
             self._add(batch, entry, now_s)
@@ -244,7 +253,7 @@ class Loop:
         if batch.committed:
             ended = _at_rest(batch.state, self._agenda.world, batch.walls_s)
             began_s = time.perf_counter()
-            await self.recorded.append(batch.committed, ended)
+            await self.recorded.append(batch.committed, ended, batch.histories)
             self.append_seconds.add(time.perf_counter() - began_s)
             self.facts.update(type(item.entry.fact).__name__ for item in batch.committed)
             batch.state = put_to_rest(batch.state, [run for run, _ in ended])

@@ -47,6 +47,7 @@ from stratagem.coordinator.service import protobuf_views, stream_calls
 from stratagem.coordinator.service.cluster_diagnosis import diagnose
 from stratagem.coordinator.service.event_requests import follows_on, span_of
 from stratagem.coordinator.service.failure_detector import look_into, meet
+from stratagem.coordinator.service.history_queries import HistoryQueries
 from stratagem.coordinator.service.previous_exit import ending_of
 from stratagem.coordinator.service.request_limits import (
     Places,
@@ -69,6 +70,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def __init__(self, app: App) -> None:
         self._app = app
         self._runs = Runs(app)
+        self._history = HistoryQueries(app)
         self._uploads = stream_calls.Uploads(app)
         settings = app.settings
         self._watchers = Places("max_watchers", settings.max_watchers, settings.max_watchers_each)
@@ -133,6 +135,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         with self._watchers.taken(current_caller()):
             async for response in self._runs.watch():
                 yield response
+
+    async def GetHistory(
+        self, request: pb.GetHistoryRequest, context: Context
+    ) -> AsyncIterator[pb.GetHistoryResponse]:
+        view = await self._runs.view(request.run_id)
+        with self._watchers.taken(current_caller()):
+            async for block in self._history.blocks(request, view.segment):
+                yield pb.GetHistoryResponse(block=block)
 
     async def CancelRun(
         self, request: pb.CancelRunRequest, context: Context

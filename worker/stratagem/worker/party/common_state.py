@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import StratagemError
+from stratagem.common.history import Recorder
+from stratagem.common.history.packing import pack, unpack
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import pull
@@ -29,6 +32,9 @@ from stratagem.worker.session.session_states import freeze
 
 _TALLY: Final = "tally"
 _STREAMS: Final = "streams"
+_RECORDED: Final = "recorded"
+_ROWS: Final = "history/rows"
+"""The tensor with the rows that were recorded of the segment; no part of any saved state."""
 
 
 def agree_on_state(
@@ -82,7 +88,7 @@ def _load_base(work: ExecutionContext, base: pb.StateRef) -> Trainer:
     else:
         work.holding.drop()
         trainer = work.holding.trainer = work.new_trainer(fresh=True)
-    work.holding.tally = Tally(work.segment)
+    work.holding.begin_sums(work.segment)
     return trainer
 
 
@@ -107,11 +113,22 @@ def _copy_from(work: ExecutionContext, view: MemberView, address: str) -> Traine
     except StratagemError as error:  # the donor is gone, or no longer offers
         raise ExchangeError(f"no state from {address}: {error}") from error
     sums, marks = metadata.pop(_TALLY, ""), metadata.pop(_STREAMS, "{}")
+    recorded = metadata.pop(_RECORDED, "")
     trainer = _load(work, tensors, metadata)
     trainer.add_stream_marks(_marks(marks))
     tally = Tally(**json.loads(sums)) if sums else Tally()
-    work.holding.tally = tally if tally.segment == work.segment else Tally(work.segment)
+    work.holding.begin_sums(work.segment)
+    if tally.segment == work.segment:
+        work.holding.tally = tally
+        if recorded:
+            work.holding.recorder = _recorder(recorded, tensors[_ROWS])
     return trainer
+
+
+def _recorder(recorded: str, rows: Tensor) -> Recorder:
+    """Go on with the recording of the member that the state is from, all of the segment's rows."""
+    stride, from_step = json.loads(recorded)
+    return Recorder.going_on(stride, from_step, unpack(rows.numpy().tobytes()))
 
 
 async def _pull_live(
@@ -148,5 +165,9 @@ def _offer(work: ExecutionContext, view: MemberView, trainer: Trainer) -> None:
     beside = {_TALLY: json.dumps(asdict(work.holding.tally))}
     if marks := trainer.stream_marks():
         beside[_STREAMS] = json.dumps(marks)
+    if (recorder := work.holding.recorder) is not None:
+        beside[_RECORDED] = json.dumps([recorder.stride, recorder.from_step])
+        rows = torch.frombuffer(bytearray(pack(recorder.rows())), dtype=torch.uint8)
+        tensors = {**tensors, _ROWS: rows}
     work.holding.is_offering = True
     work.post(work.states.set_live, view.membership, freeze(tensors, {**metadata, **beside}))

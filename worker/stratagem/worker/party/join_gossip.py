@@ -13,7 +13,7 @@ from stratagem.common.strategy import DataParallel, Decentralized
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import GossipTrainer, Joined, Tally, build_gossip_trainer
+from stratagem.worker.engine import GossipTrainer, Joined, build_gossip_trainer
 from stratagem.worker.exchange import GossipExchange
 from stratagem.worker.mesh import Link
 from stratagem.worker.session.context import ExecutionContext
@@ -74,5 +74,5 @@ def _load_base(
     )
     work.warn(trainer.notes)
     trainer.load_state(tensors, metadata)
-    work.holding.tally = Tally(work.segment)
+    work.holding.begin_sums(work.segment)
     return trainer

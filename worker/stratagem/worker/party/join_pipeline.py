@@ -21,7 +21,7 @@ from stratagem.common.strategy import (
     all_reduce_of,
 )
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import Joined, Tally
+from stratagem.worker.engine import Joined
 from stratagem.worker.exchange import GradientBuckets, solo_exchange
 from stratagem.worker.mesh import Forming
 from stratagem.worker.mesh.backend_agreement import form_messages
@@ -209,7 +209,7 @@ def _runner(
 
 def _load_base(work: ExecutionContext, base: pb.StateRef, runner: StageRunner) -> None:
     runner.load_state(*work.base_state(base))
-    work.holding.tally = Tally(work.segment)
+    work.holding.begin_sums(work.segment)
     failpoint("worker.stages.loaded")
 
 

@@ -32,6 +32,7 @@ from stratagem.worker.mesh.shm_segments import UnshareableError
 from stratagem.worker.party.join import give_up, join
 from stratagem.worker.phases import TrainingPhase
 from stratagem.worker.plans.measure_plan import own_metrics
+from stratagem.worker.plans.step_history import StepHistory
 from stratagem.worker.plans.step_listener import STOPPED, StepListener
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
@@ -54,6 +55,8 @@ class Segment:
     engine: str = ""
     stop_reason: str = ""
     """Why the user's code has ended the training, if it has."""
+    history: StepHistory | None = None
+    """Records the steps under the present view."""
     summary: SegmentSummary | None = None
     """Its summary, once it has ended and its snapshot has been taken."""
     streams: dict[int, str] = field(default_factory=dict)
@@ -118,6 +121,7 @@ def _take_steps(
     work.set_activity("training")
     trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
     listener = StepListener(work, view, trainer.callbacks)
+    segment.history = StepHistory(work, plan.history_stride, trainer.step, sends=view.rank == 0)
     with StepRecorder(work) as recorder:
         while trainer.step < plan.to_step:
             _look_up(work, plan, view)
@@ -166,7 +170,10 @@ def _account(
     tally = work.holding.tally
     tally.add(report)
     segment.num_rows += report.num_rows
-    work.host.stats.add_step(time.perf_counter() - segment.step_began_s, report)
+    seconds = time.perf_counter() - segment.step_began_s
+    work.host.stats.add_step(seconds, report)
+    if segment.history is not None:
+        segment.history.add(report, seconds)
     work.host.last_words.step(report.step)
     if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
         # An exact step was done together, so no member is behind any more.
@@ -207,6 +214,7 @@ def _conclude(
         segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
         segment.summary = summary
         failpoint("worker.snapshot.taken")
+    num_history_parts, history_digest = segment.history.end() if segment.history else (0, "")
     parts, own = _evaluate(work, plan, view, segment, joined)
     return pb.TrainResult(
         step=trainer.step,
@@ -223,6 +231,8 @@ def _conclude(
         streams=segment.streams,
         stop_reason=segment.stop_reason,
         wants_evaluation=trainer.callbacks.sees_evaluations,
+        num_history_parts=num_history_parts,
+        history_digest=history_digest,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code import bundle
+from stratagem.common.history import Recorder
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
 from stratagem.v1 import worker_pb2 as pb
@@ -107,6 +108,8 @@ class SessionState:
     spent: int = -1
     """Highest membership that a rendezvous has ended for; there is no second one for it."""
     tally: Tally = field(default_factory=Tally)
+    recorder: Recorder | None = None
+    """Records the steps that the tally sums up; travels with it."""
     shown_step: int = -1
     """The latest step that on_step was shown here."""
     answer: StepAnswer = NO_ANSWER
@@ -133,7 +136,12 @@ class SessionState:
             self.drop()
             self.lineage = lineage
         if self.tally.segment != segment:
-            self.tally, self.answer = Tally(segment), NO_ANSWER
+            self.begin_sums(segment)
+            self.answer = NO_ANSWER
+
+    def begin_sums(self, segment: int) -> None:
+        """Begin a segment at its first step, with nothing summed up or recorded of it."""
+        self.tally, self.recorder = Tally(segment), None
 
     def leave(self) -> None:
         """Give up the exchange; its membership is over for this session."""
@@ -145,7 +153,8 @@ class SessionState:
     def drop(self) -> None:
         """Forget the state too."""
         self.leave()
-        self.trainer, self.inference, self.tally = None, None, Tally()
+        self.trainer, self.inference = None, None
+        self.begin_sums(-1)
         self.shown_step, self.answer = -1, NO_ANSWER
 
 

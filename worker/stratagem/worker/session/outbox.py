@@ -1,18 +1,41 @@
 """The messages of an execution to the calls attached to it, also to those that attach later.
 
-Owns the needed blobs, the latest progress, the waiting log lines and the outcome, and turns them
-into the messages of an Execute stream. Lives on the event loop. Knows nothing of plans.
+Owns the needed blobs, the latest progress, the parts of the step history, the waiting log lines and
+the outcome, and turns them into the messages of an Execute stream. Lives on the event loop. Knows
+nothing of plans.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Final
 
 from stratagem.common.base.errors import ConflictError
 from stratagem.v1 import worker_pb2 as pb
 
 MAX_LOG_LINES: Final = 1000
+
+
+@dataclass(slots=True)
+class _Parts:
+    """How far one call has taken the parts of the step history."""
+
+    taken_from: list[pb.HistoryPart]
+    num_taken: int = 0
+
+    def has_next_of(self, history: list[pb.HistoryPart]) -> bool:
+        """Return whether there is a part that the call has not taken."""
+        return len(history) > (self.num_taken if self.taken_from is history else 0)
+
+    def next_of(self, history: list[pb.HistoryPart]) -> pb.HistoryPart | None:
+        """Return the next part; after a restart that is the first one."""
+        if not self.has_next_of(history):
+            return None
+        if self.taken_from is not history:
+            self.taken_from, self.num_taken = history, 0
+        self.num_taken += 1
+        return history[self.num_taken - 1]
 
 
 class Outbox:
@@ -28,6 +51,7 @@ class Outbox:
         self._lines: deque[pb.LogLine] = deque()
         self._num_dropped = 0
         self._profiles: deque[pb.Profile] = deque()
+        self._history: list[pb.HistoryPart] = []
         self._result: pb.ExecuteResult | None = None
         self._failure: BaseException | None = None
         self.activity = "waiting"
@@ -67,6 +91,15 @@ class Outbox:
         self._profiles.append(profile)
         self._wake()
 
+    def restart_history(self) -> None:
+        """Drop the parts of the step history: those that follow begin with the first row again."""
+        self._history = []
+
+    def add_history(self, part: pb.HistoryPart) -> None:
+        """Add the next part of the step history; each call gets all of them, in order."""
+        self._history.append(part)
+        self._wake()
+
     def finish(self, result: pb.ExecuteResult) -> None:
         self._result = result
         self.activity = "idle"
@@ -98,9 +131,10 @@ class Outbox:
         """Yield all messages until the outcome; raise what the execution failed with.
 
         Log lines and profiles go out once, to whichever call takes them first; all else goes to
-        every call.
+        every call, parts of the step history one by one and in order.
         """
         seen_progress, seen_needs = 0, 0
+        parts = _Parts(self._history)
         while True:
             changed = self._changed
             for digest, serial in list(self._needed.items()):
@@ -111,10 +145,14 @@ class Outbox:
                 yield pb.ExecuteResponse(log=line)
             while self._profiles:
                 yield pb.ExecuteResponse(profile=self._profiles.popleft())
+            while (part := parts.next_of(self._history)) is not None:
+                yield pb.ExecuteResponse(history=part)
             # The last progress may have come with the outcome, while the one before was taken.
             while self._progress is not None and self._num_progress > seen_progress:
                 seen_progress = self._num_progress
                 yield pb.ExecuteResponse(progress=self._progress)
+            if parts.has_next_of(self._history):  # they came while progress was taken
+                continue
             if self._failure is not None:
                 raise self._failure
             if self._result is not None:

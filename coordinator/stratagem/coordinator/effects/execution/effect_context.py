@@ -26,6 +26,7 @@ from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
 from stratagem.coordinator.effects.execution.reported_errors import Told
 from stratagem.coordinator.observe.event_feed import Feed
+from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogs
 from stratagem.coordinator.runtime.broadcast import SharedFrames
@@ -34,6 +35,7 @@ from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.v1 import worker_pb2
@@ -56,6 +58,7 @@ class EffectContext:
     blobs: BlobStore
     spool: Spool
     feed: Feed
+    history: LiveHistory
     logs: RunLogs
     profiles: Profiles
     settings: Settings
@@ -125,13 +128,14 @@ class EffectContext:
         evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
-    async def report(self, run_id: RunId, fact: Fact) -> bool:
+    async def report(self, run_id: RunId, fact: Fact, history: HistoryRow | None = None) -> bool:
         """Report a fact to the loop; one that came too late is dropped and logged with its reason.
 
+        history: the step history that is stored with the fact.
         Return True if it came in time.
         """
         try:
-            await self.loop.submit(Report(run_id, fact))
+            await self.loop.submit(Report(run_id, fact), history)
         except StaleError as error:
             log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
             return False

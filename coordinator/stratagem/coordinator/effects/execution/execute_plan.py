@@ -38,14 +38,27 @@ MAX_PROFILES: Final = 4
 """Recordings taken of one plan; our workers record its steps once, and its evaluation."""
 
 OnProgress = Callable[[worker_pb2.Progress], None]
+OnHistory = Callable[[worker_pb2.HistoryPart], None]
 Failed = Callable[[types_pb2.UserError], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanListener:
+    """What is told of a plan while it is executed."""
+
+    progress: OnProgress | None = None
+    history: OnHistory | None = None
+    """Gets all parts of the step history, again after the stream broke."""
+
+
+_NOBODY: Final = PlanListener()
 
 
 async def attend(
     env: EffectContext,
     member: Member,
     request: worker_pb2.ExecuteRequest,
-    on_progress: OnProgress | None = None,
+    listener: PlanListener = _NOBODY,
     *,
     base: Digest | None = None,
 ) -> worker_pb2.ExecuteResult:
@@ -58,7 +71,7 @@ async def attend(
     plan = _Plan(request)
     while True:
         link = env.links.to(member, env.state)
-        attended = _Attended(env, member, plan, on_progress, base)
+        attended = _Attended(env, member, plan, listener, base)
         refusal: BaseException | None = None
         try:
             return await attended.to_the_end(link)
@@ -83,7 +96,7 @@ async def finish(
     effect: RunSegment | EvaluateState,
     member: Member,
     request: worker_pb2.ExecuteRequest,
-    on_progress: OnProgress,
+    listener: PlanListener,
     *,
     base: Digest | None = None,
     failed: Failed | None = None,
@@ -93,7 +106,7 @@ async def finish(
     None when it ended otherwise: that is reported at once, because the other members wait for this
     one inside their exchange. failed: reports an error, which otherwise fails the party.
     """
-    result = await attend(env, member, request, on_progress, base=base)
+    result = await attend(env, member, request, listener, base=base)
     match result.WhichOneof("outcome"):
         case "error" if failed is not None:
             await failed(result.error)
@@ -140,7 +153,7 @@ class _Attended:
     env: EffectContext
     member: Member
     plan: _Plan
-    on_progress: OnProgress | None
+    listener: PlanListener
     base: Digest | None
     is_accepted: bool = False
     under_way: set[Digest] = field(default_factory=set)
@@ -198,8 +211,10 @@ class _Attended:
         match message.WhichOneof("message"):
             case "accepted":
                 self.is_accepted = True
-            case "progress" if self.on_progress is not None:
-                self.on_progress(message.progress)
+            case "progress" if self.listener.progress is not None:
+                self.listener.progress(message.progress)
+            case "history" if self.listener.history is not None:
+                self.listener.history(message.history)
             case "log":
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
 

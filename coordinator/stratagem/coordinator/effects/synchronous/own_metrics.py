@@ -12,7 +12,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import finish
+from stratagem.coordinator.effects.execution.execute_plan import PlanListener, finish
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.shown_evaluation import lineage_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
@@ -61,5 +61,5 @@ async def own_metrics(
     lineage = lineage_of(effect)
     plan = worker_pb2.MeasurePlan(outputs=outputs, splits=splits, lineage=lineage)
     request = env.request(effect.party, at, segment, measure=plan)
-    result = await finish(env, effect, member, request, lambda _: None)
+    result = await finish(env, effect, member, request, PlanListener())
     return None if result is None else dict(result.measure.metrics)

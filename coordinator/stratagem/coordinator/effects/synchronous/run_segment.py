@@ -14,10 +14,15 @@ from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import ROOT, SKIPPED_STEPS, PartyFailed, SegmentFinished
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import OnProgress, finish
+from stratagem.coordinator.effects.execution.execute_plan import OnProgress, PlanListener, finish
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
+from stratagem.coordinator.effects.synchronous.segment_history import (
+    finished_history,
+    stride_for,
+    take_in,
+)
 from stratagem.coordinator.effects.synchronous.shown_evaluation import shown_evaluation
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
@@ -54,7 +59,13 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
 async def _train(
     env: EffectContext, effect: RunSegment, rank: int
 ) -> worker_pb2.TrainResult | None:
-    member = effect.members[rank]
+    result = await finish(
+        env, effect, effect.members[rank], _request(env, effect, rank), _listener(env, effect, rank)
+    )
+    return None if result is None else result.train
+
+
+def _request(env: EffectContext, effect: RunSegment, rank: int) -> worker_pb2.ExecuteRequest:
     plan = worker_pb2.TrainPlan(
         view=worker_pb2.View(members=_members(env, effect), rank=rank),
         base=state_ref(effect.base),
@@ -65,11 +76,10 @@ async def _train(
         lineage=effect.lineage,
         ranks=effect.ranks,
         num_lr_reductions=effect.num_lr_reductions,
+        history_stride=stride_for(env, effect),
     )
-    at = WorkerSession(member, effect.run_id, effect.party, effect.membership)
-    request = env.request(effect.party, at, effect.segment, train=plan)
-    result = await finish(env, effect, member, request, _shown(env, effect, rank))
-    return None if result is None else result.train
+    at = WorkerSession(effect.members[rank], effect.run_id, effect.party, effect.membership)
+    return env.request(effect.party, at, effect.segment, train=plan)
 
 
 def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
@@ -86,6 +96,13 @@ def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
         for rank, member in enumerate(effect.members)
         for owned in (shards[rank // per_replica],)
     ]
+
+
+def _listener(env: EffectContext, effect: RunSegment, rank: int) -> PlanListener:
+    shown = _shown(env, effect, rank)
+    if rank:
+        return PlanListener(shown)
+    return PlanListener(shown, lambda part: take_in(env, effect, part))
 
 
 def _shown(env: EffectContext, effect: RunSegment, rank: int) -> OnProgress:
@@ -149,7 +166,8 @@ async def _report(
         stop_reason=first.stop_reason or stop_reason,
         streams=_streams(results),
     )
-    await env.report(effect.run_id, fact)
+    history = await finished_history(env, effect, _request(env, effect, 0), first)
+    await env.report(effect.run_id, fact, history)
 
 
 async def _evaluated(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from stratagem.common.base.ids import Party
 from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import finish
+from stratagem.coordinator.effects.execution.execute_plan import PlanListener, finish
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.strategies.evaluation.commit_metrics import LOGGED
 from stratagem.v1 import worker_pb2
@@ -51,7 +51,7 @@ async def shown_evaluation(
     )
     session = WorkerSession(effect.members[0], effect.run_id, shown_in, effect.membership)
     request = env.request(effect.party, session, segment, show=plan)
-    result = await finish(env, effect, effect.members[0], request, lambda _: None)
+    result = await finish(env, effect, effect.members[0], request, PlanListener())
     if result is None:
         return None
     logged = {f"{LOGGED}{name}": value for name, value in sorted(result.show.logged.items())}

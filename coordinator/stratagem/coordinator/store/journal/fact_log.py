@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from stratagem.common.base import limits
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.commands import Command
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun
@@ -20,6 +20,7 @@ from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.store.journal import fact_codec
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
 
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""
@@ -27,6 +28,9 @@ PAGE_FACTS = 1000
 PAGE_EVENTS = 100
 """Events of a run that are read for a watcher at once. One that does not read keeps them, about
 2 KB each."""
+
+PAGE_SEGMENTS = 64
+"""Segments whose step history is read at once."""
 
 T = TypeVar("T")
 
@@ -50,12 +54,18 @@ class Recorded:
         self._thread.shutdown()
 
     async def append(
-        self, facts: Sequence[Committed], at_rest: Sequence[tuple[EndedRun, RunView]]
+        self,
+        facts: Sequence[Committed],
+        at_rest: Sequence[tuple[EndedRun, RunView]],
+        histories: Sequence[HistoryRow] = (),
     ) -> None:
-        """Make facts durable, with the summaries of the runs that are at rest after them."""
+        """Make facts durable, with the summaries of the runs that are at rest after them, and the
+        step history of the segments that end with them."""
         records = [fact_codec.record(item) for item in facts]
         summaries = [fact_codec.summary(run, view) for run, view in at_rest]
-        await self._in_thread(lambda: self._journal.append(self._term, records, summaries))
+        await self._in_thread(
+            lambda: self._journal.append(self._term, records, summaries, histories)
+        )
 
     async def forget(self, run_id: RunId) -> None:
         """Delete everything that is stored of a run."""
@@ -93,6 +103,19 @@ class Recorded:
         """Return the views of runs at rest; nothing for one that is not, or not any more."""
         shown = await self._in_thread(lambda: self._journal.shown(run_ids))
         return {run_id: fact_codec.view(text) for run_id, text in shown.items()}
+
+    async def history_parties(self, run_id: RunId) -> list[Party]:
+        """Return the parties of a run of which there is a step history."""
+        return await self._in_thread(lambda: self._journal.history_parties(run_id))
+
+    async def history(self, run_id: RunId, party: Party, behind: int) -> list[HistoryRow]:
+        """Return the step history of some of a party's segments behind one; none: there are none.
+
+        Commits wait meanwhile, so only a page of it is read at once.
+        """
+        return await self._in_thread(
+            lambda: self._journal.history(run_id, party, behind, PAGE_SEGMENTS)
+        )
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
         """Return the state with what a command needs of a run at rest, every fact of which is

@@ -19,8 +19,9 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, select, tu
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import Party, RunId
 from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.store.journal import step_histories
 from stratagem.coordinator.store.journal.database import Database
 from stratagem.coordinator.store.journal.lead import (
     Candidate,
@@ -35,6 +36,7 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.journal.schema import migrate
 from stratagem.coordinator.store.journal.sqlite import open_sqlite
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
 from stratagem.coordinator.store.journal.summaries import RunSummary, briefs, put, shown
 from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
 
@@ -151,25 +153,35 @@ class Journal:
     # ---- the log ----
 
     def append(
-        self, term: int, records: Sequence[Record], summaries: Sequence[RunSummary] = ()
+        self,
+        term: int,
+        records: Sequence[Record],
+        summaries: Sequence[RunSummary] = (),
+        histories: Sequence[HistoryRow] = (),
     ) -> list[int]:
         """Make the records durable, all or none, and return their positions.
 
-        summaries: of runs that have come to rest with them, or before.
+        summaries: of runs that have come to rest with them, or before. histories: of segments that
+        have ended with them.
         Raises FencedError when `term` does not lead, DuplicateKeyError when a record's key was
         used before in its run, UnavailableError when the disk is full, the file stays locked, or
         the database does not come back.
         """
-        if not records and not summaries:
+        if not records and not summaries and not histories:
             return []
         positions = self._database.persist(
-            lambda again: self._append(term, records, summaries, again)
+            lambda again: self._append(term, records, summaries, histories, again)
         )
         failpoint("coordinator.journal.after_commit")
         return positions
 
     def _append(
-        self, term: int, records: Sequence[Record], summaries: Sequence[RunSummary], is_repeat: bool
+        self,
+        term: int,
+        records: Sequence[Record],
+        summaries: Sequence[RunSummary],
+        histories: Sequence[HistoryRow],
+        is_repeat: bool,
     ) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
         place = insert(event).returning(event.c.position, sort_by_parameter_order=True)
@@ -180,6 +192,7 @@ class Journal:
                 written = connection.execute(place, rows) if rows else ()
                 positions = [row.position for row in written]
                 put(connection, summaries)
+                step_histories.put(connection, histories)
                 failpoint("coordinator.journal.before_commit")
                 return positions
         except ConstraintError as error:
@@ -235,6 +248,17 @@ class Journal:
             connection.execute(update(meta).where(meta.c.key == CLOCK_FLOOR).values(value=floor))
             connection.execute(delete(event).where(event.c.run_id == run_id))
             connection.execute(delete(summary).where(summary.c.run_id == run_id))
+            step_histories.forget(connection, run_id)
+
+    def history_parties(self, run_id: RunId) -> list[Party]:
+        """Return the parties of a run of which there is a step history."""
+        return self._read(lambda connection: step_histories.parties(connection, run_id))
+
+    def history(self, run_id: RunId, party: Party, behind: int, limit: int) -> list[HistoryRow]:
+        """Return the step history of a party's segments behind one, as many as the limit."""
+        return self._read(
+            lambda connection: step_histories.page(connection, run_id, party, behind, limit)
+        )
 
     def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:
         return self._read(lambda connection: list(map(_stored, connection.execute(query))))

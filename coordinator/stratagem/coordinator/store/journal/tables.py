@@ -13,6 +13,7 @@ from sqlalchemy import (
     Column,
     Float,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -20,7 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION: Final = "0003"
+REVISION: Final = "0004"
 
 metadata: Final = MetaData()
 
@@ -56,6 +57,20 @@ summary: Final = Table(
     Column("shown", Text, nullable=False),
 )
 """Made of the events of a run, which stay the truth: without it they are read."""
+
+history: Final = Table(
+    "history",
+    metadata,
+    Column("run_id", String(64), primary_key=True),
+    Column("party", Text, primary_key=True),
+    Column("segment", BigInteger, primary_key=True, autoincrement=False),
+    # Steps that a row of the segment's series stands for.
+    Column("stride", BigInteger, nullable=False),
+    Column("from_step", BigInteger, nullable=False),
+    Column("to_step", BigInteger, nullable=False),
+    Column("rows", LargeBinary, nullable=False),
+)
+"""Values of the steps of each segment that has ended. No event and no decision depends on them."""
 
 lease: Final = Table(
     "lease",

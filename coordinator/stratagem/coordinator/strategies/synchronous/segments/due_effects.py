@@ -82,5 +82,6 @@ def _segment(
         ranks=run.ranks,
         evaluate=splits,
         num_lr_reductions=num_lr_reductions(latest_metrics(run)),
+        num_steps=schedule.num_steps,
         num_skipped=int(latest_metrics(run).get(SKIPPED_STEPS, 0)),
     )

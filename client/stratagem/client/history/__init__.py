@@ -1,0 +1,1 @@
+"""The step history of runs, as a client has it."""

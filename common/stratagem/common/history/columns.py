@@ -1,0 +1,122 @@
+"""Rows of one series as columns, and the ways to merge them.
+
+A row stands for the steps of one bucket: bucket k of stride s are the steps k*s + 1 to (k + 1)*s.
+Merging is associative, and a bucket of stride 2s is two of stride s: however the steps of a run are
+cut into parts, and in whatever order neighbouring parts are merged, the same rows result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Rows in order of step. step: the last one that is in the row; last, min and max: of the
+    finite values, NaN in a row without any; count and nonfinite: how many values are finite, and
+    how many are not."""
+
+    step: Ints
+    last: Floats
+    min: Floats
+    max: Floats
+    count: Ints
+    nonfinite: Ints
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All columns, in the order in which they are packed."""
+        return (self.step, self.last, self.min, self.max, self.count, self.nonfinite)
+
+    def to_bytes(self) -> bytes:
+        """Return the columns one after the other, little-endian: equal rows, equal bytes."""
+        return b"".join(
+            column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
+            for column in self.arrays
+        )
+
+
+ROW_BYTES: Final = 6 * 8
+
+
+def from_bytes(data: bytes) -> Columns:
+    """Return the columns that `to_bytes` has written. Raises ValueError for another length."""
+    num_rows, rest = divmod(len(data), ROW_BYTES)
+    if rest:
+        raise ValueError(f"{len(data)} bytes are no rows of {ROW_BYTES} bytes")
+
+    def column(place: int, kind: str) -> NDArray[Any]:
+        return np.frombuffer(data, kind, num_rows, place * num_rows * 8)
+
+    steps, counts, nonfinites = (column(i, "<i8").astype(np.int64, copy=False) for i in (0, 4, 5))
+    last, low, high = (column(i, "<f8").astype(np.float64, copy=False) for i in (1, 2, 3))
+    return Columns(steps, last, low, high, counts, nonfinites)
+
+
+EMPTY: Final = from_bytes(b"")
+
+
+def concatenated(parts: Sequence[Columns]) -> Columns:
+    """Return the rows of all parts, one part after the other, none merged."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return EMPTY
+    return Columns(*(np.concatenate(same) for same in zip(*(p.arrays for p in parts), strict=True)))
+
+
+def coarsened(columns: Columns, stride: int) -> Columns:
+    """Merge the rows that belong to one bucket of this stride."""
+    if not len(columns):
+        return columns
+    buckets = (columns.step - 1) // stride
+    starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
+    if len(starts) == len(columns):
+        return columns
+    ends = np.append(starts[1:], len(columns)) - 1
+    places = np.arange(len(columns))
+    newest = np.maximum.reduceat(np.where(columns.count > 0, places, -1), starts)
+    has_finite = newest >= starts
+    return Columns(
+        columns.step[ends],
+        np.where(has_finite, columns.last[newest], np.nan),
+        np.fmin.reduceat(columns.min, starts),
+        np.fmax.reduceat(columns.max, starts),
+        np.add.reduceat(columns.count, starts),
+        np.add.reduceat(columns.nonfinite, starts),
+    )
+
+
+def joined(parts: Sequence[Columns], stride: int) -> Columns:
+    """Merge parts whose steps follow each other into rows of this stride."""
+    return coarsened(concatenated(parts), stride)
+
+
+def clipped(columns: Columns, stride: int, from_step: int, to_step: int | None = None) -> Columns:
+    """Return the rows, of this stride, with any step from from_step to to_step in their bucket."""
+    buckets = (columns.step - 1) // stride
+    wanted = buckets >= (from_step - 1) // stride
+    if to_step is not None:
+        wanted &= buckets <= (to_step - 1) // stride
+    return columns if wanted.all() else _rows(columns, np.flatnonzero(wanted))
+
+
+def shortened(columns: Columns, stride: int, max_rows: int) -> tuple[Columns, int]:
+    """Double the stride until there are no more rows than this; return them and the stride."""
+    while len(columns) > max_rows:
+        stride *= 2
+        columns = coarsened(columns, stride)
+    return columns, stride
+
+
+def _rows(columns: Columns, places: Ints) -> Columns:
+    return Columns(*(column[places] for column in columns.arrays))

@@ -1,0 +1,151 @@
+"""Answers queries about the step history of runs: what is stored of segments that have ended, and
+what is in memory of those in flight.
+
+Decides nothing. Reads segments in pages, between which the journal goes on.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.history import Columns, Series, clipped, joined, shortened
+from stratagem.common.history.packing import pack_columns, unpack
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.facts import ROOT
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.v1 import coordinator_pb2 as pb
+
+MAX_ROWS: Final = 65_536
+"""Of one series in one answer."""
+MAX_NAMES: Final = 256
+"""Parties, or series, that one request names."""
+MESSAGE_ROWS: Final = 16_384
+"""Of one message: fewer bytes than the largest message has, also where nothing is compressed."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """The rows of one party, by series, as they are read."""
+
+    ended: dict[Series, list[Columns]] = field(default_factory=dict)
+    in_flight: dict[Series, Columns] = field(default_factory=dict)
+    stride: int = 1
+    last_segment: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryQueries:
+    """Queries of one app."""
+
+    app: App
+
+    async def blocks(
+        self, request: pb.GetHistoryRequest, root_segment: int
+    ) -> AsyncIterator[pb.HistoryBlock]:
+        """Yield the rows that a request asks for, party by party and series by series.
+
+        root_segment: the newest one that the run has trained; what is stored behind it was trained
+        before the run returned to an earlier commit.
+        """
+        _check(request)
+        run_id = RunId(request.run_id)
+        stored = await self.app.loop.recorded.history_parties(run_id)
+        known = sorted({*stored, *self.app.history.parties(run_id)})
+        for party in known:
+            if not _is_wanted(party, request.parties or [ROOT]):
+                continue
+            limit = root_segment if party == ROOT else None
+            gathered = await self._read(run_id, party, request.series, limit)
+            await asyncio.to_thread(self._add_tail, gathered, run_id, party, request.series)
+            for series in sorted({*gathered.ended, *gathered.in_flight}):
+                for block in await asyncio.to_thread(_blocks, request, party, series, gathered):
+                    yield block
+
+    async def _read(
+        self, run_id: RunId, party: Party, wanted: Sequence[str], limit: int | None
+    ) -> _Gathered:
+        gathered = _Gathered()
+        while page := await self.app.loop.recorded.history(run_id, party, gathered.last_segment):
+            kept = [row for row in page if limit is None or row.segment <= limit]
+            for rows in await asyncio.to_thread(_unpacked, kept):
+                for series, columns in rows.items():
+                    if _is_wanted(series.name, wanted or ["*"]):
+                        gathered.ended.setdefault(series, []).append(columns)
+            gathered.stride = max([gathered.stride, *(row.stride for row in kept)])
+            gathered.last_segment = page[-1].segment
+        return gathered
+
+    def _add_tail(
+        self, gathered: _Gathered, run_id: RunId, party: Party, wanted: Sequence[str]
+    ) -> None:
+        """Add what the segment in flight has recorded; it may have ended while the rest was
+        read."""
+        tail = self.app.history.tail(run_id, party)
+        if tail is None or tail.segment <= gathered.last_segment:
+            return
+        rows = tail.rows()
+        gathered.stride = max(gathered.stride, tail.stride)
+        gathered.in_flight = {
+            series: columns
+            for series, columns in rows.items()
+            if _is_wanted(series.name, wanted or ["*"])
+        }
+
+
+def _unpacked(rows: Sequence[HistoryRow]) -> list[dict[Series, Columns]]:
+    return [unpack(row.rows) for row in rows]
+
+
+def _check(request: pb.GetHistoryRequest) -> None:
+    for name in ("parties", "series"):
+        given = getattr(request, name)
+        if len(given) > MAX_NAMES or any(len(each) > MAX_NAMES for each in given):
+            text = f"at most {MAX_NAMES} names, each of at most {MAX_NAMES} characters"
+            raise InvalidInputError.at(name, text)
+    if request.max_rows > MAX_ROWS:
+        raise InvalidInputError.at("max_rows", f"{request.max_rows} is over {MAX_ROWS}")
+    if request.to_step and request.to_step < request.from_step:
+        raise InvalidInputError.at("to_step", f"{request.to_step} is before from_step")
+
+
+def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
+    """Return whether a name is among those wanted, or begins as one of them that ends in "*"."""
+    return any(
+        name.startswith(each[:-1]) if each.endswith("*") else name == each for each in wanted
+    )
+
+
+def _blocks(
+    request: pb.GetHistoryRequest, party: Party, series: Series, gathered: _Gathered
+) -> list[pb.HistoryBlock]:
+    stride, max_rows = gathered.stride, request.max_rows or MAX_ROWS
+    whole = {
+        False: joined(gathered.ended.get(series, []), stride),
+        True: joined([gathered.in_flight[series]] if series in gathered.in_flight else [], stride),
+    }
+    whole = {
+        provisional: clipped(rows, stride, max(request.from_step, 1), request.to_step or None)
+        for provisional, rows in whole.items()
+    }
+    _, stride = shortened(joined([*whole.values()], stride), stride, max_rows)
+    return [
+        pb.HistoryBlock(
+            party=party,
+            series=series.name,
+            stride=stride,
+            observed=series.observed,
+            provisional=provisional,
+            columns=pack_columns(part),
+        )
+        for provisional, rows in whole.items()
+        for part in _pieces(joined([rows], stride))
+    ]
+
+
+def _pieces(columns: Columns) -> Iterator[Columns]:
+    for start in range(0, len(columns), MESSAGE_ROWS):
+        end = start + MESSAGE_ROWS
+        yield Columns(*(column[start:end] for column in columns.arrays))

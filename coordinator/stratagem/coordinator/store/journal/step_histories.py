@@ -1,0 +1,84 @@
+"""The step history as rows of the journal's database: one per run, party and segment.
+
+A row is written in the transaction of the event that ends its segment, so there is none without the
+other. A segment that is done again replaces its row; what it has recorded of the steps is the same
+then, and anything else is a defect of ours, which is logged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import structlog
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.history.packing import unpack
+from stratagem.coordinator.store.journal.tables import history
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """The step history of one segment: steps from from_step + 1 to to_step, packed."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    stride: int
+    from_step: int
+    to_step: int
+    rows: bytes
+
+
+def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
+    """Write the rows of segments that end in this transaction."""
+    for row in rows:
+        key = _key(row)
+        stored = connection.execute(select(history.c.rows).where(*key)).scalar()
+        if stored is None:
+            connection.execute(insert(history).values(asdict(row)))
+            continue
+        if stored != row.rows and _exact(bytes(stored)) != _exact(row.rows):
+            ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
+            log.error("a segment that was done again has recorded other values", **ids)
+        connection.execute(update(history).where(*key).values(asdict(row)))
+
+
+def parties(connection: Connection, run_id: RunId) -> list[Party]:
+    """Return the parties of a run that have rows, in order of name."""
+    query = select(history.c.party).where(history.c.run_id == run_id).distinct()
+    return sorted(Party(party) for (party,) in connection.execute(query))
+
+
+def page(
+    connection: Connection, run_id: RunId, party: Party, behind: int, limit: int
+) -> list[HistoryRow]:
+    """Return rows of a party behind a segment, in order, as many as the limit."""
+    of_party = select(history).where(history.c.run_id == run_id, history.c.party == party)
+    rows = of_party.where(history.c.segment > behind).order_by(history.c.segment).limit(limit)
+    return [
+        HistoryRow(
+            run_id, party, row.segment, row.stride, row.from_step, row.to_step, bytes(row.rows)
+        )
+        for row in connection.execute(rows)
+    ]
+
+
+def forget(connection: Connection, run_id: RunId) -> None:
+    """Delete the rows of a run."""
+    connection.execute(delete(history).where(history.c.run_id == run_id))
+
+
+def _key(row: HistoryRow) -> tuple[ColumnElement[bool], ...]:
+    return (
+        history.c.run_id == row.run_id,
+        history.c.party == row.party,
+        history.c.segment == row.segment,
+    )
+
+
+def _exact(packed: bytes) -> dict[str, bytes]:
+    """Return the values that do not depend on clocks and machines."""
+    rows = unpack(packed).items()
+    return {series.name: columns.to_bytes() for series, columns in rows if not series.observed}

@@ -1,0 +1,125 @@
+"""GetHistory: what is stored and what is in flight, coarsened to what is asked for."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.client.history.step_history import History
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Party, RunId
+from stratagem.common.history import Recorder, Series
+from stratagem.common.history.packing import pack
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.observe.live_history import SegmentTail
+from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
+from stratagem.coordinator.service.history_queries import HistoryQueries
+from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import worker_pb2
+from tests.coordinator.core.jobs import LOCAL, job_text
+from tests.coordinator.open_gate import entrance
+from tests.settings import coordinator_settings
+
+RUN, ROOT, MEMBER = RunId("r-1"), Party(""), Party("member/3")
+LOSS, NORM, WALL = Series("train.loss"), Series("train.grad_norm"), Series("time.wall_s", True)
+"""Segments of 10 steps, of which a row stands for 4."""
+STRIDE = 4
+SPIKE = 17
+
+
+def rows(segment: int) -> bytes:
+    recorder = Recorder(STRIDE, 10 * segment - 10)
+    for step in range(10 * segment - 9, 10 * segment + 1):
+        loss = 1000.0 if step == SPIKE else 1.0 / step
+        recorder.add(step, [(LOSS, loss), (NORM, float(step)), (WALL, float(step))])
+    return pack(recorder.end())
+
+
+def stored(party: Party, segment: int) -> HistoryRow:
+    return HistoryRow(RUN, party, segment, STRIDE, 10 * segment - 10, 10 * segment, rows(segment))
+
+
+async def asked(app: App, root_segment: int = 3, **request: Any) -> History:
+    wanted = pb.GetHistoryRequest(run_id=RUN, **request)
+    return History.of([block async for block in HistoryQueries(app).blocks(wanted, root_segment)])
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> Any:
+    made = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
+    running = asyncio.create_task(made.run())
+    first, *others = [stored(ROOT, 1), stored(ROOT, 2), stored(ROOT, 3), stored(MEMBER, 1)]
+    await made.loop.submit(SubmitRun(RUN, job_text(LOCAL), 0.0), first)
+    await made.loop.recorded.append((), (), others)
+    part = worker_pb2.HistoryPart(number=0, from_step=30, rows=rows(4))
+    made.history.add(RUN, ROOT, SegmentTail(4, STRIDE), part)
+    yield made
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await made.loop.close()
+
+
+async def test_segments_join_and_what_is_in_flight_is_provisional(app: App) -> None:
+    history = await asked(app)
+    assert list(history) == ["time.wall_s", "train.grad_norm", "train.loss"]
+    loss = history["train.loss"]
+    assert loss.step.tolist() == [*range(4, 41, 4)]
+    assert loss.provisional.tolist() == [False] * 7 + [True] * 3
+    assert (loss.count.sum(), loss.max.max()) == (40, 1000.0)
+    assert [each.observed for each in history.values()] == [True, False, False]
+    assert history.to_pandas().groupby("series")["count"].sum().to_dict() == {
+        name: 40 for name in history
+    }
+
+
+async def test_what_is_asked_for_is_what_comes(app: App) -> None:
+    assert list(await asked(app, series=["train.*"])) == ["train.grad_norm", "train.loss"]
+    assert list(await asked(app, series=["nothing"])) == []
+    assert list(await asked(app, parties=["nobody"])) == []
+    assert list(await asked(app, parties=["member/*"], series=["train.loss"])) == [
+        "member/3:train.loss"
+    ]
+    few = (await asked(app, max_rows=2, series=["train.loss"]))["train.loss"]
+    assert (few.stride, len(few), few.max.max()) == (32, 2, 1000.0)
+    part = (await asked(app, from_step=SPIKE, to_step=SPIKE))["train.loss"]
+    assert (part.step.tolist(), part.max.tolist()) == ([20], [1000.0])
+
+
+async def test_what_a_run_has_returned_from_is_not_shown(app: App) -> None:
+    app.history.forget(RUN)
+    assert (await asked(app, root_segment=2))["train.loss"].step[-1] == 20
+
+
+async def test_a_segment_that_has_ended_meanwhile_comes_once(app: App) -> None:
+    await app.loop.recorded.append((), (), [stored(ROOT, 4)])
+    loss = (await asked(app, root_segment=4))["train.loss"]
+    assert loss.count.sum() == 40
+    assert not loss.provisional.any()
+
+
+async def test_a_run_that_ends_takes_its_tails_along_and_one_that_is_deleted_all(app: App) -> None:
+    servicer = CoordinatorServicer(app)
+    context: Any = None
+    await servicer.CancelRun(pb.CancelRunRequest(run_id=RUN), context)
+    assert app.history.tail(RUN, ROOT) is None
+    await servicer.DeleteRun(pb.DeleteRunRequest(run_id=RUN), context)
+    assert await app.loop.recorded.history_parties(RUN) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"max_rows": 65_537}, "max_rows"),
+        ({"series": ["x"] * 257}, "series"),
+        ({"parties": ["x" * 257]}, "parties"),
+        ({"from_step": 5, "to_step": 4}, "to_step"),
+    ],
+)
+async def test_what_cannot_be_asked_is_refused(
+    app: App, request_: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        await asked(app, **request_)
