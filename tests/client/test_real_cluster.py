@@ -74,7 +74,7 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     job = write_job(tmp_path, epochs=1_000_000, checkpoint={"every": "5 epochs"})
     state = ["--local", "1", "--data-dir", str(tmp_path / "state")]
     process = subprocess.Popen(
-        [*PROGRAM, "run", str(job), "--run-id", "mine", *state],
+        [*PROGRAM, "run", str(job), "--run-id", "mine", "--verbose", *state],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     assert said[-1].startswith("stopped; step ")
     assert said[-1].endswith("is kept; go on with: stratagem resume mine --local 1")
     resumed = subprocess.Popen(
-        [*PROGRAM, "resume", "mine", *state],
+        [*PROGRAM, "resume", "mine", "--verbose", *state],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

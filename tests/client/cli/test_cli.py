@@ -1,27 +1,33 @@
 """The command line: exit codes, exact texts, JSON, and what Ctrl-C means."""
 
+import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 import yaml
+from rich.cells import cell_len
+from rich.text import Text
 from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
 from stratagem.client.cli.options import tag_arguments
-from stratagem.client.cli.reporting import complain_of_warnings, describe
+from stratagem.client.cli.reporting import PlainConsole, complain_of_warnings, describe
 from stratagem.client.cli.run_commands import LocalRun
-from stratagem.client.cli.tables import amount_text
+from stratagem.client.cli.tables import amount_text, print_runs
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
+from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 from tests.patience import PATIENCE_S
 
@@ -211,6 +217,85 @@ def test_list_status_workers(address: str, job_file: Path) -> None:
     workers = invoke("workers", "--coordinator", address).stdout
     assert "silent for 40 s" in workers
     assert "no heartbeat for 10 s" in workers
+
+
+def test_a_list_is_a_line_per_run_and_can_be_filtered(
+    address: str, job_file: Path, fake: FakeCoordinator
+) -> None:
+    options = ("--coordinator", address)
+    for run_id in ("one", "two", "three"):
+        invoke("run", job_file, *options, "--run-id", run_id, "--detach")
+    fake.runs["two"].say("RunFailed", "a reason\nof two lines", pb.RUN_PHASE_FAILED)
+
+    def listed(*filters: str) -> list[str]:
+        shown = invoke("list", *options, *filters)
+        assert shown.exit_code == 0, shown.output
+        return [line.split()[0] for line in shown.stdout.splitlines()]
+
+    assert listed() == ["run", "three", "two", "one"]
+    assert listed("--limit", "2") == ["run", "three", "two"]
+    assert listed("--phase", "failed") == ["run", "two"]
+    assert listed("--phase", "failed", "--phase", "completed", "--limit", "0") == listed()
+    assert listed("--name", "t*") == ["run", "three", "two"]
+    assert listed("--name", "digits") == listed()
+    assert listed("--strategy", "local") == listed()
+    assert listed("--strategy", "Fed") == ["no"]
+    assert "a reason\\x0aof two lines" in invoke("list", *options).stdout
+    assert invoke("list", *options, "--phase", "over").exit_code == 2
+
+
+def test_a_list_on_a_terminal_is_cut(client: Client) -> None:
+    status = client.submit(JOB, "mine").status()
+    out = io.StringIO()
+    print_runs(PlainConsole(file=out, force_terminal=True, width=40), [status])
+    assert all(cell_len(Text.from_ansi(line).plain) <= 40 for line in out.getvalue().splitlines())
+    assert len(out.getvalue().splitlines()) == 2
+
+
+def test_a_shell_completes_commands_and_run_ids(address: str, job_file: Path) -> None:
+    for run_id in ("mine-1", "mine-2", "other"):
+        invoke("run", job_file, "--coordinator", address, "--run-id", run_id, "--detach")
+
+    def completed(line: str, coordinator: str) -> list[str]:
+        words = " ".join(f"'{word}'" for word in line.split(" "))
+        script = invoke("completion", "bash").stdout
+        asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={line.count(' ')}\n"
+        asked += f"_stratagem_completion {program}; echo ${{COMPREPLY[@]}}"
+        environment = {**os.environ, "STRATAGEM_COORDINATOR": coordinator}
+        done = subprocess.run(
+            ["bash", "-c", asked], capture_output=True, text=True, env=environment
+        )
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    program = Path(sys.executable).with_name("stratagem")
+    assert completed("stratagem stat", address) == ["status"]
+    assert completed("stratagem status mi", address) == ["mine-2", "mine-1"]
+    assert completed(f"stratagem stop --coordinator {address} o", "nowhere:1") == ["other"]
+    assert completed("stratagem status mi", "127.0.0.1:9") == []
+    for shell in ("zsh", "fish"):
+        assert "_STRATAGEM_COMPLETE=" in invoke("completion", shell).stdout
+
+
+def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
+    address: str, job_file: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    program = [sys.executable, "-X", "importtime", *PROGRAM[1:], "run", str(job_file)]
+    process = subprocess.Popen(
+        [*program, "--coordinator", address, "--run-id", "mine"], stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with process, suppress(OSError), open(ours, "rb", buffering=0) as terminal:
+        while part := terminal.read(4096):  # an OSError, or nothing, once it has ended
+            shown += part
+    assert process.returncode == 0
+    before, _, after = shown.decode().partition("loading stratagem")
+    assert "grpc" not in before
+    assert "grpc" in after
+    assert "mine  Local" in after
+    assert "COMPLETED  1 epoch done" in after
 
 
 def test_answers_as_json(address: str, job_file: Path) -> None:

@@ -8,6 +8,7 @@ import typer
 from stratagem.client.cli import (
     check_command,
     code_commands,
+    completion,
     doctor_commands,
     export_command,
     identity_commands,
@@ -54,6 +55,7 @@ app.command()(planning_commands.estimate)
 app.command()(with_proof(planning_commands.recommend))
 app.command()(server_commands.up)
 app.command()(server_commands.health)
+app.command()(completion.completion)
 app.add_typer(identity_commands.certs, name="certs")
 app.add_typer(identity_commands.token, name="token")
 app.add_typer(code_commands.code, name="code")

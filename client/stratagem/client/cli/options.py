@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from stratagem.client.cli.completion import run_ids
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.local.local_cluster import local_names
 from stratagem.client.sdk.async_client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
@@ -95,7 +96,9 @@ TokenFileOption = Annotated[
         help="A token of yours, in place of a certificate.",
     ),
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The id of a run.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The id of a run.", autocompletion=run_ids)
+]
 WhichOption = Annotated[
     str,
     typer.Option(

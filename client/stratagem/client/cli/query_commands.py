@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +23,7 @@ from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.client.sdk.views import LogLine
+from stratagem.client.sdk.views import LogLine, Phase, RunStatus
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 
@@ -41,10 +43,34 @@ def list_runs(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
+    phase: Annotated[
+        list[Phase] | None,
+        typer.Option("--phase", case_sensitive=False, help="Only runs in this phase; repeatable."),
+    ] = None,
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="PATTERN", help="Only runs of this name; * is any text."),
+    ] = "*",
+    strategy: Annotated[
+        str,
+        typer.Option("--strategy", metavar="BEGIN", help="Only of a strategy that begins so."),
+    ] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=0, help="At most so many; 0 for all.")
+    ] = 50,
 ) -> None:
-    """List all runs, newest first."""
+    """List the runs, newest first: one line per run.
+
+    A line is cut where a terminal is narrower; a file gets all of it.
+    """
+
+    def is_wanted(run: RunStatus) -> bool:
+        is_named = fnmatchcase(run.name, name) or fnmatchcase(run.run_id, name)
+        is_so = run.strategy.lower().startswith(strategy.lower())
+        return is_named and is_so and (not phase or run.phase in phase)
+
     with connected(coordinator, proof) as client:
-        runs = client.runs()
+        runs = tuple(islice(filter(is_wanted, client.runs()), limit or None))
         if form is Format.JSON:
             print(tables.many_to_json(runs))
         else:

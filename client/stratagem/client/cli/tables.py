@@ -11,11 +11,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
+from stratagem.common.base.printable_text import printable
 from stratagem.common.base.wording import values_text
 from stratagem.common.diagnostics.findings import Finding, Level
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LEVEL_COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
-COLOURS = {
+COLOURS: Final[Mapping[str, str]] = {
     Phase.COMPLETED: "green",
     Phase.FAILED: "red",
     Phase.CANCELLED: "yellow",
@@ -105,14 +107,38 @@ def print_status(console: Console, status: RunStatus) -> None:
         console.print(_commits_table(status.commits))
 
 
-def print_runs(console: Console, runs: Iterable[RunStatus]) -> None:
-    table = _table("run", "phase", "strategy", "progress", "metrics", "submitted", "reason")
-    for run in runs:
-        phase = Text(run.phase, style=COLOURS.get(run.phase, ""))
-        done, metrics = amount_text(run), metrics_text(run.metrics)
-        submitted = _time_text(run.submitted_at_s)
-        table.add_row(run.run_id, phase, run.strategy, done, metrics, submitted, run.reason)
-    console.print(table if table.row_count else "no runs")
+def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
+    """Print a line per run; where a terminal is narrower, lines are cut at their end."""
+    if not runs:
+        console.print("no runs")
+        return
+    names = ["run", "phase", "strategy", "progress", "metrics", "submitted", "reason"]
+    rows = [names, *map(_run_cells, runs)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        line = Text(style="bold" if row is names else "")
+        for cell, width in zip(row, widths, strict=True):
+            line.append(cell, COLOURS.get(cell, "")).append(" " * (width - cell_len(cell) + 2))
+        line.rstrip()
+        if console.is_terminal:
+            line.truncate(console.width, overflow="ellipsis")
+        console.print(line, soft_wrap=True)
+
+
+def _run_cells(run: RunStatus) -> list[str]:
+    """Return what a list says of a run, each on one line."""
+    cells = (
+        *(run.run_id, run.phase, run.strategy, amount_text(run), _chief_metrics_text(run)),
+        *(_time_text(run.submitted_at_s), run.reason),
+    )
+    return [printable(cell, is_line=True) for cell in cells]
+
+
+def _chief_metrics_text(run: RunStatus) -> str:
+    """Return the metric that decides which state is best, and the loss of the training."""
+    evaluation = run.job.get("evaluation") or {}
+    chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
+    return metrics_text({n: v for n, v in run.metrics.items() if n in (chief, "train.loss")})
 
 
 def print_workers(console: Console, workers: Iterable[Worker]) -> None:

@@ -1,0 +1,66 @@
+"""Completion of the command line in a shell: the script for it, and the runs' ids.
+
+Whatever goes wrong while a line is completed is not said: there is nowhere to say it.
+"""
+
+import asyncio
+import os
+from contextlib import suppress
+from enum import StrEnum
+from typing import Annotated, Final
+
+import typer
+from typer import completion as of_typer
+
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.common.identity.tls_files import tls_files
+
+PATIENCE_S: Final = 0.3
+"""For the answer of a coordinator; without one there are no ids."""
+PROGRAM: Final = "stratagem"
+VARIABLE: Final = "_STRATAGEM_COMPLETE"
+"""Set by a shell that asks for what a line could go on with."""
+
+
+class Shell(StrEnum):
+    """A shell whose command lines can be completed."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
+    """Print the script by which a shell completes commands, options and run ids.
+
+    bash: source <(stratagem completion bash), in ~/.bashrc. zsh: the same, after compinit, in
+    ~/.zshrc. fish: stratagem completion fish > ~/.config/fish/completions/stratagem.fish
+    """
+    names = {"prog_name": PROGRAM, "complete_var": VARIABLE, "shell": shell.value}
+    print(of_typer.get_completion_script(**names))  # type: ignore[attr-defined]
+
+
+def answer_shells() -> None:
+    """Let the program complete lines, where a shell has asked it to."""
+    if VARIABLE in os.environ:
+        of_typer.completion_init()  # type: ignore[attr-defined]
+
+
+def run_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of runs that begin so, the newest first."""
+    with suppress(Exception):
+        return asyncio.run(asyncio.wait_for(_run_ids(context, incomplete), PATIENCE_S))
+    return []
+
+
+async def _run_ids(context: typer.Context, incomplete: str) -> list[str]:
+    given = context.params
+    tls = tls_files(
+        given.get("tls_ca"), given.get("tls_cert"), given.get("tls_key"), needs_cert=False
+    )
+    address, token_file = given.get("coordinator"), given.get("token_file")
+    async with AsyncClient(address, patience_s=PATIENCE_S, tls=tls, token_file=token_file) as found:
+        runs = await found.runs()
+    return [run.run_id for run in runs if run.run_id.startswith(incomplete)]
