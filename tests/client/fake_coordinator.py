@@ -198,6 +198,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
             run.changed.clear()
             for event in run.events[index:]:
                 index = event.index + 1
+                if request.kinds and event.kind not in request.kinds:
+                    continue
                 yield pb.WatchRunResponse(event=event)
                 progress = pb.RunProgress(
                     step=index,

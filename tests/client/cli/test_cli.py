@@ -354,6 +354,11 @@ def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None
         "    2  RUNNING     segment 1 committed",
         "    3  COMPLETED   1 epoch done",
     ]
+    done = invoke("watch", "mine", *options, "--kind", "RunSubmitted", "--kind", "ModelBuilt")
+    assert done.stdout.splitlines() == [
+        "    0  PENDING     submitted",
+        "    1  RUNNING     model built",
+    ]
 
 
 def test_an_unknown_run_is_one_line(address: str) -> None:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.run_line import live_line, plain_line
-from stratagem.client.terminal.wording import bar_text, number_text
+from stratagem.client.terminal.wording import bar_text, duration_text, number_text
 from tests.client.terminal.items import (
     closed,
     fact,
@@ -74,6 +74,28 @@ def test_a_run_of_steps() -> None:
     )
 
 
+def test_epoch_learning_rate_and_time_left() -> None:
+    at = steps(150, epoch=1.25, lr=0.042, eta_s=130.0, elapsed_s=9.0)
+    assert line_of(finished(1, metrics={}), at) == (
+        "mine  ━━━─────────  25%  epoch 2/5  step 150/600  loss 2.83  lr 0.042  1,210 rows/s  "
+        "2:10 left"
+    )
+    assert line_of(finished(1, metrics={}), replace(at, may_end_early=True)).endswith(
+        "at most 2:10 left"
+    )
+    # Seven steps of an epoch, and 2.5 epochs in all.
+    assert "epoch 2/3" in line_of(fact("ModelBuilt"), steps(14, of=17, epoch=14 / 7))
+    # What stays: the time left goes after all that is optional.
+    run = followed(finished(1), at)
+    assert str(live_line(run, 60)) == "mine  ━━━─────────  25%  step 150/600  loss 2.83  2:10 left"
+    assert str(live_line(run, 36)) == "mine  25%  step 150/600  loss 2.83"
+
+
+def test_times_are_short() -> None:
+    texts = [duration_text(seconds) for seconds in (0.4, 130, 3730, 4e6)]
+    assert texts == ["0:00", "2:10", "1:02:10", "46 days"]
+
+
 @pytest.mark.parametrize(("loss", "text"), [(0.0, "loss 0"), (math.nan, "loss nan")])
 def test_a_loss_of_zero_and_one_that_is_no_number_are_shown(loss: float, text: str) -> None:
     line = line_of(fact("ModelBuilt"), steps(150, loss=loss))
@@ -126,6 +148,15 @@ def test_a_federation_counts_rounds_and_clients() -> None:
         "mine  ━━━━╸───────  40%  round 2/5  2 of 4 done, 1 late, 1 rejected  loss 1.75"
     )
     assert "loss nan" in line_of(*items, closed(2, train_loss="NaN"), strategy=FEDERATED)
+
+
+def test_late_clients_of_earlier_rounds_are_counted() -> None:
+    late = steps(1, num_clients=4, num_clients_late=2, segment=1, loss=0.0)
+    assert (
+        line_of(selected(2), late, strategy=FEDERATED)
+        .partition("  0 of")[2]
+        .startswith(" 4 done, 2 late")
+    )
 
 
 def test_a_federation_that_is_seen_from_the_middle_on() -> None:

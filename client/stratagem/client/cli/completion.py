@@ -22,7 +22,7 @@ VARIABLE: Final = "_STRATAGEM_COMPLETE"
 """Set by a shell that asks for what a line could go on with."""
 
 
-class Shell(StrEnum):
+class ShellName(StrEnum):
     """A shell whose command lines can be completed."""
 
     BASH = "bash"
@@ -31,9 +31,11 @@ class Shell(StrEnum):
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+    shell: Annotated[ShellName, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
 ) -> None:
-    """Print the script by which a shell completes commands, options and run ids.
+    """Print the script that lets a shell complete lines.
+
+    It completes commands, options and the ids of runs.
 
     bash: source <(stratagem completion bash), in ~/.bashrc. zsh: the same, after compinit, in
     ~/.zshrc. fish: stratagem completion fish > ~/.config/fish/completions/stratagem.fish

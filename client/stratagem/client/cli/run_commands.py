@@ -160,13 +160,26 @@ def watch(
     from_index: Annotated[
         int, typer.Option("--from-index", metavar="N", min=0, help="The first event to print.")
     ] = 0,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kind", metavar="KIND", help="Only events such as SegmentFinished; repeatable."
+        ),
+    ] = None,
+    newest: Annotated[
+        int | None,
+        typer.Option(
+            "--newest", metavar="N", min=1, help="Only the newest N, newest first, and no more."
+        ),
+    ] = None,
 ) -> None:
     """Print the events of a run as they happen, until it ends.
 
     Ctrl-C only stops printing.
     """
     with connected(coordinator, proof) as client:
-        items = client.get(run_id).watch(from_index)
+        run, kinds, backwards = client.get(run_id), kind or (), newest is not None
+        items = run.watch(from_index, kinds=kinds, limit=newest, newest_first=backwards)
         console = make_console()
         for item in items:
             if form is Format.JSON:

@@ -4,6 +4,7 @@ Pure. Fields are left out from the right until the line fits; name, bar, count, 
 left stay longest.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from stratagem.client.sdk.views import Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
-from stratagem.client.terminal.wording import bar_text, number_text
+from stratagem.client.terminal.wording import bar_text, duration_text, number_text
 from stratagem.common.base.printable_text import printable
 
 SEPARATOR: Final = "  "
@@ -88,12 +89,23 @@ def count_text(run: FollowedRun) -> str:
     return _of("segment", run.segment, run.num_segments)
 
 
+def epoch_text(latest: Progress | None) -> str:
+    """Return which pass over the rows the run is in, and how many it makes: "epoch 4/5"."""
+    if latest is None or latest.epoch <= 0 or not latest.step:
+        return ""
+    total = latest.epoch * latest.num_steps / latest.step
+    return f"epoch {_passes(latest.epoch)}/{_passes(total)}"
+
+
 def clients_text(run: FollowedRun) -> str:
     """Return what has become of the clients of the round: "31 of 40 done, 2 late, 1 rejected"."""
     if not run.round.clients:
         return ""
     parts = [f"{len(run.round.losses)} of {len(run.round.clients)} done"]
-    for number, word in ((run.round.num_late, "late"), (len(run.round.rejected), "rejected")):
+    late = run.round.num_late
+    if run.latest is not None and not run.round.is_closed:  # of earlier rounds, and they train on
+        late = run.latest.num_clients_late
+    for number, word in ((late, "late"), (len(run.round.rejected), "rejected")):
         if number:
             parts.append(f"{number} {word}")
     return ", ".join(parts)
@@ -131,6 +143,8 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
         if run.sentence:
             yield Field(printable(run.sentence, is_line=True), stays=True)
         return
+    if epoch := epoch_text(run.latest):
+        yield Field(epoch)
     yield Field(count_text(run), stays=True)
     if run.is_federated and (clients := clients_text(run)):
         yield Field(clients)
@@ -145,6 +159,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
         yield Field(f"loss {number_text(loss)}", stays=True)
     if latest is not None:
         yield from _of_speed(latest)
+        yield from _of_time(latest)
     if not run.is_population:  # its members' scores are shown already
         yield from map(Field, evaluation_texts(run))
     for name, value in () if latest is None else sorted(latest.metrics.items()):
@@ -152,10 +167,18 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
 
 
 def _of_speed(latest: Progress) -> Iterator[Field]:
+    if latest.lr:
+        yield Field(f"lr {latest.lr:.3g}")
     if latest.rows_per_s:
         yield Field(f"{latest.rows_per_s:,.0f} rows/s")
     if latest.num_skipped_steps:
         yield Field(f"{latest.num_skipped_steps} steps skipped", style="yellow")
+
+
+def _of_time(latest: Progress) -> Iterator[Field]:
+    if latest.eta_s is not None:
+        at_most = "at most " if latest.may_end_early else ""
+        yield Field(f"{at_most}{duration_text(latest.eta_s)} left", stays=True)
 
 
 def _of_population(run: FollowedRun) -> Iterator[Field]:
@@ -165,6 +188,10 @@ def _of_population(run: FollowedRun) -> Iterator[Field]:
         yield Field(f"{run.generations.num_copied} copied")
     if run.generations.scored:
         yield Field(f"{len(run.generations.scored)} of {run.num_members} members trained")
+
+
+def _passes(epochs: float) -> int:
+    return math.ceil(round(epochs, 6))  # a quotient may be a last bit too large
 
 
 def _of(word: str, number: int, amount: int) -> str:

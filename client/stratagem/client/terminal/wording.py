@@ -18,6 +18,16 @@ def number_text(value: float) -> str:
     return f"{value:,.{max(0, DIGITS - 1 - exponent)}f}"
 
 
+def duration_text(seconds: float) -> str:
+    """Return a time as "2:10" or "1:02:10"; from 100 hours on in days."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{whole / 86_400:,.0f} days"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 def bar_text(fraction: float, cells: int) -> str:
     """Return a bar of as many cells, filled by half cells."""
     halves = math.floor(min(max(fraction, 0.0), 1.0) * cells * 2)
