@@ -137,3 +137,5 @@ def _crash(rig: Rig, case: Case) -> None:
     with rig.armed(case.process, case.failpoint, case.num_passed):
         outcome = rig.outcome(JOBS[case.job])
     assert outcome == expected
+    if case.job in (*EXCHANGING, "Local", "Pipeline"):
+        assert expected.history["train.loss"]

@@ -74,6 +74,11 @@ def concatenated(parts: Sequence[Columns]) -> Columns:
     return Columns(*(np.concatenate(same) for same in zip(*(p.arrays for p in parts), strict=True)))
 
 
+def part_of(columns: Columns, start: int, end: int) -> Columns:
+    """Return some of the rows, by number."""
+    return Columns(*(column[start:end] for column in columns.arrays))
+
+
 def coarsened(columns: Columns, stride: int) -> Columns:
     """Merge the rows that belong to one bucket of this stride."""
     if not len(columns):

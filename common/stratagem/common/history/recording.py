@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -29,16 +29,21 @@ class Series(NamedTuple):
 SeriesRows = Mapping[Series, Columns]
 """Rows by series."""
 
-Row = tuple[int, float, float, float, int, int]
-"""step, last, min, max, count, nonfinite; see Columns."""
+_ROW: Final = 6
+"""Numbers of a row: step, last, min, max, count, nonfinite; see Columns."""
 
 
-def columns_of(rows: Iterable[Row]) -> Columns:
-    """Return rows as columns."""
-    step, last, low, high, count, nonfinite = zip(*rows, strict=True)
-    steps, counts, nonfinites = (np.array(c, np.int64) for c in (step, count, nonfinite))
-    lasts, lows, highs = (np.array(column, np.float64) for column in (last, low, high))
+def _columns_of(rows: Sequence[float]) -> Columns:
+    """Return rows that stand one after the other as columns."""
+    columns = np.array(rows, np.float64).reshape(-1, _ROW).T
+    steps, counts, nonfinites = (columns[place].astype(np.int64) for place in (0, 4, 5))
+    lasts, lows, highs = (columns[place].copy() for place in (1, 2, 3))
     return Columns(steps, lasts, lows, highs, counts, nonfinites)
+
+
+def _rows_of(columns: Columns) -> list[float]:
+    rows: list[float] = np.stack(columns.arrays, axis=1).ravel().tolist()
+    return rows
 
 
 @dataclass(slots=True)
@@ -52,29 +57,38 @@ class _SeriesRecorder:
     high: float = -math.inf
     count: int = 0
     nonfinite: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[float] = field(default_factory=list)
+    """One after the other in one list: a tuple for each would keep the garbage collector busy."""
     num_taken: int = 0
+    """Of the numbers in `rows`."""
 
     @property
-    def open_row(self) -> list[Row]:
+    def open_row(self) -> Sequence[float]:
         """The row of the open bucket, if there is one."""
         if self.bucket < 0:
-            return []
-        low, high = (self.low, self.high) if self.count else (math.nan, math.nan)
-        return [(self.step, self.last, low, high, self.count, self.nonfinite)]
+            return ()
+        if self.count:
+            return (self.step, self.last, self.low, self.high, self.count, self.nonfinite)
+        return (self.step, math.nan, math.nan, math.nan, 0, self.nonfinite)
 
     def close(self) -> None:
-        """Close the open bucket."""
-        self.rows += self.open_row
-        self.bucket, self.last = -1, math.nan
+        """Close the open bucket, if there is one."""
+        if self.bucket >= 0:
+            self.rows += self.open_row
+            self.begin(-1)
+
+    def begin(self, bucket: int) -> None:
+        """Open a bucket without values."""
+        self.bucket, self.last = bucket, math.nan
         self.low, self.high = math.inf, -math.inf
         self.count = self.nonfinite = 0
 
     def reopen(self, stride: int) -> None:
         """Open the last bucket again: others of its steps may be to come."""
-        step, last, low, high, count, nonfinite = self.rows.pop()
-        self.bucket = (step - 1) // stride
-        self.step, self.last, self.count, self.nonfinite = step, last, count, nonfinite
+        step, last, low, high, count, nonfinite = self.rows[-_ROW:]
+        del self.rows[-_ROW:]
+        self.step, self.bucket = int(step), (int(step) - 1) // stride
+        self.last, self.count, self.nonfinite = last, int(count), int(nonfinite)
         if count:
             self.low, self.high = low, high
 
@@ -108,8 +122,8 @@ class Recorder:
             if its is None or step <= its.step:
                 continue
             if its.bucket != bucket:
-                its.close()
-                its.bucket = bucket
+                its.rows += its.open_row
+                its.begin(bucket)
             its.step = step
             if value - value == 0.0:  # neither infinite nor NaN
                 its.last = value
@@ -132,7 +146,7 @@ class Recorder:
         taken = {}
         for series, its in self._series.items():
             if len(its.rows) > its.num_taken:
-                taken[series] = columns_of(its.rows[its.num_taken :])
+                taken[series] = _columns_of(its.rows[its.num_taken :])
                 its.num_taken = len(its.rows)
         return taken
 
@@ -151,13 +165,9 @@ class Recorder:
         """Return all rows from the first step on, those of open buckets included: what a member
         that copies this one's state goes on from."""
         all_rows = {series: [*its.rows, *its.open_row] for series, its in self._series.items()}
-        return {series: columns_of(rows) for series, rows in all_rows.items() if rows}
+        return {series: _columns_of(rows) for series, rows in all_rows.items() if rows}
 
 
 def is_series_name(name: str) -> bool:
     """Return whether a series can have this name."""
     return 0 < len(name) <= MAX_NAME and is_printable(name)
-
-
-def _rows_of(columns: Columns) -> list[Row]:
-    return list(zip(*(column.tolist() for column in columns.arrays), strict=True))

@@ -12,6 +12,7 @@ from typing import Final
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Columns, Series, clipped, joined, shortened
+from stratagem.common.history.columns import part_of
 from stratagem.common.history.packing import pack_columns, unpack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import ROOT
@@ -147,5 +148,4 @@ def _blocks(
 
 def _pieces(columns: Columns) -> Iterator[Columns]:
     for start in range(0, len(columns), MESSAGE_ROWS):
-        end = start + MESSAGE_ROWS
-        yield Columns(*(column[start:end] for column in columns.arrays))
+        yield part_of(columns, start, start + MESSAGE_ROWS)

@@ -7,9 +7,10 @@ then, and anything else is a defect of ours, which is logged.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import structlog
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, insert, select, update
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history.packing import unpack
@@ -31,18 +32,35 @@ class HistoryRow:
     rows: bytes
 
 
+_ITS: Final = {each.name: bindparam(f"its_{each.name}", type_=each.type) for each in history.c}
+_SAME: Final = [history.c[name] == _ITS[name] for name in ("run_id", "party", "segment")]
+_NEW: Final = (
+    insert(history)
+    .from_select([*_ITS], select(*_ITS.values()).where(~exists().where(*_SAME).correlate(None)))
+    .execution_options(preserve_rowcount=True)
+)
+"""Writes a row, unless there is one of its name: one statement, as every segment ends with it."""
+
+
 def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
     """Write the rows of segments that end in this transaction."""
     for row in rows:
-        key = _key(row)
-        stored = connection.execute(select(history.c.rows).where(*key)).scalar()
-        if stored is None:
-            connection.execute(insert(history).values(asdict(row)))
-            continue
-        if stored != row.rows and _exact(bytes(stored)) != _exact(row.rows):
-            ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
-            log.error("a segment that was done again has recorded other values", **ids)
-        connection.execute(update(history).where(*key).values(asdict(row)))
+        values = {f"its_{name}": value for name, value in asdict(row).items()}
+        if not connection.execute(_NEW, values).rowcount:
+            _replace(connection, row)
+
+
+def _replace(connection: Connection, row: HistoryRow) -> None:
+    key = (
+        history.c.run_id == row.run_id,
+        history.c.party == row.party,
+        history.c.segment == row.segment,
+    )
+    stored = bytes(connection.execute(select(history.c.rows).where(*key)).scalar_one())
+    if stored != row.rows and _exact(stored) != _exact(row.rows):
+        ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
+        log.error("a segment that was done again has recorded other values", **ids)
+    connection.execute(update(history).where(*key).values(asdict(row)))
 
 
 def parties(connection: Connection, run_id: RunId) -> list[Party]:
@@ -68,14 +86,6 @@ def page(
 def forget(connection: Connection, run_id: RunId) -> None:
     """Delete the rows of a run."""
     connection.execute(delete(history).where(history.c.run_id == run_id))
-
-
-def _key(row: HistoryRow) -> tuple[ColumnElement[bool], ...]:
-    return (
-        history.c.run_id == row.run_id,
-        history.c.party == row.party,
-        history.c.segment == row.segment,
-    )
 
 
 def _exact(packed: bytes) -> dict[str, bytes]:
