@@ -46,7 +46,7 @@ CASES = {
         14, data_parallel(2, "ParameterServer"), compression={"codec": "ternary"}
     ),
     "phases": of_steps(14, {"type": "Local"}, phases={"full_steps": 2, "predict_steps": 4}),
-    "Federated": federated("dropout_mlp", rounds=5, optimizer=ADAM),
+    "Federated": federated("dropout_mlp", rounds=5, optimizer=ADAM, weight_average={"kind": "swa"}),
     "silos": federated("dropout_mlp", num_clients=2, rounds=5, options={"inner": data_parallel(2)}),
 }
 
@@ -60,6 +60,7 @@ def test_the_bits_of_one_long_training(client: Client, name: str) -> None:
     second = outcome_of(client.resume_as(first.run.run_id, [f"{field}={whole}"]))
     assert second.status.step == whole
     assert second.digests[-1] == long.digests[-1]
+    assert second.status.commits[-1].average == long.status.commits[-1].average
     last, expected = (outcome.status.commits[-1].metrics for outcome in (second, long))
     assert last.get("test.loss") == expected.get("test.loss")
     assert last.get("stop.best") == expected.get("stop.best")

@@ -163,7 +163,12 @@ JOBS: dict[str, Job] = {
     "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})
     | {"weight_average": {"kind": "swa", "every": 2}},
     "Evaluation": evaluation(),
-    "FedAvg": crash_job(FED_AVG) | {"callbacks": "tests.userland.callbacks:LogsEvaluations"},
+    "FedAvg": crash_job(FED_AVG)
+    | {
+        "callbacks": "tests.userland.callbacks:LogsEvaluations",
+        "weight_average": {"kind": "ema", "decay": 0.5},
+        "evaluation": {"split": "test", "metrics": ["accuracy"], "of": "average"},
+    },
     "FedAvg-coded": crash_job(FED_AVG) | {"compression": {"codec": "ternary"}},
     "Silos": crash_job(silos(data_parallel("AllReduce", 2))),
     "Silo-pipelines": crash_job(silos(PIPELINE)),

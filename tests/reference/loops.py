@@ -47,7 +47,7 @@ from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
 from tests.reference.stream_rows import PlainRows, PlainStreams
-from tests.reference.weight_average import RunningAverage
+from tests.reference.weight_average import GlobalAverage, RunningAverage
 
 _CPU = torch.device("cpu")
 
@@ -232,6 +232,7 @@ def federated_loop(
     slots: dict[str, Slots] = {name: {} for name in world}
     losses: list[float] = []
     before: dict[int, dict[str, Tensor]] = {}  # by round
+    average = GlobalAverage(job.weight_average, trained)
     for round_num in range(1, (num_rounds or strategy.rounds) + 1):
         before[round_num] = world
         chosen = clients_of(round_num) if clients_of else list(range(strategy.num_clients))
@@ -260,9 +261,10 @@ def federated_loop(
         for name in trained & means.keys():
             means[name] = server_step(strategy, world[name], means[name], slots[name])
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
+        average.update(round_num, world)
         loss_sum = sum(rows * loss for rows, loss in losses_by_rows)
         losses.append(loss_sum / sum(rows for rows, _ in losses_by_rows))
-    return Result(world, losses)
+    return Result(world, losses, average.state(world))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -45,3 +47,35 @@ class RunningAverage:
         if not means:
             return {}
         return {name: means.get(t.data_ptr(), t) for name, t in model.state_dict().items()}
+
+
+class GlobalAverage:
+    """The average of a global model over rounds, in float64 and rounded once to the stored type."""
+
+    def __init__(self, spec: WeightAverageSpec | None, trained: Collection[str]) -> None:
+        self._spec, self._trained = spec, trained
+        self._means: dict[str, Tensor] = {}
+        self._num_averaged = 0
+
+    def update(self, round_num: int, world: Mapping[str, Tensor]) -> None:
+        """Takes in the global model after a round."""
+        spec = self._spec
+        if (
+            spec is None
+            or round_num < spec.start_step
+            or (round_num - spec.start_step) % spec.every
+        ):
+            return
+        weight = 1.0 / (self._num_averaged + 1)
+        if spec.kind == "ema":
+            weight = 1.0 - (0.999 if spec.decay is None else spec.decay)
+        for name in self._trained:
+            new = world[name]
+            mean = self._means.get(name, new).double()
+            between = mean + weight * (new.double() - mean)
+            self._means[name] = between.to(new.dtype) if self._num_averaged else new.clone()
+        self._num_averaged += 1
+
+    def state(self, world: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model with averages for parameters; empty before the first."""
+        return {**world, **self._means} if self._means else {}

@@ -359,6 +359,7 @@ class CommitInfo(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
+    AVERAGE_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     step: _builtins.int
     digest: _builtins.str
@@ -368,6 +369,10 @@ class CommitInfo(_message.Message):
     """Path of the safetensors file on the coordinator's machine; empty in an object store."""
     member: _builtins.int
     """Of a population: the member whose state it is."""
+    average: _builtins.str
+    """Of a federation that keeps an average of the global parameters: digest of the state in which it
+    stands in their place.
+    """
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -388,10 +393,11 @@ class CommitInfo(_message.Message):
         path: _builtins.str = ...,
         member: _builtins.int | None = ...,
         schedule: _abc.Iterable[Global___Hyperparameters] | None = ...,
+        average: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_member", b"_member", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_member", b"_member", "digest", b"digest", "is_best", b"is_best", "is_final", b"is_final", "member", b"member", "metrics", b"metrics", "path", b"path", "schedule", b"schedule", "segment", b"segment", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_member", b"_member", "average", b"average", "digest", b"digest", "is_best", b"is_best", "is_final", b"is_final", "member", b"member", "metrics", b"metrics", "path", b"path", "schedule", b"schedule", "segment", b"segment", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__member: _TypeAlias = _typing.Literal["member"]  # noqa: Y015
     _WhichOneofArgType__member: _TypeAlias = _typing.Literal["_member", b"_member"]  # noqa: Y015

@@ -13,6 +13,7 @@ from stratagem.coordinator.core.commands import (
     Report,
     ResumeRun,
 )
+from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.fact_serialization import decode, encode
 from stratagem.coordinator.core.facts import (
@@ -24,8 +25,10 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
 )
 from stratagem.coordinator.core.state import RunPhase, retained
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
+from stratagem.coordinator.core.state_machine.blob_owners import is_shared
+from stratagem.coordinator.core.state_machine.pending_effects import blobs_of, live_blobs
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.strategies.federated import federated
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from stratagem.coordinator.updates.spool_keys import SpoolKey
 from tests.coordinator.core.jobs import (
@@ -139,6 +142,24 @@ def test_moments_of_a_server_optimizer_begin_anew_and_that_is_said() -> None:
     assert sentence(fact) == (
         "resumed from commit 1 at step 1; what else its strategy keeps begins again"
     )
+
+
+def test_a_commit_has_the_average_of_its_parameters() -> None:
+    """A rollback counts on from it, and evaluates it again."""
+    evaluation = {**EVALUATED, "of": "average"}
+    simulation = stopped(FEDERATED, weight_average={"kind": "ema"}, evaluation=evaluation)
+    run = simulation.state.runs[RUN]
+    average = digest("average")
+    commits = tuple(replace(commit, average=average) for commit in run.commits)
+    simulation.state = replace(simulation.state, runs={RUN: replace(run, commits=commits)})
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    run = simulation.state.runs[RUN]
+    assert (run.value.committed.average, run.is_reproducible) == (average, True)
+    assert average in blobs_of(run)
+    assert is_shared(simulation.state, average)
+    owed = replace(run.value, to_evaluate=(run.value.committed,))
+    due = federated.pending(RUN, run.job, owed, None)
+    assert [each.base.digest for each in due if isinstance(each, EvaluateState)] == [average]
 
 
 EVALUATED = {"split": "test", "metrics": []}

@@ -155,7 +155,7 @@ class CodedRound:
         bases = bases or [STATE] * len(entries)
         late = {i: self.states[seed] for i, seed in enumerate(bases) if seed != STATE}
         writer = self.store.writer(len(header_bytes(self.model)) + self.model.total_bytes)
-        digest, _ = fold_weighted_mean(
+        digest, *_ = fold_weighted_mean(
             entries,
             weights,
             self.model,

@@ -39,7 +39,7 @@ class Round:
         for client in order or range(len(weights)):
             accept(self.spool, client, self.manifest, data_of(self.manifest, client))
         entries = list(self.spool.entries(*FOLDER).values())
-        digest, _ = fold_weighted_mean(entries, weights, self.manifest, self.writer())
+        digest, *_ = fold_weighted_mean(entries, weights, self.manifest, self.writer())
         found, start = read_header(self.store.path(digest))
         assert found.stored() == self.manifest.stored()
         assert dict(found.metadata) == dict(self.manifest.metadata)

@@ -120,7 +120,7 @@ def test_integers_that_differ_come_from_the_most_samples_and_are_logged(
     for client, steps in enumerate([7, 9, 8]):
         data = np.array([5, 6, steps], "<i8").tobytes() + bytes([client % 2] * 9)
         entries.append(accept(a_round.spool, client, manifest, data))
-    digest, _ = fold_weighted_mean(entries, [2, 5, 5], manifest, a_round.writer())
+    digest, *_ = fold_weighted_mean(entries, [2, 5, 5], manifest, a_round.writer())
     data = a_round.store.path(digest).read_bytes()[-33:]
     assert np.frombuffer(data[:24], "<i8").tolist() == [5, 6, 9]
     assert list(data[24:]) == [1] * 9
@@ -207,7 +207,7 @@ def test_after_a_crash_the_fold_done_again_gives_the_same_bits(
     again = Round(tmp_path)
     entries = list(again.spool.entries(*FOLDER).values())
     assert len(entries) == 2
-    digest, _ = fold_weighted_mean(entries, [3, 1], MANIFEST, again.writer())
+    digest, *_ = fold_weighted_mean(entries, [3, 1], MANIFEST, again.writer())
     expected = reference(MANIFEST, [0, 1], [3, 1])
     assert digest == blob_digest(MANIFEST, [expected])
     assert [path.stem for path in again.leftovers()] == [digest]

@@ -14,7 +14,7 @@ from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
-from stratagem.coordinator.updates.merge_parts import (
+from stratagem.coordinator.updates.members.merge_parts import (
     ContradictionError,
     MergeStoppedError,
     StatePart,

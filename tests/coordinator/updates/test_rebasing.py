@@ -103,7 +103,7 @@ class Round:
             self.store, self.states[STATE], {i: self.states[seed] for i, seed in bases.items()}
         )
         writer = self.store.writer(len(header_bytes(self.manifest)) + self.manifest.total_bytes)
-        digest, _ = fold_weighted_mean(
+        digest, *_ = fold_weighted_mean(
             entries, weights, self.manifest, writer, rebasing=rebasing, server=server
         )
         _, start = read_header(self.store.path(digest))
@@ -147,7 +147,7 @@ def test_a_client_that_has_changed_nothing_changes_nothing(tmp_path: Path) -> No
     idle = accept(a_round.spool, 1, manifest, data_of(manifest, OLD))
     rebasing = Rebasing(a_round.store, a_round.states[STATE], {1: a_round.states[OLD]})
     writer = a_round.store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
-    digest, _ = fold_weighted_mean([same, idle], [1, 1], manifest, writer, rebasing=rebasing)
+    digest, *_ = fold_weighted_mean([same, idle], [1, 1], manifest, writer, rebasing=rebasing)
     assert a_round.store.path(digest).read_bytes()[-40:] == data_of(manifest, STATE)
 
 

@@ -116,7 +116,7 @@ class Server:
             accept(self.spool, client, self.manifest, data_of(self.manifest, number * 10 + client))
             for client in range(2)
         ]
-        self.base, self.slots = fold_weighted_mean(
+        self.base, self.slots, _ = fold_weighted_mean(
             entries, WEIGHTS, self.manifest, self.writer(), server=self.step(number)
         )
         self.spool.delete_run(OF_RUN)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.numerics.batch_shards import Node, assign_shards, tree_nodes, tree_sum
-from stratagem.coordinator.updates.tree_fold import fold_chunks
+from stratagem.coordinator.updates.members.tree_fold import fold_chunks
 from stratagem.worker.exchange import ExchangeError, ServerTransport, server_exchange
 from stratagem.worker.exchange.parameter_server import server_transport
 from tests.patience import PATIENCE_S

@@ -106,7 +106,6 @@ async def profile_to_file(connection: Connection, run_id: RunId, path: Path) -> 
 
 async def pull_state(connection: Connection, run_id: RunId, which: str, accept: Accept) -> Manifest:
     """Stream a state; continues where it was cut while the coordinator restarts."""
-    which = "final" if which == AVERAGE else which
 
     def request(offset: int) -> pb.DownloadStateRequest:
         return pb.DownloadStateRequest(run_id=run_id, which=which, offset=offset)

@@ -54,6 +54,7 @@ async def _of_run(connection: Connection, job: JobSpec, run_id: str, which: str)
             resume=True,
             step=commit.step,
             metrics=counted(commit.metrics, JobSpec.parse(status.job), job) or None,
+            average=Digest(commit.average) if commit.average else None,
         )
     return InitialSpec(digest=digest, trained_with=frozen(commit.hyperparameters) or None)
 

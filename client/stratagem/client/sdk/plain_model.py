@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import IO, Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
+from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 
 MODEL_PREFIX: Final = "model/"
@@ -62,7 +62,8 @@ class PlainModel:
 def means_of(manifest: Manifest) -> dict[str, str]:
     """Return the names of the averaged tensors by those of the model's, tied ones too.
 
-    Raises InvalidInputError for a state without an average.
+    None where averages stand in the place of the parameters. Raises InvalidInputError for a state
+    without an average.
     """
     first = {spec.name: spec.alias_of or spec.name for spec in manifest.tensors}
     means = {
@@ -70,6 +71,8 @@ def means_of(manifest: Manifest) -> dict[str, str]:
         for spec in manifest.tensors
         if spec.name.startswith(AVERAGE_PREFIX)
     }
+    if not means and NUM_AVERAGED_KEY in manifest.metadata:
+        return {}
     if not means:
         text = "the state has no average: it is kept from weight_average.start_step on, if at all"
         raise InvalidInputError.at("which", text)

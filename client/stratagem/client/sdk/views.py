@@ -61,6 +61,8 @@ class Commit:
     schedule: tuple[Hyperparameters, ...] = ()
     """Of a population: all that the state was trained with, in order of step; what the member has
     copied is its past, too."""
+    average: str = ""
+    """Of a federation that keeps one: the digest of the state of averaged parameters."""
 
 
 @dataclass(frozen=True, slots=True)

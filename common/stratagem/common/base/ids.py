@@ -13,6 +13,8 @@ RunId = NewType("RunId", str)
 WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)  # one start of one worker process
 Digest = NewType("Digest", str)  # lower-case hex SHA-256
+NO_DIGEST: Final = Digest("")
+"""Where there is no blob."""
 Party = NewType("Party", str)  # path in the tree of a run: "silo0/replica1"; "" is the root
 
 MAX_ID_CHARS: Final = 64

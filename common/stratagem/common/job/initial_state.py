@@ -46,8 +46,8 @@ class InitialSpec(Section):
     trained_with: of a digest, the hyperparameters of the population's member whose state it is, for
     the error where it does not fit; the client finds them with the digest.
     resume: the run goes on from the step of the commit, with its optimizer and its schedule;
-    without it the optimizer is new and the steps count from 0. step, metrics: of that commit, of a
-    digest; the client finds them, too.
+    without it the optimizer is new and the steps count from 0. step, metrics, average: of that
+    commit, of a digest; the client finds them, too.
     """
 
     digest: Annotated[Digest, AfterValidator(check_digest)] | None = None
@@ -58,6 +58,7 @@ class InitialSpec(Section):
     resume: Literal[True] | None = None
     step: Whole | None = None
     metrics: Annotated[Kwargs, AfterValidator(_check_numbers)] | None = None
+    average: Annotated[Digest, AfterValidator(check_digest)] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -74,7 +75,7 @@ class InitialSpec(Section):
             yield Violation("resume", "is not possible from a file, only from a run")
         if self.resume is not None and self.digest is not None and self.step is None:
             yield Violation("step", "missing; the steps behind the state that is resumed")
-        for name in ("step", "metrics"):
+        for name in ("step", "metrics", "average"):
             if getattr(self, name) is not None and (self.resume is None or self.digest is None):
                 yield Violation(name, "has a meaning only together with digest and resume")
 

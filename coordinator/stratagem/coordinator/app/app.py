@@ -383,7 +383,7 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
         case ModelBuilt():
             return (fact.digest,)
         case SegmentCommitted():
-            return (fact.digest, *fact.server_state)
+            return (fact.digest, *fact.server_state, *((fact.average,) if fact.average else ()))
         case Evaluated():
             return (fact.predictions,) if fact.predictions else ()
         case _:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, assert_never
 
-from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId
 from stratagem.coordinator.core.facts import Accepted, Member
 
 
@@ -31,6 +31,8 @@ class Base:
     digest: Digest
     streams: str = ""
     """Where rows come as streams: marks from which they can be read on, by stream, as JSON."""
+    average: Digest = NO_DIGEST
+    """The state of averaged parameters beside it, in a federation that keeps one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class RunResumed(Value):
     not what it would have been without."""
     streams: str = ""
     """Those of that commit."""
+    average: Digest = Digest("")
+    """That of that commit."""
 
 
 class RunFailed(Value):
@@ -242,6 +244,9 @@ class SegmentCommitted(Value):
     """For a federated round: the state of its server optimizer, one blob per slot."""
     max_staleness: int = 0
     """For a federated round: how many later rounds may still take updates of its clients."""
+    average: Digest = Digest("")
+    """For a federated round: the state with the averages of the parameters in their place; empty
+    where there are none."""
     streams: str = ""
     """Those of the finished segment."""
 

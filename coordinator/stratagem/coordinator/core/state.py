@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stratagem.common.base.ids import Digest, RunId, WorkerId
+from stratagem.common.base.ids import NO_DIGEST, Digest, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
 
@@ -56,6 +56,8 @@ class CommittedState:
     digest: Digest
     metrics: Mapping[str, float] = field(default_factory=dict)
     streams: str = ""
+    """See effects.Base."""
+    average: Digest = NO_DIGEST
     """See effects.Base."""
 
 

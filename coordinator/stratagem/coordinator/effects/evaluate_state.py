@@ -30,7 +30,7 @@ from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.federated.update_rejections import reason_of
-from stratagem.coordinator.updates.merge_parts import ContradictionError, StatePart
+from stratagem.coordinator.updates.members.merge_parts import ContradictionError, StatePart
 from stratagem.v1 import types_pb2, worker_pb2
 
 

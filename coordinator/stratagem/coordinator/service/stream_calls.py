@@ -37,11 +37,12 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 
 def which(run: RunView, name: str) -> Digest:
-    """Return the digest of the state that a client names: final, best, a segment's number; or
-    predictions."""
-    if name in ("", "final"):
+    """Return the digest of the state that a client names: final, best, a segment's number; average:
+    the state that has the average of the final one; or predictions."""
+    if name in ("", "final", "average"):
         if run.commits:
-            return run.commits[-1].digest
+            final = run.commits[-1]
+            return (name == "average" and final.average) or final.digest
         raise NotFoundError(f"run {run.run_id!r} has committed nothing yet")
     if name == "best":
         best = next((commit.digest for commit in run.commits if commit.is_best), None)
@@ -163,6 +164,9 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
     if initial is not None and not await _is_here(app, caller, initial.digest):
         where = f"is here that was uploaded{by} or committed by a run"
         raise NotFoundError(f"initial.digest: no state {initial.digest} {where}")
+    average = None if initial is None else initial.average
+    if average is not None and not await _is_here(app, caller, average):
+        raise NotFoundError(f"initial.average: no state {average} is here, or may be named{by}")
     if inline is not None and not await _is_here(app, caller, inline):
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")
     if code is not None and not await _is_here(app, caller, code.digest):
@@ -185,7 +189,8 @@ async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
         return True
     views = await app.loop.recorded.views(resting_with(state, digest))
     return any(
-        digest == view.predictions or digest in {commit.digest for commit in view.commits}
+        digest == view.predictions
+        or digest in {named for each in view.commits for named in (each.digest, each.average)}
         for view in views.values()
     )
 

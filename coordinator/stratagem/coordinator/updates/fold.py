@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
@@ -28,6 +28,7 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
+from stratagem.coordinator.updates.global_average import GlobalAverage
 from stratagem.coordinator.updates.numpy_floats import Raw, is_finite, narrow, storage, widen
 from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.server_step import ServerStep
@@ -48,6 +49,15 @@ class FoldStoppedError(StratagemError):
     """The fold was asked to stop; nothing of it is left."""
 
 
+class Folded(NamedTuple):
+    """What a fold has written: the next state, the slots of a server optimizer, and the average
+    over rounds, empty where there is none."""
+
+    state: Digest
+    slots: tuple[Digest, ...]
+    average: Digest
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     """A piece of the data of one type; floating tensors that are neighbours share windows."""
@@ -59,6 +69,8 @@ class _Window:
     size_bytes: int
     is_optimized: bool
     """A server optimizer makes the result of the mean."""
+    is_averaged: bool
+    """The average over rounds is that of its elements."""
     is_rebased: bool
     """Late updates count by their change to their own base state."""
 
@@ -71,14 +83,15 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
     *,
     should_stop: Callable[[], bool] = lambda: False,
     server: ServerStep | None = None,
+    average: GlobalAverage | None = None,
     rebasing: Rebasing | None = None,
     decoding: UpdateDecoding | None = None,
     numerics: int = CURRENT,
-) -> tuple[Digest, tuple[Digest, ...]]:
+) -> Folded:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
 
-    With a server optimizer, write its result instead, and return the digests of its slots, too,
-    which are durable before the state is.
+    With a server optimizer, write its result instead, and return the digests of its slots, too; and
+    of the average over rounds. They are durable before the state is.
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
     stand in client order. `decoding` reads coded ones; without it all must have the layout of the
@@ -96,23 +109,29 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
             written: list[Future[None]] = []
-            for index, window in enumerate(_windows(manifest, server, rebasing)):
+            for index, window in enumerate(_windows(manifest, server, average, rebasing)):
                 if should_stop():
                     raise FoldStoppedError("the fold was stopped")
                 if len(written) > 1:  # the buffer that comes next is in use until then
                     written.pop(0).result()
                 result = folder.fold(window, index % 2)
                 written.append(pool.submit(out.write, result.view(np.uint8).data))
+                if average is not None:
+                    place = window.dtype, window.offset
+                    average.take(*place, result, is_averaged=window.is_averaged)
                 failpoint("coordinator.fold.after_window")
             for future in written:
                 future.result()
         folder.finish()
         slots = server.commit() if server is not None else ()
-        return out.commit(), slots
+        mean = average.commit() if average is not None else Digest("")
+        return Folded(out.commit(), slots, mean)
     except BaseException:
         out.abort()
         if server is not None:
             server.abort()
+        if average is not None:
+            average.abort()
         raise
     finally:
         if rebasing is not None:
@@ -148,14 +167,19 @@ def _check_arguments(
 
 
 def _windows(
-    manifest: Manifest, server: ServerStep | None, rebasing: Rebasing | None
+    manifest: Manifest,
+    server: ServerStep | None,
+    average: GlobalAverage | None,
+    rebasing: Rebasing | None,
 ) -> Iterator[_Window]:
     """Yield all data in order, cut where the type or treatment changes, and else into windows."""
 
-    def kind(spec: TensorSpec) -> tuple[str, str, bool, bool]:
+    def kind(spec: TensorSpec) -> tuple[str, str, bool, bool, bool]:
         name = "" if dtype_named(spec.dtype).is_floating else spec.name
         is_optimized = server is not None and server.is_optimized(spec)
-        return spec.dtype, name, is_optimized, rebasing is not None and rebasing.is_rebased(spec)
+        is_averaged = average is not None and average.is_averaged(spec)
+        is_rebased = rebasing is not None and rebasing.is_rebased(spec)
+        return spec.dtype, name, is_optimized, is_averaged, is_rebased
 
     for (dtype, name, *treatment), group in groupby(manifest.stored(), kind):
         specs = list(group)

@@ -30,7 +30,8 @@ class WeightAverageSpec(Section):
 
     ema: exponential, average = decay · average + (1 − decay) · parameter, with decay 0.999 unless
     set. swa: the mean of all that was averaged. The average is updated after step `start_step` and
-    after each `every` steps from there; the first update takes the parameters as they are.
+    after each `every` steps from there; the first update takes the parameters as they are. Under
+    Federated it is that of the global model, and rounds take the place of steps.
     """
 
     kind: Literal["ema", "swa"] = "ema"
@@ -65,6 +66,8 @@ def reason_against(strategy: Strategy, field: str = "strategy") -> str | None:
     match strategy:
         case Local() | ModelParallel():
             return None
+        case Federated() if field == "strategy":
+            return None
         case DataParallel(aggregation=AllReduce() | ParameterServer()) | PopulationBased():
             inner = strategy.options.inner
             return None if inner is None else reason_against(inner, f"{field}.options.inner")
@@ -74,6 +77,6 @@ def reason_against(strategy: Strategy, field: str = "strategy") -> str | None:
                 "parameters of its own, and what is committed is their mean"
             )
         case Federated():
-            return f"cannot go with {field}.type Federated: clients begin each round afresh"
+            return f"cannot go with {field}.type Federated inside of another strategy"
         case Custom():
             return f"cannot go with {field}.type Custom: what it has workers do is not known here"

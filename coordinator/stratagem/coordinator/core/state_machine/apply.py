@@ -217,7 +217,12 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_commit(_with_metrics(record, metrics), commit)
         case SegmentCommitted():
             commit = CommittedState(
-                fact.segment, fact.step, fact.digest, fact.metrics, fact.streams
+                fact.segment,
+                fact.step,
+                fact.digest,
+                fact.metrics,
+                fact.streams,
+                fact.average,
             )
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():

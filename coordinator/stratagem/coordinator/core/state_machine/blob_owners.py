@@ -27,8 +27,8 @@ def is_shared(state: CoordinatorState, digest: Digest) -> bool:
 
 def states_of(run: RunRecord) -> frozenset[Digest]:
     """Return the blobs of a run that any caller that may read runs may download."""
-    committed = {commit.digest for commit in run.commits}
-    return frozenset({*committed, run.predictions} if run.predictions else committed)
+    committed = {digest for each in run.commits for digest in (each.digest, each.average)}
+    return frozenset({*committed, run.predictions or Digest("")} - {Digest("")})
 
 
 def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:

@@ -30,7 +30,7 @@ def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
 def blobs_of(run: RunRecord) -> frozenset[Digest]:
     """Return the blobs of a run that must be kept: retained commits, bases of what is due, inline
     data, code, given states, predictions."""
-    live = {commit.digest for commit in retained(run)}
+    live = {digest for commit in retained(run) for digest in (commit.digest, commit.average)}
     live |= {e.base.digest for e in pending_of(run) if hasattr(e, "base")}
     live |= run.strategy.blobs(run.value)
     if run.job.data.inline is not None:
@@ -39,6 +39,8 @@ def blobs_of(run: RunRecord) -> frozenset[Digest]:
         live.add(run.job.code.digest)
     if run.job.initial is not None and run.job.initial.digest is not None:
         live.add(run.job.initial.digest)
+    if run.job.initial is not None and run.job.initial.average is not None:
+        live.add(run.job.initial.average)
     if run.predictions:
         live.add(run.predictions)
-    return frozenset(live)
+    return frozenset(live - {Digest("")})

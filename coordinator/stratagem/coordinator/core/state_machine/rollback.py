@@ -32,6 +32,7 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
         digest=commit.digest,
         by_policy=nesting.progress(run.value).keeps_more,
         streams=commit.streams,
+        average=commit.average,
     )
 
 
@@ -40,7 +41,7 @@ def returned(run: RunRecord, fact: RunResumed) -> RunRecord:
     nesting = run.strategy.nesting
     assert nesting is not None
     assert fact.from_segment is not None
-    base = Base(fact.from_segment, fact.step, fact.digest, fact.streams)
+    base = Base(fact.from_segment, fact.step, fact.digest, fact.streams, fact.average)
     commits = tuple(commit for commit in run.commits if commit.segment <= base.segment)
     if nesting.returned is not None:
         value = nesting.returned(run.job, run.value, base, commits[-1].metrics)

@@ -39,6 +39,8 @@ class CommitView(Value):
     """For a population: the member whose state it is."""
     schedule: tuple[Setting, ...] = ()
     """For a population: the settings that the state was trained with; see Origin."""
+    average: Digest = Digest("")
+    """The state of averaged parameters beside it, in a federation that keeps one."""
 
 
 class RunView(Value):
@@ -133,6 +135,7 @@ def _commits(run: RunRecord, status: Status) -> tuple[CommitView, ...]:
             metrics=commit.metrics,
             member=None if origin is None else origin.member,
             schedule=() if origin is None else origin.schedule,
+            average=commit.average,
         )
 
     return tuple(map(shown, retained(run)))

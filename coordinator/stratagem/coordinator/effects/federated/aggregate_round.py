@@ -14,7 +14,8 @@ from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
-from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.fold import Folded, fold_weighted_mean
+from stratagem.coordinator.updates.global_average import global_average
 from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.server_step import ServerStep
@@ -22,14 +23,14 @@ from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 
-Folded = tuple[Digest, tuple[Digest, ...], tuple[Manifest, int]]
-"""The next state, the slots of a server optimizer, and the header of the state's file: what it is
-made of, and where its data start."""
+Header = tuple[Manifest, int]
+"""What a state's file is made of, and where its data start."""
 
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
-    digest, slots, header = await _folded(env, effect)
+    folded, header = await _folded(env, effect)
+    digest = folded.state
     failpoint("coordinator.round.folded")
     env.keep_header(digest, header)
     _bring_ahead(env, effect, digest)
@@ -40,13 +41,14 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
         digest=digest,
         size_bytes=header[0].total_bytes,
         metrics=dict(effect.metrics),
-        server_state=slots,
+        server_state=folded.slots,
+        average=folded.average,
         max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
     )
     await env.report(effect.run_id, fact)
 
 
-async def _folded(env: EffectContext, effect: AggregateRound) -> Folded:
+async def _folded(env: EffectContext, effect: AggregateRound) -> tuple[Folded, Header]:
     entries = await env.in_thread(lambda: _entries(env, effect))
     cancelled = threading.Event()
     try:
@@ -93,7 +95,7 @@ def _fold(
     effect: AggregateRound,
     entries: list[SpoolEntry],
     cancelled: threading.Event,
-) -> Folded:
+) -> tuple[Folded, Header]:
     """Write the next state; for a thread."""
     with env.blobs.open(effect.base.digest) as base:
         manifest, _ = header_of(base, effect.base.digest)
@@ -109,24 +111,27 @@ def _fold(
         of_round = {"round": str(effect.round_num)}
         slots = effect.server_state
         server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
+    before = effect.base.average
+    average = global_average(job.weight_average, env.blobs, before, manifest, effect.round_num)
     weights = [weight(job, accepted) for accepted in effect.accepted]
     rebasing = _rebasing(env, effect)
     bases = [update.base or effect.base.digest for update in effect.accepted]
     decoding = decoding_of(env, effect, manifest, bases)
     # The last thing before the fold, which leaves nothing of it behind when it fails.
     writer = env.blobs.writer(len(header) + manifest.total_bytes)
-    digest, slots = fold_weighted_mean(
+    folded = fold_weighted_mean(
         entries,
         weights,
         manifest,
         writer,
         should_stop=cancelled.is_set,
         server=server,
+        average=average,
         rebasing=rebasing,
         decoding=decoding,
         numerics=env.numerics_of(effect.run_id),
     )
-    return digest, slots, parse_header(io.BytesIO(header), digest)
+    return folded, parse_header(io.BytesIO(header), folded.state)
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:

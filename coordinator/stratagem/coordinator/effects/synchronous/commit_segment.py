@@ -18,7 +18,7 @@ from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitt
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
 from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.updates.merge_parts import (
+from stratagem.coordinator.updates.members.merge_parts import (
     ContradictionError,
     StatePart,
     joined_rows,

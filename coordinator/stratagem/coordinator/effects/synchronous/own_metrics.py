@@ -17,7 +17,7 @@ from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.shown_evaluation import lineage_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.updates.merge_parts import ContradictionError, StatePart
+from stratagem.coordinator.updates.members.merge_parts import ContradictionError, StatePart
 from stratagem.v1 import worker_pb2
 
 Result = worker_pb2.TrainResult | worker_pb2.EvaluateResult

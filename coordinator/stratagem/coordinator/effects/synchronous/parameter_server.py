@@ -38,7 +38,7 @@ from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of, reply_to
 from stratagem.coordinator.runtime.worker_links import WorkerLink, session
-from stratagem.coordinator.updates.tree_fold import fold_chunks
+from stratagem.coordinator.updates.members.tree_fold import fold_chunks
 from stratagem.v1 import worker_pb2
 
 RETRY_S = 0.02

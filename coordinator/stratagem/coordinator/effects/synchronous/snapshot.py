@@ -16,7 +16,7 @@ from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
-from stratagem.coordinator.updates.merge_parts import StatePart
+from stratagem.coordinator.updates.members.merge_parts import StatePart
 from stratagem.coordinator.updates.stream_offload import Offload
 
 log = structlog.get_logger()

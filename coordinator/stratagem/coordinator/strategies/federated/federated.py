@@ -212,6 +212,8 @@ def _evaluating(
     if job.evaluation is None or not value.helper:
         return
     splits = (job.evaluation.split,)
+    if job.evaluation.of == "average" and base.average:
+        base = replace(base, digest=base.average)
     if base.segment not in value.evaluators:
         yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[:1])
         return
@@ -239,8 +241,9 @@ def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
 def blobs(value: FederatedRun) -> frozenset[Digest]:
     """Return the global state, what the server optimizer keeps with it, and the states that wait
     for an evaluation: also while no worker can do it, and while the run is stopped."""
-    kept = {value.committed.digest, *value.server_state} if value.committed else set()
-    kept |= {base.digest for base in value.to_evaluate}
+    bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
+    kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
+    kept |= {*value.server_state} if value.committed else set()
     return frozenset(kept) | late_updates.blobs(value)
 
 

@@ -266,7 +266,7 @@ def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]
 
 
 def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
-    base = Base(fact.segment, fact.step, fact.digest)
+    base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
     due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
     evaluators, took_part = dict(value.evaluators), value.took_part
     if evaluates_at_clients(job):

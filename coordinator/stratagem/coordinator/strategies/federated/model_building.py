@@ -7,6 +7,7 @@ its first round. All its workers are tried, and the run fails when none can.
 
 from dataclasses import replace
 
+from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.crash_loops import why
@@ -50,7 +51,7 @@ def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed
         metrics = resumed_metrics(job)
         return replace(
             value,
-            committed=Base(fact.segment, fact.step, fact.digest),
+            committed=Base(fact.segment, fact.step, fact.digest, average=_resumed_average(job)),
             round_num=fact.segment + 1,
             num_rows=fact.num_rows,
             trained={name: n for name, n in metrics.items() if name not in course_of(metrics)},
@@ -65,6 +66,12 @@ def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed
         unfit={**value.unfit, name: fact},
         deaths={task: count for task, count in value.deaths.items() if task != BUILD},
     )
+
+
+def _resumed_average(job: JobSpec) -> Digest:
+    """Return the average that a run goes on from which resumes a commit of another one."""
+    initial = job.initial
+    return Digest((initial and initial.average) or "")
 
 
 def fit(value: FederatedRun, workers: list[WorkerRecord]) -> list[WorkerRecord]:

@@ -110,6 +110,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
             "seed": job.seed,
         },
         "evaluation": None,
+        "weight_average": None,
         "epochs": epochs,
         "checkpoint.every": f"{epochs} epochs",
         "seed": nested.seed_of(f"silo/{job.seed}/{client}/{round_num}"),
