@@ -27,9 +27,11 @@ from tests.reference.loops import federated_loop
 
 pytestmark = pytest.mark.cluster
 
+OWN = {"entrypoint": "tests.userland.optimizers:SignMomentum", "lr": 0.01, "beta": 0.8}
+
 
 def test_residuals_are_part_of_the_commit(client: Client, tmp_path: Path) -> None:
-    spec = job("dropout_mlp", compression="ternary", strategy=data_parallel(5))
+    spec = job("dropout_mlp", compression="ternary", strategy=data_parallel(5), optimizer=OWN)
     outcome = train(client, spec)
     assert_same_bits(outcome.state, compressed_loop(spec, ALLOWED, 5).state)
     stored = load_file(outcome.run.download(tmp_path / "final.safetensors"))
@@ -99,6 +101,8 @@ def test_federated_has_the_bits_of_the_loop(
     client: Client, model: str, codec: str | dict[str, Any]
 ) -> None:
     changes: dict[str, Any] = {"batch_size": 25} if model == "batch_norm_mlp" else {}
+    if codec == "ternary":
+        changes = {"optimizer": OWN}
     spec = federated(model, compression=codec, num_clients=3, **changes)
     outcome = train(client, spec)
     assert_same_bits(outcome.state, federated_loop(spec, ALLOWED).state)
@@ -112,7 +116,8 @@ def test_federated_has_the_bits_of_the_loop(
 @pytest.mark.parametrize(("codec", "num_nodes"), [("ternary", 6), ("low_rank", 3), ("int8", 4)])
 def test_gossip_has_the_bits_of_the_loop(client: Client, codec: str, num_nodes: int) -> None:
     data = user_data("classes", num_rows=50)
-    spec = job("dropout_mlp", compression=codec, strategy=gossip(num_nodes), data=data)
+    own = {"optimizer": OWN} if codec == "ternary" else {}
+    spec = job("dropout_mlp", compression=codec, strategy=gossip(num_nodes), data=data, **own)
     outcome = train(client, spec)
     expected = gossip_loop(spec, ALLOWED)
     assert_same_bits(outcome.state, expected.mean)

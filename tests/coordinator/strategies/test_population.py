@@ -394,6 +394,10 @@ def test_asynchronous_members_do_not_wait() -> None:
             "search_space.optimizer.clip_norm: 0.0 is not allowed; must be > 0",
         ),
         (
+            {"search_space": {"optimizer.schedule.name": {"choices": ["cosine", "plateau"]}}},
+            "search_space.optimizer.schedule.name: plateau is not allowed in a population",
+        ),
+        (
             {"search_space": {"optimizer.lr": {"low": 1.0}}},
             "search_space.optimizer.lr.high: missing",
         ),

@@ -89,6 +89,12 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("finite", {"loss": "tests.userland.losses:infinite_loss"}, "loss", "non-finite"),
     ("order", {"data": {**user_data("classes"), "order": "tests.userland.orders:gone"}}, "", ""),
     (
+        "buffer",
+        {"model": user_model("CountsEvaluations"), "evaluation": {"split": "test"}},
+        "evaluation",
+        'buffer "calls" changed while',
+    ),
+    (
         "metric",
         {"evaluation": {"split": "test", "metrics": ["tests.userland.metrics:with_weight"]}},
         "evaluation.metrics",

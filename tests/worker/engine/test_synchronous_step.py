@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stratagem.common.base.errors import UserCodeError
+from stratagem.worker.engine import EvaluationShare
 from stratagem.worker.exchange import StepScalars
 from tests.jobs import job, user_model
 from tests.reference.loops import plain_loop, sharded_loop
@@ -224,6 +225,14 @@ def test_large_buffers_may_exist_but_not_change() -> None:
     changing = trainer_of(job(CHANGING_BUFFER))
     with pytest.raises(UserCodeError, match='buffer "table" changed'):
         train(changing, 2, 1)
+
+
+def test_a_model_that_an_evaluation_changes_is_told_which_buffer() -> None:
+    share = EvaluationShare(["test"], 0, 1, lambda *_: None, {})
+    with pytest.raises(UserCodeError, match='buffer "calls" changed while the model was eval'):
+        trainer_of(job("CountsEvaluations")).evaluate(share)
+    scratch = job(user_model("CountsEvaluations", is_kept=False))
+    assert trainer_of(scratch).evaluate(share)
 
 
 def test_wish_to_stop_and_report() -> None:

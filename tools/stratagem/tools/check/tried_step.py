@@ -12,6 +12,7 @@ from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Dataset, Subset
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.evaluator import EvaluationShare
+from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.engine.trainers.build_trainer import make_setup
@@ -83,7 +84,8 @@ def try_evaluation(tried: TriedStep, split: str) -> dict[str, float]:
     evaluator = tried.setup.evaluator
     evaluator.model.eval()
     share = EvaluationShare([split], 0, 1, lambda *_: None, {})
-    parts = evaluator.parts_of(share)
+    with constant_buffers(evaluator.model):
+        parts = evaluator.parts_of(share)
     names = dict.fromkeys(name for part in parts for name in part.sums if ":" not in name)
     found = {}
     for name in names:

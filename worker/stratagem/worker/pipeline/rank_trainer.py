@@ -35,7 +35,7 @@ from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Counted
-from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer, wish_of
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
 from stratagem.worker.engine.trainers.trainer_state import State
@@ -220,7 +220,7 @@ class StageRunner:
 
     def evaluate_split(self, split: str, begins: Begins | None = None) -> list[EvaluationPart]:
         """Returns the sums per batch on the rank of the last stage; nothing on the others."""
-        with evaluated(self._job, self._average):
+        with evaluated(self._job, self._average), constant_buffers(self.model):
             return evaluate(self._setup, self._next_pass(), split, begins)
 
     def state(self) -> State:

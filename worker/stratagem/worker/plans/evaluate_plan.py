@@ -12,6 +12,7 @@ from torch import Tensor
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Batch, Inference
+from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.train_plan import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.session.context import ExecutionContext
@@ -37,7 +38,7 @@ def evaluate_state(
     is_kept = spec is not None and spec.predictions
     show = _Progress(work, len(share), len(share) - len(left))
     evaluator.expect(left)
-    with StepRecorder(work, EVALUATING) as recorder:
+    with StepRecorder(work, EVALUATING) as recorder, constant_buffers(inference.model):
         for number, batch in enumerate(left):
             work.control.check()
             if work.control.view.membership != membership:

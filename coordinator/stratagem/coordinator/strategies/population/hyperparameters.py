@@ -178,8 +178,8 @@ def _why_not(job: JobSpec, params: Params) -> str:
         optimizer = member_job(job, 0, params).optimizer
     except InvalidInputError as error:
         return "; ".join(violation.message for violation in error.violations) or str(error)
-    return (
-        "; ".join(violation.message for violation in check_optimizer(optimizer))
-        if optimizer
-        else ""
-    )
+    if optimizer is None:
+        return ""
+    if optimizer.plateau is not None:
+        return "plateau is not allowed in a population, whose members copy each other's states"
+    return "; ".join(violation.message for violation in check_optimizer(optimizer))

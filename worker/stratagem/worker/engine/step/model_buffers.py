@@ -6,6 +6,8 @@ only one; integer buffers take the change that shard 0 made. Changes ride in the
 exchange, so they are summed in the same fixed order as gradients. Must not know gradients.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -107,6 +109,38 @@ class Buffers:
                     f"{MAX_TRAVELLING_ELEMENTS} elements must be constant (or not persistent)"
                 )
                 raise UserCodeError("ValueError", message)
+
+
+@contextmanager
+def constant_buffers(model: nn.Module) -> Iterator[None]:
+    """The time of an evaluation, which must leave the model as it is: each worker evaluates other
+    batches, and would have another model afterwards.
+
+    Raises UserCodeError with the name of a buffer that a forward pass has changed.
+    """
+    before = [(slot, slot.tensor._version, _kept(slot.tensor)) for slot in _slots(model)]
+    yield
+    for slot, version, tensor in before:
+        now = slot.module._buffers[slot.key]
+        is_touched = now is not slot.tensor or now._version != version
+        if is_touched and (tensor is None or not _are_equal(now, tensor)):
+            message = (
+                f'buffer "{slot.name}" changed while the model was evaluated; in eval mode '
+                "(self.training is False) a forward pass must leave all persistent buffers as they "
+                "are, for each worker evaluates other batches"
+            )
+            raise UserCodeError("ValueError", message)
+
+
+def _kept(tensor: Tensor) -> Tensor | None:
+    return tensor.clone() if tensor.numel() <= MAX_TRAVELLING_ELEMENTS else None
+
+
+def _are_equal(value: Tensor | None, before: Tensor) -> bool:
+    if value is None or value.shape != before.shape or value.dtype != before.dtype:
+        return False
+    are_both_nan = (value != value) & (before != before)
+    return bool(((value == before) | are_both_nan).all())
 
 
 def _current(slot: _Slot) -> Tensor:

@@ -40,7 +40,7 @@ from stratagem.worker.engine.step.logged_sums import (
     packed,
     unpacked,
 )
-from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.step.turns import StepTurn
@@ -300,7 +300,8 @@ class GossipTrainer:
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""
-        return self.evaluator().parts_of(share)
+        with constant_buffers(self.model):
+            return self.evaluator().parts_of(share)
 
     def copy_state(self, *, is_first: bool = True) -> State:
         """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the first

@@ -23,7 +23,7 @@ from stratagem.worker.engine.step import state_format as state
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Passes, micro_batches
-from stratagem.worker.engine.step.model_buffers import Buffers
+from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, whole_step
@@ -202,7 +202,7 @@ class Trainer:
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""
-        with evaluated(self.job, self._average):
+        with evaluated(self.job, self._average), constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
     def state(self) -> State:
