@@ -212,7 +212,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
                 if event.index in run.cuts:
                     run.cuts.remove(event.index)
                     await self._cut(context)
-            if run.phase in FINAL:
+            is_followed = request.follow or not request.HasField("follow")
+            if run.phase in FINAL or not is_followed:
                 return
             await run.changed.wait()
 
@@ -220,6 +221,14 @@ class FakeCoordinator(CoordinatorServiceServicer):
         if self.says_why:
             raise UnavailableError("restarting")
         await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")  # as gRPC says it for us
+
+    async def GetHistory(
+        self, request: pb.GetHistoryRequest, context: Any
+    ) -> AsyncIterator[pb.GetHistoryResponse]:
+        """Nothing was recorded."""
+        self._run(request.run_id)
+        for _ in ():
+            yield pb.GetHistoryResponse()
 
     async def CancelRun(self, request: pb.CancelRunRequest, context: Any) -> pb.CancelRunResponse:
         run = self._run(request.run_id)

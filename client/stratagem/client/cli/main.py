@@ -9,6 +9,7 @@ from stratagem.client.cli import (
     check_command,
     code_commands,
     completion,
+    course_commands,
     doctor_commands,
     export_command,
     identity_commands,
@@ -49,6 +50,8 @@ app.command()(with_proof(run_commands.resume))
 app.command()(with_proof(query_commands.delete))
 app.command()(with_proof(query_commands.download))
 app.command()(with_proof(export_command.export))
+app.command()(with_proof(course_commands.report))
+app.command()(with_proof(course_commands.population))
 app.command()(with_proof(query_commands.workers))
 app.command(cls=doctor_commands.DoctorCommand)(with_proof(doctor_commands.doctor))
 app.command()(planning_commands.estimate)

@@ -59,7 +59,7 @@ class Round:
     num_needed: int | None = None
     """The round closes with the first updates of this number; None: it waits for all."""
     deadline_s: float | None = None
-    """Leader-clock time at which it closes; None: it has no deadline."""
+    """Seconds after the selection at which it closes; None: it has no deadline."""
     seconds: float | None = None
     """From the selection to the close; None: it is open."""
     loss: float = math.nan
@@ -130,9 +130,16 @@ def _select(found: list[Round], event: EventLike) -> None:
         began_s=event.time_s,
         clients=clients,
         num_needed=fact.get("num_needed"),
-        deadline_s=fact.get("deadline_s"),
+        deadline_s=_deadline(event),
     )
     found[:] = [each for each in found if each.number < begun.number] + [begun]
+
+
+def _deadline(event: EventLike) -> float | None:
+    """Return how long after its selection a round closes, if it has a deadline and a coordinator of
+    this version tells the time by the same clock."""
+    deadline_s, leader_s = event.payload.get("deadline_s"), getattr(event, "leader_s", 0.0)
+    return deadline_s - leader_s if deadline_s is not None and leader_s else None
 
 
 def _change(found: list[Round], fact: Mapping[str, Any], client: int, **changes: Any) -> None:

@@ -11,8 +11,8 @@ downloads.py and uploads.py; nothing here imports torch.
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,10 @@ from stratagem.client.course.population import population as course_population
 from stratagem.client.course.rounds import Round
 from stratagem.client.course.rounds import rounds as course_rounds
 from stratagem.client.history.step_history import History
+from stratagem.client.report.html_page import page
+from stratagem.client.report.lines import RECORDED
+from stratagem.client.report.notebook import Listed
+from stratagem.client.report.run_values import ReportedRun, time_text
 from stratagem.client.sdk import downloads, uploads, views
 from stratagem.client.sdk.initial_source import resolve_initial
 from stratagem.client.sdk.job_input import Job, parse_job
@@ -189,7 +193,7 @@ class AsyncClient:
             response = await connection.call(connection.stub.ListRuns, request)
             statuses += [views.run_status(run) for run in response.runs]
             if not response.next_page_token:
-                return tuple(statuses)
+                return Listed(statuses)
             request.page_token = response.next_page_token
 
     async def watch_runs(self) -> AsyncIterator[RunsChange]:
@@ -212,7 +216,7 @@ class AsyncClient:
         """All registered workers, alive or not."""
         connection = self._connection
         response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
-        return tuple(views.worker(worker) for worker in response.workers)
+        return Listed(views.worker(worker) for worker in response.workers)
 
 
 class AsyncRun:
@@ -291,31 +295,38 @@ class AsyncRun:
 
     async def rounds(self, party: str = "") -> tuple[Round, ...]:
         """The rounds of a federation so far; party: of one inside another strategy."""
-        return course_rounds(await self._events(), party)
+        return course_rounds(await self.events(), party)
 
     async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
         """The clients of a federation over its rounds so far; party: as for `rounds`."""
-        return course_clients(await self._events(), party)
+        return course_clients(await self.events(), party)
 
     async def members(self) -> tuple[MemberInterval, ...]:
         """When each worker was a member of the run, and why it was one no longer."""
-        return course_members(await self._events())
+        return course_members(await self.events())
 
     async def population(self) -> Population:
         """The generations of a population so far: scores, lineages, and the schedule of each."""
-        return course_population(await self._events(), (await self.status()).job)
+        return course_population(await self.events(), (await self.status()).job)
 
-    async def _events(self) -> tuple[Event, ...]:
-        """Return all events so far."""
-        newest = (await self.status()).event_index
-        found: list[Event] = []
-        async with aclosing(self.watch()) as items:
-            async for item in items:
-                if isinstance(item, Event):
-                    found.append(item)
-                    if item.index >= newest:
-                        break
-        return tuple(found)
+    async def events(self) -> tuple[Event, ...]:
+        """All events so far."""
+        items = self.watch(follow=False)
+        return Listed([item async for item in items if isinstance(item, Event)])
+
+    async def shown(self, max_rows: int = 2048) -> ReportedRun:
+        """Return all that pictures of the run are made of; max_rows: of each curve."""
+        history = await self.history(RECORDED, max_rows=max_rows)
+        return ReportedRun(await self.status(), await self.events(), history)
+
+    async def report(self, path: str | PathLike[str]) -> Path:
+        """Write the run as it is now as one page of HTML, without scripts: curves, a panel by
+        strategy, its events and its job."""
+        run = await self.shown()
+        text = await asyncio.to_thread(page, run, time_text(time.time()))
+        written = Path(path)
+        await asyncio.to_thread(written.write_text, text, encoding="utf-8")
+        return written
 
     async def history(
         self,

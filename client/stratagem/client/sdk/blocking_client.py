@@ -12,7 +12,6 @@ waiting; the run goes on. Knows nothing of messages and channels.
 from __future__ import annotations
 
 import asyncio
-import html
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,6 +25,8 @@ from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
 from stratagem.client.history.step_history import History
+from stratagem.client.report.notebook import follow, header_html, run_html
+from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
 from stratagem.client.sdk.job_input import Job
@@ -39,6 +40,7 @@ from stratagem.client.sdk.views import (
     RunStatus,
     Worker,
 )
+from stratagem.common.base.errors import StratagemError
 from stratagem.common.identity.tls_files import TlsFiles
 
 if TYPE_CHECKING:
@@ -249,6 +251,18 @@ class RunHandle:
         )
         return self._loop.iterate(watched)
 
+    def events(self) -> tuple[Event, ...]:
+        """All events so far."""
+        return self._loop.call(self._run.events())
+
+    def report(self, path: str | PathLike[str]) -> Path:
+        """Write the run as it is now as one page of HTML; see AsyncRun.report."""
+        return self._loop.call(self._run.report(path))
+
+    def show(self) -> None:
+        """Follow the run in the cell of a notebook until it ends; an interrupt leaves it alone."""
+        follow(self.watch(), lambda: run_html(self.shown()))
+
     def rounds(self, party: str = "") -> tuple[Round, ...]:
         """The rounds of a federation so far; see AsyncRun.rounds."""
         return self._loop.call(self._run.rounds(party))
@@ -342,7 +356,11 @@ class RunHandle:
         return f"RunHandle({self.run_id!r})"
 
     def _repr_html_(self) -> str:
-        return _as_html(self.status())
+        return run_html(self.shown())
+
+    def shown(self, max_rows: int = 720) -> ReportedRun:
+        """All that pictures of the run are made of; max_rows: of each curve."""
+        return self._loop.call(self._run.shown(max_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +399,10 @@ class RunResult:
         return self.run.download(path, which, plain=plain)
 
     def _repr_html_(self) -> str:
-        return _as_html(self.status)
+        try:
+            return self.run._repr_html_()
+        except (RuntimeError, StratagemError):  # its client is closed, or the run deleted
+            return header_html(self.status)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -392,14 +413,6 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _as_html(status: RunStatus) -> str:
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.metrics.items()))
-    steps = f"step {status.step} of {status.num_steps}" if status.num_steps else ""
-    parts = [status.strategy, status.phase, steps, metrics, status.reason]
-    shown = " · ".join(html.escape(part) for part in parts if part)
-    return f"<b>{html.escape(status.run_id)}</b> {shown}"
 
 
 def _report_unless_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

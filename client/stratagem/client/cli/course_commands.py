@@ -1,0 +1,121 @@
+"""Commands that show the course of a run: its report, and the generations of a population."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stratagem.client.cli.options import CoordinatorOption, Format, FormatOption, RunArgument
+from stratagem.client.cli.progress import print_line
+from stratagem.client.cli.query_commands import connected
+from stratagem.client.cli.reporting import make_console
+from stratagem.client.course.population import Population
+from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.common.base.errors import NotFoundError
+from stratagem.common.base.wording import values_text
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
+
+
+def report(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="RUN.html if not named.")
+    ] = None,
+) -> None:
+    """Write a run as one page of HTML: curves, a panel by strategy, its events and its job.
+
+    The page needs neither scripts nor a network, and prints well. Of a run that goes on it shows
+    what has happened so far.
+    """
+    with connected(coordinator, proof) as client:
+        path = client.get(run_id).report(output or Path(f"{run_id}.html"))
+        print_line(make_console(), str(path))
+
+
+def population(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    form: FormatOption = Format.TEXT,
+) -> None:
+    """Show the generations of a population, the winner, its lineage and its schedule.
+
+    The lineage names, generation by generation, the member whose state the winner's comes from; the
+    schedule all hyperparameters that this state was trained with.
+    """
+    with connected(coordinator, proof) as client:
+        found = client.get(run_id).population()
+        if not found.generations:
+            raise NotFoundError(f"run {run_id} is no population, or has not begun")
+        if form is Format.JSON:
+            print(json.dumps(_as_json(found), allow_nan=False))
+        else:
+            _print(make_console(), found)
+
+
+def _print(console: Console, found: Population) -> None:
+    table = Table("generation", "best", found.metric, "median", "copies", box=box.SIMPLE_HEAD)
+    for generation in found.generations:
+        scores = sorted(m.score for m in generation.members if m.score is not None)
+        best = None if generation.best is None else generation.of(generation.best)
+        copies = [f"{m.member} of {m.parent}" for m in generation.members if m.parent != m.member]
+        table.add_row(
+            str(generation.number),
+            "" if best is None else f"member {best.member}",
+            "" if best is None or best.score is None else f"{best.score:.4g}",
+            f"{scores[len(scores) // 2]:.4g}" if scores else "",
+            ", ".join(copies),
+        )
+    console.print(table)
+    winner = found.best
+    if winner is None:
+        return
+    print_line(console, f"best: {winner}")
+    lineage = found.lineage(winner.member, winner.generation)
+    print_line(console, f"lineage: {' > '.join(f'member {member}' for member in lineage)}")
+    for step, params in found.schedule(winner.member, winner.generation):
+        print_line(console, f"from step {step}: {values_text(params)}")
+
+
+def _as_json(found: Population) -> dict[str, object]:
+    best = found.best
+    generations = [
+        {
+            "generation": generation.number,
+            "best": generation.best,
+            "step": generation.step,
+            "members": [
+                {
+                    "member": each.member,
+                    "parent": each.parent,
+                    "score": each.score,
+                    "params": dict(each.params),
+                }
+                for each in generation.members
+            ],
+        }
+        for generation in found.generations
+    ]
+    winner = None
+    if best is not None:
+        schedule = found.schedule(best.member, best.generation)
+        winner = {
+            "generation": best.generation,
+            "member": best.member,
+            "score": best.score,
+            "params": dict(best.params),
+            "lineage": found.lineage(best.member, best.generation),
+            "schedule": [{"from_step": step, "params": dict(params)} for step, params in schedule],
+        }
+    return {
+        "metric": found.metric,
+        "mode": found.mode,
+        "generations": generations,
+        "best": winner,
+    }

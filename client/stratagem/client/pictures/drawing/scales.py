@@ -1,0 +1,112 @@
+"""Scales of axes: values to pixels, and the values that are written at an axis."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A linear or logarithmic scale from values to pixels; start may be above end."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the pixel of a value, of one outside of the range that of its end."""
+        low, high = self._shown(self.low), self._shown(self.high)
+        share = (self._shown(value) - low) / (high - low) if high > low else 0.5
+        return self.start + (self.end - self.start) * min(max(share, 0.0), 1.0)
+
+    def _shown(self, value: float) -> float:
+        return math.log10(max(value, self.low, 1e-300)) if self.log else value
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Return about so many round values within the range."""
+        return (
+            _powers(self.low, self.high, count) if self.log else steps(self.low, self.high, count)
+        )
+
+
+def axis_of(values: Iterable[float], start: float, end: float, *, log: bool = False) -> Axis:
+    """Return the scale on which all finite values lie, with room above and below."""
+    finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+    if not finite:
+        return Axis(1.0 if log else 0.0, 10.0 if log else 1.0, start, end, log)
+    low, high = min(finite), max(finite)
+    if log:
+        low, high = (low / 1.2, high * 1.2) if high / low < 10 else (low / 1.05, high * 1.05)
+        return Axis(low, high, start, end, log)
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
+    bottom = 0.0 if 0 <= low < (high - low) * 0.35 else low - room
+    return Axis(bottom, high + room, start, end)
+
+
+def steps(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` values of a round distance, within the range."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / size - 1e-9)
+    last = math.floor(high / size + 1e-9)
+    return [at * size for at in range(first, last + 1)]
+
+
+def whole_steps(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` whole numbers within the range."""
+    found = [value for value in steps(low, high, count) if abs(value - round(value)) < 1e-9]
+    return found or [float(value) for value in range(math.ceil(low), math.floor(high) + 1)]
+
+
+def _powers(low: float, high: float, count: int) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        powers = [f * 10.0**p for p in range(first, last + 1) for f in factors]
+        found = [value for value in powers if low <= value <= high]
+        if len(found) >= 2:
+            every = max(1, math.ceil(len(found) / (count + 1)))
+            return found[::every]
+    return steps(low, high, count)
+
+
+def short(value: float) -> str:
+    """Return a number for an axis or a table: "0.05", "12,000", "3e-05"."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e7 or size < 1e-4:
+        mantissa, _, power = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(power)}" if power else mantissa
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as "0.25 s", "12 s", "3:05" or "2:10:00"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def time_steps(high: float, count: int) -> list[float]:
+    """Return about so many round times from 0 on, in seconds."""
+    if high <= 0:
+        return [0.0]
+    raw = high / max(count, 1)
+    round_ones = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 86400)
+    size = next((float(each) for each in round_ones if each >= raw * 0.999), raw)
+    if raw < 1:
+        return steps(0.0, high, count)
+    return [at * size for at in range(int(high / size + 1e-9) + 1)]

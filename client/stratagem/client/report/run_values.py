@@ -1,0 +1,113 @@
+"""What a report is made of: the status of a run, and its events."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stratagem.client.course.shapes import EventLike, RunLike
+
+
+class ErrorLike(Protocol):
+    """An exception of the user's code; see UserError of the SDK."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def traceback(self) -> str: ...
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def activity(self) -> str: ...
+
+
+class StatusLike(RunLike, Protocol):
+    """The status of a run with all that a report shows; see RunStatus of the SDK."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def submitted_at_s(self) -> float: ...
+    @property
+    def submitted_by(self) -> str: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+    @property
+    def worker_ids(self) -> Sequence[str]: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def reproducible(self) -> bool: ...
+    @property
+    def error(self) -> ErrorLike | None: ...
+
+
+class SeriesLike(Protocol):
+    """Values of one series over the steps of a run; see StepSeries of the SDK."""
+
+    @property
+    def step(self) -> NDArray[np.int64]: ...
+    @property
+    def last(self) -> NDArray[np.float64]: ...
+    @property
+    def min(self) -> NDArray[np.float64]: ...
+    @property
+    def max(self) -> NDArray[np.float64]: ...
+    @property
+    def provisional(self) -> NDArray[np.bool_]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedRun:
+    """A run as it is shown."""
+
+    status: StatusLike
+    events: Sequence[EventLike]
+    history: Mapping[str, SeriesLike] = field(default_factory=dict)
+    """Of its steps, by series; without it curves have a value for each segment."""
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """Return the run's job."""
+        return self.status.job
+
+    @property
+    def strategy(self) -> Mapping[str, Any]:
+        """Return the strategy of the job; empty for a job that trains nothing."""
+        return self.job.get("strategy") or {}
+
+    @property
+    def began_s(self) -> float:
+        """Return the wall time of the first event."""
+        return self.events[0].time_s if self.events else self.status.submitted_at_s
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first to the newest event."""
+        return self.events[-1].time_s - self.began_s if self.events else 0.0
+
+
+def time_text(time_s: float) -> str:
+    """Return a time as "2026-11-23 08:15:00 UTC": the same wherever it is read."""
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

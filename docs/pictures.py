@@ -1,0 +1,66 @@
+"""Makes the pictures of the documentation from real runs: `python docs/pictures.py`.
+
+It trains the examples on a cluster inside this machine, kills a worker on the way, and writes what
+the product draws of them to docs/images. No test asks whether they are current: times differ.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from stratagem.client import Client, Event, LocalCluster, RunHandle
+from stratagem.client.report.panels import curve_panels, strategy_panels
+from stratagem.common.job import load_job
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+IMAGES: Final = ROOT / "docs" / "images"
+WIDTH: Final = 760
+KILLS: Final = (12, 24)
+"""After these commits of the first run a worker is killed."""
+
+
+def main() -> None:
+    """Run all examples and write their pictures."""
+    local = LocalCluster(workers=4, import_path=[ROOT], threads=1)
+    with local as cluster, cluster.client() as client:
+        save(killed(cluster, client), ("loss", "members"))
+        save(trained(client, "digits_gossip"), ("topology",))
+        save(trained(client, "digits_pipeline"), ("stages",))
+        clients = ("strategy.num_clients=12", "strategy.rounds=20")
+        some = "strategy.client_selection={method: Random, fraction: 0.6}"
+        save(trained(client, "digits_fedavg", *clients, some), ("clients", "rounds"))
+        save(trained(client, "digits_population"), ("lineage", "hyperparameters"))
+
+
+def trained(client: Client, example: str, *changes: str) -> RunHandle:
+    """Return the run of an example, at its end."""
+    run = client.submit(load_job(ROOT / "examples" / f"{example}.yaml", list(changes)))
+    run.result()
+    return run
+
+
+def killed(cluster: LocalCluster, client: Client) -> RunHandle:
+    """Return a run on three workers, of which two have been killed one after the other."""
+    changes = ["strategy.num_replicas=3", "epochs=40", "optimizer.lr=0.02"]
+    run = client.submit(load_job(ROOT / "examples" / "digits.yaml", changes))
+    commits = 0
+    for item in run.watch():
+        if isinstance(item, Event) and item.kind == "SegmentCommitted":
+            commits += 1
+            if commits in KILLS:
+                cluster.kill(run.status().worker_ids[-1])
+    return run
+
+
+def save(run: RunHandle, names: Sequence[str]) -> None:
+    """Write the pictures of these names that a run has."""
+    shown = run.shown()
+    panels = {panel.name: panel for panel in [*curve_panels(shown), *strategy_panels(shown)]}
+    for name in names:
+        path = IMAGES / f"{name}.svg"
+        path.write_text(panels[name].draw(WIDTH).svg_file + "\n")
+        print(path.relative_to(ROOT), path.stat().st_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`stratagem report` and `stratagem population`, on runs that real clusters have journaled."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from stratagem.client.cli.main import app
+from stratagem.client.course.population import population
+from stratagem.common.job import JobSpec
+from tests.client.course.recorded import golden, job_of
+from tests.client.fake_coordinator import FakeCoordinator
+
+
+@pytest.fixture(name="told")
+def _told(fake: FakeCoordinator) -> FakeCoordinator:
+    for name in ("population", "local"):
+        events = golden(f"golden-{name}")
+        fake.tell(name, JobSpec.parse(job_of(events)), events[:-2])
+    return fake
+
+
+def invoke(address: str, *arguments: object) -> Result:
+    words = [*map(str, arguments), "--coordinator", address]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "100"})
+
+
+def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
+    told: FakeCoordinator, address: str
+) -> None:
+    found = population(golden("golden-population"), job_of(golden("golden-population")))
+    best = found.best
+    assert best is not None
+    done = invoke(address, "population", "population")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert "generation" in lines[1]
+    assert [line.split()[0] for line in lines if line[:6].strip().isdigit()] == ["1", "2", "3"]
+    assert f"best: {best}" in lines
+    lineage = found.lineage(best.member, best.generation)
+    assert f"lineage: {' > '.join(f'member {each}' for each in lineage)}" in lines
+    steps = [line.split(":")[0] for line in lines if line.startswith("from step")]
+    schedule = found.schedule(best.member, best.generation)
+    assert steps == [f"from step {step}" for step, _ in schedule]
+    as_json = json.loads(invoke(address, "population", "population", "--format", "json").stdout)
+    assert as_json["best"]["score"] == best.score
+    assert as_json["best"]["lineage"] == list(lineage)
+    assert [each["from_step"] for each in as_json["best"]["schedule"]] == [s for s, _ in schedule]
+    assert len(as_json["generations"]) == 3
+    refused = invoke(address, "population", "local")
+    assert refused.exit_code == 1
+    assert refused.stderr == "error: run local is no population, or has not begun\n"
+
+
+def test_a_report_is_written_as_one_file(
+    told: FakeCoordinator, address: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    done = invoke(address, "report", "local", "-o", path)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"{path}\n"
+    text = path.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "<h1>local</h1>" in text
+    assert text.count("<svg") >= 4
