@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cluster
 MODEL = user_model("dropout_mlp")
 SECTIONS: dict[str, Any] = {
     "optimizer": {**ADAMW, "schedule": {"name": "cosine"}},
-    "callbacks": "tests.userland.callbacks:StopsLate",
+    "callbacks": "tests.userland.callbacks:Logs",
 }
 TIMES = {"time.wall_s", "time.rows_per_s", "time.exchange_wait_s"}
 CUT = model_parallel([("0 1", "tag:any"), ("2 3", "tag:any")])

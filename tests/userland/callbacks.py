@@ -78,6 +78,15 @@ class StopsLate(LogsEvaluations, StopsAt):
     step = 11
 
 
+class Logs:
+    """Logs what it has seen of each step, and of some steps something more."""
+
+    def on_step(self, view: Any) -> None:
+        view.log("seen.loss", view.loss + view.grad_norm)
+        if view.step % 3 == 1:
+            view.log("third.loss", 2.0 * view.loss)
+
+
 class Misspelt:
     def on_gradient(self, named: dict[str, Tensor], step: int) -> None:
         """No hook."""

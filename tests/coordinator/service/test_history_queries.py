@@ -91,6 +91,11 @@ async def test_what_is_asked_for_is_what_comes(app: App) -> None:
 async def test_what_a_run_has_returned_from_is_not_shown(app: App) -> None:
     app.history.forget(RUN)
     assert (await asked(app, root_segment=2))["train.loss"].step[-1] == 20
+    part = worker_pb2.HistoryPart(number=0, from_step=20, rows=rows(3))
+    app.history.add(RUN, ROOT, SegmentTail(3, STRIDE), part)
+    again = (await asked(app, root_segment=2))["train.loss"]
+    assert again.count.sum() == 30
+    assert again.step[again.provisional].tolist() == [24, 28, 30], "it is trained again"
 
 
 async def test_a_segment_that_has_ended_meanwhile_comes_once(app: App) -> None:

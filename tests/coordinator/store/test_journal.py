@@ -16,7 +16,7 @@ from stratagem.coordinator.store.journal import journal
 from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
 from stratagem.coordinator.store.journal.lead import FencedError
 from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
 from stratagem.coordinator.store.journal.summaries import RunSummary
 from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
 from tests.programs import run
@@ -177,6 +177,9 @@ def test_a_summary_holds_until_its_run_has_a_newer_event(log: Journal) -> None:
     assert (log.briefs("1"), log.shown([A])) == ({B: None, "": None}, {})
 
 
+ALL = StepSpan()
+
+
 def history(party: str, segment: int, loss: float, wall_s: float = 0.0) -> HistoryRow:
     recorder = Recorder(1, 0)
     recorder.add(1, [(Series("train.loss"), loss), (Series("time.wall_s", True), wall_s)])
@@ -193,23 +196,25 @@ def test_a_step_history_is_written_with_its_events_or_not_at_all(
     with pytest.raises(DuplicateKeyError):
         log.append(old, [record(A, 1), record(A, 2, "k")], histories=[history("", 3, 0.5)])
     assert log.history_parties(A) == ["", "member/1"]
-    assert log.history(A, Party(""), -1, 9) == rows[:2]
-    assert log.history(A, Party(""), -1, 1) == rows[:1]
-    assert log.history(A, Party(""), 1, 9) == rows[1:2]
-    assert log.history(B, Party(""), -1, 9) == []
+    assert log.history(A, Party(""), ALL, -1, 9) == rows[:2]
+    assert log.history(A, Party(""), ALL, -1, 1) == rows[:1]
+    assert log.history(A, Party(""), ALL, 1, 9) == rows[1:2]
+    assert log.history(B, Party(""), ALL, -1, 9) == []
+    for span, segments in ((StepSpan(11), [2]), (StepSpan(10, 10), [1]), (StepSpan(21), [])):
+        assert [row.segment for row in log.history(A, Party(""), span, -1, 9)] == segments
     again = history("", 2, 1.0, wall_s=5.0)  # done again at another time
     log.append(old, [record(A, 1)], histories=[again])
     assert "recorded other values" not in capsys.readouterr().out
-    assert log.history(A, Party(""), 1, 9) == [again]
+    assert log.history(A, Party(""), ALL, 1, 9) == [again]
     log.append(old, [record(A, 2)], histories=[history("", 2, 1.5)])
     assert "recorded other values" in capsys.readouterr().out
     other = Journal.open(place)
     term = other.take_lead(US, ttl_s=0.05).term
     with pytest.raises(FencedError):
         log.append(old, [record(A, 3)], histories=[history("", 4, 0.25)])
-    assert len(other.history(A, Party(""), -1, 9)) == 2
+    assert len(other.history(A, Party(""), ALL, -1, 9)) == 2
     other.delete_run(term, A)
-    assert (other.history_parties(A), other.history(A, Party(""), -1, 9)) == ([], [])
+    assert (other.history_parties(A), other.history(A, Party(""), ALL, -1, 9)) == ([], [])
     other.close()
 
 

@@ -16,7 +16,7 @@ from stratagem.common.history.columns import part_of
 from stratagem.common.history.packing import pack_columns, unpack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
 from stratagem.v1 import coordinator_pb2 as pb
 
 MAX_ROWS: Final = 65_536
@@ -35,6 +35,7 @@ class _Gathered:
     in_flight: dict[Series, Columns] = field(default_factory=dict)
     stride: int = 1
     last_segment: int = -1
+    """The newest segment that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +60,26 @@ class HistoryQueries:
             if not _is_wanted(party, request.parties or [ROOT]):
                 continue
             limit = root_segment if party == ROOT else None
-            gathered = await self._read(run_id, party, request.series, limit)
+            gathered = await self._read(request, party, limit)
             await asyncio.to_thread(self._add_tail, gathered, run_id, party, request.series)
             for series in sorted({*gathered.ended, *gathered.in_flight}):
                 for block in await asyncio.to_thread(_blocks, request, party, series, gathered):
                     yield block
 
     async def _read(
-        self, run_id: RunId, party: Party, wanted: Sequence[str], limit: int | None
+        self, request: pb.GetHistoryRequest, party: Party, limit: int | None
     ) -> _Gathered:
-        gathered = _Gathered()
-        while page := await self.app.loop.recorded.history(run_id, party, gathered.last_segment):
+        gathered, behind = _Gathered(), -1
+        run_id, span = RunId(request.run_id), _span_of(request)
+        while page := await self.app.loop.recorded.history(run_id, party, span, behind):
+            behind = page[-1].segment
             kept = [row for row in page if limit is None or row.segment <= limit]
             for rows in await asyncio.to_thread(_unpacked, kept):
                 for series, columns in rows.items():
-                    if _is_wanted(series.name, wanted or ["*"]):
+                    if _is_wanted(series.name, request.series or ["*"]):
                         gathered.ended.setdefault(series, []).append(columns)
             gathered.stride = max([gathered.stride, *(row.stride for row in kept)])
-            gathered.last_segment = page[-1].segment
+            gathered.last_segment = max([gathered.last_segment, *(row.segment for row in kept)])
         return gathered
 
     def _add_tail(
@@ -94,6 +97,10 @@ class HistoryQueries:
             for series, columns in rows.items()
             if _is_wanted(series.name, wanted or ["*"])
         }
+
+
+def _span_of(request: pb.GetHistoryRequest) -> StepSpan:
+    return StepSpan(max(request.from_step, 1), request.to_step or None)
 
 
 def _unpacked(rows: Sequence[HistoryRow]) -> list[dict[Series, Columns]]:
@@ -122,13 +129,13 @@ def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
 def _blocks(
     request: pb.GetHistoryRequest, party: Party, series: Series, gathered: _Gathered
 ) -> list[pb.HistoryBlock]:
-    stride, max_rows = gathered.stride, request.max_rows or MAX_ROWS
+    stride, max_rows, span = gathered.stride, request.max_rows or MAX_ROWS, _span_of(request)
     whole = {
         False: joined(gathered.ended.get(series, []), stride),
         True: joined([gathered.in_flight[series]] if series in gathered.in_flight else [], stride),
     }
     whole = {
-        provisional: clipped(rows, stride, max(request.from_step, 1), request.to_step or None)
+        provisional: clipped(rows, stride, span.from_step, span.to_step)
         for provisional, rows in whole.items()
     }
     _, stride = shortened(joined([*whole.values()], stride), stride, max_rows)

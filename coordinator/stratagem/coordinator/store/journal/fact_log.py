@@ -20,7 +20,7 @@ from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.store.journal import fact_codec
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
 
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""
@@ -108,13 +108,16 @@ class Recorded:
         """Return the parties of a run of which there is a step history."""
         return await self._in_thread(lambda: self._journal.history_parties(run_id))
 
-    async def history(self, run_id: RunId, party: Party, behind: int) -> list[HistoryRow]:
-        """Return the step history of some of a party's segments behind one; none: there are none.
+    async def history(
+        self, run_id: RunId, party: Party, span: StepSpan, behind: int
+    ) -> list[HistoryRow]:
+        """Return the step history of some of a party's segments with steps of the span, behind one;
+        none: there are none.
 
         Commits wait meanwhile, so only a page of it is read at once.
         """
         return await self._in_thread(
-            lambda: self._journal.history(run_id, party, behind, PAGE_SEGMENTS)
+            lambda: self._journal.history(run_id, party, span, behind, PAGE_SEGMENTS)
         )
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:

@@ -36,7 +36,7 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.journal.schema import migrate
 from stratagem.coordinator.store.journal.sqlite import open_sqlite
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
 from stratagem.coordinator.store.journal.summaries import RunSummary, briefs, put, shown
 from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
 
@@ -254,10 +254,13 @@ class Journal:
         """Return the parties of a run of which there is a step history."""
         return self._read(lambda connection: step_histories.parties(connection, run_id))
 
-    def history(self, run_id: RunId, party: Party, behind: int, limit: int) -> list[HistoryRow]:
-        """Return the step history of a party's segments behind one, as many as the limit."""
+    def history(
+        self, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
+    ) -> list[HistoryRow]:
+        """Return the step history of a party's segments behind one that have steps of the span, as
+        many as the limit."""
         return self._read(
-            lambda connection: step_histories.page(connection, run_id, party, behind, limit)
+            lambda connection: step_histories.page(connection, run_id, party, span, behind, limit)
         )
 
     def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:

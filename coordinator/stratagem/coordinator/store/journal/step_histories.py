@@ -10,7 +10,18 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import structlog
-from sqlalchemy import Connection, bindparam, delete, exists, insert, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    literal,
+    select,
+    update,
+)
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history.packing import unpack
@@ -69,18 +80,36 @@ def parties(connection: Connection, run_id: RunId) -> list[Party]:
     return sorted(Party(party) for (party,) in connection.execute(query))
 
 
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """Steps from from_step to to_step, both included, and those in one row with them."""
+
+    from_step: int = 1
+    to_step: int | None = None
+
+
 def page(
-    connection: Connection, run_id: RunId, party: Party, behind: int, limit: int
+    connection: Connection, run_id: RunId, party: Party, span: StepSpan, behind: int, limit: int
 ) -> list[HistoryRow]:
-    """Return rows of a party behind a segment, in order, as many as the limit."""
-    of_party = select(history).where(history.c.run_id == run_id, history.c.party == party)
-    rows = of_party.where(history.c.segment > behind).order_by(history.c.segment).limit(limit)
+    """Return rows of a party with steps of the span, behind a segment, in order, as many as the
+    limit."""
+    its = history.c
+    rows = select(history).where(its.run_id == run_id, its.party == party, its.segment > behind)
+    rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
+    if span.to_step is not None:
+        rows = rows.where(its.from_step < (_number(span.to_step) + 1) * its.stride)
+    rows = rows.order_by(its.segment).limit(limit)
     return [
         HistoryRow(
             run_id, party, row.segment, row.stride, row.from_step, row.to_step, bytes(row.rows)
         )
         for row in connection.execute(rows)
     ]
+
+
+def _number(step: int) -> ColumnElement[int]:
+    """Return the number of the row, of the stride of a segment, that a step is in."""
+    return literal(step - 1, BigInteger) // history.c.stride
 
 
 def forget(connection: Connection, run_id: RunId) -> None:
