@@ -17,7 +17,12 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 def mix(*values: int | str) -> int:
     """Hashes the values and their order to 64 well-mixed bits (splitmix64 steps)."""
-    state = 0
+    return mix_on(0, *values)
+
+
+def mix_on(state: int, *values: int | str) -> int:
+    """Hashes more values to what `mix` has made of those before: `mix(a, b)` is
+    `mix_on(mix(a), b)`."""
     for value in values:
         number = text_number(value) if isinstance(value, str) else value
         state = (state + (number & _MASK) + _GOLDEN) & _MASK

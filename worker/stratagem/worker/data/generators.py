@@ -29,12 +29,13 @@ def seed_generators(key: int) -> None:
 def generators_kept() -> Iterator[None]:
     """Restores all generators at the end of the context."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    of_torch = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(of_torch)
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.mixed_keys import Key, mix
+from stratagem.common.numerics.mixed_keys import Key, mix, mix_on
 from stratagem.worker.data.generators import generators_kept, one_thread, seed_generators
+from stratagem.worker.data.known_rows import draws_nothing, rows_without_draws
 from stratagem.worker.user_code.entrypoints import user_code
 
 Collate = Callable[[list[Any]], Any]
@@ -65,7 +66,10 @@ class RowDataset:
 
     def row(self, number: int, keys: BatchKeys, occurrence: int = 0) -> Any:
         """Fetches one row, with the generators seeded for it; they are left as it left them."""
-        seed_generators(mix(*keys.rows, number, occurrence))
+        return self._row(number, mix(*keys.rows), occurrence)
+
+    def _row(self, number: int, key: int, occurrence: int) -> Any:
+        seed_generators(mix_on(key, number, occurrence))
         with user_code(f"fetching row {number} of data.{self.split}"):
             row = self.source[number]
         # Of a memory map, rows may be read-only views, which torch warns of.
@@ -87,12 +91,19 @@ class RowDataset:
                 f"had {self.num_rows} rows when it was loaded and has {len(self.source)} now; "
                 "their number must stay",
             )
-        with generators_kept(), one_thread():
-            rows = [
-                self.row(number % self.num_rows, order.keys, number // self.num_rows)
-                for number in order.numbers
-            ]
-            return collated(rows, self.collate, order.keys, self.split)
+        with one_thread():
+            rows = rows_without_draws(self.source, [n % self.num_rows for n in order.numbers])
+            if rows is not None and draws_nothing(self.collate, rows):
+                return _collated(rows, self.collate, self.split)
+            with generators_kept():
+                if rows is None:
+                    rows = self._keyed_rows(order)
+                return collated(rows, self.collate, order.keys, self.split)
+
+    def _keyed_rows(self, order: ReadOrder) -> list[Any]:
+        """Fetches rows that may draw at random, each with a key of its own."""
+        key = mix(*order.keys.rows)
+        return [self._row(n % self.num_rows, key, n // self.num_rows) for n in order.numbers]
 
     def take(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns what `read` does, for a use that has no key of its own."""
@@ -100,9 +111,9 @@ class RowDataset:
 
     def labels(self) -> Tensor:
         """Returns the target of every row, for a partition by label."""
-        keys = BatchKeys(("row", "labels"))
+        key = mix("row", "labels")
         with generators_kept():
-            rows = (self.row(number, keys) for number in range(self.num_rows))
+            rows = (self._row(number, key, 0) for number in range(self.num_rows))
             found = [row[1] if _is_pair(row) else None for row in rows]
         if any(label is None for label in found):
             raise InvalidInputError.at(
@@ -114,6 +125,10 @@ class RowDataset:
 def collated(rows: list[Any], collate: Collate, keys: BatchKeys, split: str) -> tuple[Any, Any]:
     """Returns (x, y) of rows that have been fetched, with the generators seeded for the batch."""
     seed_generators(mix("collate", *keys.batch))
+    return _collated(rows, collate, split)
+
+
+def _collated(rows: list[Any], collate: Collate, split: str) -> tuple[Any, Any]:
     with user_code(f"collating rows of data.{split}"):
         return _pair(collate(rows))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratagem.common.numerics.mixed_keys import POSITIVE, mix, text_number
+from stratagem.common.numerics.mixed_keys import POSITIVE, mix, mix_on, text_number
 from stratagem.worker.data.generators import seed_users_generators
 from stratagem.worker.models.stochastic_modules import draws_random_numbers, runs_only_known_code
 
@@ -58,6 +58,7 @@ class KeyedRandomness:
             self._generators.append(torch.cuda.default_generators[index])
         self._is_known = runs_only_known_code(model)
         self._prefix: int | None = None
+        """What the keys of modules begin with, hashed."""
         self._num_calls: dict[int, int] = {}
         self._keys: dict[tuple[int, int], int] = {}
         self._latest: int | None = None
@@ -74,14 +75,15 @@ class KeyedRandomness:
         forget=False where the backward of an earlier computation is still to come. is_users: False
         where code of the user's runs in the model at most.
         """
-        self._prefix = mix(*key)
+        seed = mix(*key)
+        self._prefix = mix(seed)
         self._num_calls.clear()
         if forget:
             self._keys.clear()
-        self._seed(self._prefix)
+        self._seed(seed)
         if is_users or not self._is_known:
             # Only the user's code draws from these two. Seeding them takes 15 µs.
-            seed_users_generators(self._prefix)
+            seed_users_generators(seed)
 
     def end(self) -> None:
         """Ends the computation: later calls of modules are not seeded."""
@@ -121,7 +123,7 @@ class KeyedRandomness:
             return
         self._num_calls = dict(Counter(self._num_calls) + Counter(draws.skipped))
         if draws.last is not None:
-            self._seed(mix(self._prefix, draws.last, self._num_calls[draws.last] - 1))
+            self._seed(mix_on(self._prefix, draws.last, self._num_calls[draws.last] - 1))
 
     def _before_call(self, name_key: int) -> None:
         if self._prefix is None:
@@ -136,7 +138,7 @@ class KeyedRandomness:
             return
         call = self._num_calls.get(name_key, 0)
         self._num_calls[name_key] = call + 1
-        key = mix(self._prefix, name_key, call)
+        key = mix_on(self._prefix, name_key, call)
         self._keys[place] = key & POSITIVE
         self._seed(key)
 
