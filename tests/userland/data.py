@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from tests.userland.models import NUM_CLASSES, NUM_FEATURES, NUM_WORDS
 
@@ -167,7 +168,7 @@ def augmented(folder: str = "nowhere", num_rows: int = 50) -> dict[str, Any]:
 
 def jittered(rows: list[Rows]) -> Rows:
     """A collate that draws as well."""
-    x, y = (torch.stack(each) for each in zip(*rows, strict=True))
+    x, y = default_collate(rows)
     return x + 0.01 * torch.randn(()), y
 
 

@@ -243,12 +243,36 @@ def test_a_worker_has_no_more_readers_than_it_allows() -> None:
     first.start()
     second.start()
     readers.close("third")
-    assert (len(first.pids), len(second.pids)) == (0, 3)
-    first.start()
-    assert (len(first.pids), len(second.pids)) == (2, 0)
+    assert (len(first.pids), len(second.pids)) == (2, 1)
     readers.close("first")
-    assert first.pids == []
-    second.stop()
+    second.start()
+    assert (len(first.pids), len(second.pids)) == (0, 3)
+    readers.close("second")
+    assert second.pids == []
+
+
+def test_runs_share_the_readers_of_a_worker_and_the_last_one_reads_without(
+    function: DataFunction, data: dict[str, RowDataset]
+) -> None:
+    """None of them is ended for another one whose turn it is: it would be started again at once."""
+    readers, dataset = WorkerReaders(max_readers=2), data["noisy"]
+    assert function.collate is not None
+    section = {"entrypoint": function.entrypoint, "collate": function.collate, "readers": 2}
+    section["kwargs"] = dict(function.kwargs)
+    pools = [readers.of(str(number), job(data=section), ALLOWED) for number in range(3)]
+    pids = []
+    for turn in range(3):
+        for pool in pools:
+            assert pool is not None
+            orders = [order(dataset, [turn, step], step) for step in range(4)]
+            pool.expect(iter(orders))
+            for each in orders[turn:]:
+                assert_alike(pool.batch(dataset, each), dataset.read(each))
+        pids.append([pool.pids for pool in pools if pool is not None])
+    assert [len(each) for each in pids[0]] == [1, 1, 0]
+    assert pids[0] == pids[1] == pids[2]
+    for number in range(3):
+        readers.close(str(number))
 
 
 def test_readers_need_an_entry_point_of_rows() -> None:

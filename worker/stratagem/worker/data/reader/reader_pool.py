@@ -1,7 +1,8 @@
 """The readers of one data set: which of them reads what, how far ahead, and what if one dies.
 
 A batch is the same whoever reads it and however often, so nothing is lost with a reader: another
-takes its place and gets its orders. Must not know steps, shards and models.
+takes its place and gets its orders; where there is none, the worker reads itself. Must not know
+steps, shards and models.
 """
 
 import select
@@ -48,12 +49,12 @@ class ReaderPool:
         setup: ReaderSetup,
         num_readers: int,
         prefetch: int = PREFETCH,
-        before_start: Callable[["ReaderPool"], object] = lambda _: None,
+        room_for: Callable[["ReaderPool"], int] | None = None,
     ) -> None:
-        """prefetch: batches that each reader reads ahead. before_start: called before processes are
-        started."""
+        """prefetch: batches that each reader reads ahead. room_for: says how many processes this
+        pool may have now, whenever a batch is wanted."""
         self._setup, self.num_readers = setup, num_readers
-        self._max_ahead, self._before_start = num_readers * prefetch, before_start
+        self._max_ahead, self._room_for = num_readers * prefetch, room_for
         self._readers: list[_Reader] = []
         self._coming: Iterator[ReadOrder] = iter(())
         self._ahead: dict[ReadOrder, list[_Ticket]] = {}
@@ -67,10 +68,19 @@ class ReaderPool:
 
     def start(self) -> None:
         """Starts the processes that do not run yet. They make their data sets by themselves."""
-        if len(self._readers) < self.num_readers:
-            self._before_start(self)
-        while len(self._readers) < self.num_readers:
+        if len(self._readers) == self.num_readers:
+            return
+        number = self.num_readers if self._room_for is None else self._room_for(self)
+        while len(self._readers) < number:
             self._readers.append(_Reader(self._process()))
+
+    def shrink(self, number: int) -> None:
+        """Ends all processes but so many, at least one; these get the orders of the others."""
+        while len(self._readers) > max(number, 1):
+            ended = self._readers.pop()
+            ended.process.end()
+            for ticket in ended.tickets:
+                self._hand(ticket)
 
     def expect(self, coming: Iterator[ReadOrder]) -> None:
         """Reads these batches ahead, instead of what was expected before."""
@@ -82,6 +92,8 @@ class ReaderPool:
     def batch(self, dataset: RowDataset, order: ReadOrder) -> tuple[Any, Any]:
         """Returns (x, y) of an order, as `dataset.read` would; raises what that would raise."""
         ticket = _taken(self._ahead, order) or self._give(order)
+        if ticket is None:
+            return dataset.read(order)
         self._receive(must_wait=False)
         self._read_ahead()
         while ticket.outcome is None:
@@ -110,18 +122,27 @@ class ReaderPool:
             if order is None:
                 return
             ticket = _taken(self._earlier, order) or self._give(order)
+            if ticket is None:
+                return
             self._ahead.setdefault(order, []).append(ticket)
             num_ahead += 1
 
-    def _give(self, order: ReadOrder) -> _Ticket:
-        """Gives an order to the reader that has the least to do."""
+    def _give(self, order: ReadOrder) -> _Ticket | None:
+        """Gives an order to a reader; returns None where there is no room for one."""
         self.start()
+        if not self._readers:
+            self._coming = iter(())  # nothing is read ahead before more is expected
+            return None
         self._num_given += 1
         ticket = _Ticket(self._num_given, order)
+        self._hand(ticket)
+        return ticket
+
+    def _hand(self, ticket: _Ticket) -> None:
+        """Gives an order to the reader that has the least to do."""
         reader = min(self._readers, key=lambda each: len(each.tickets))
         reader.tickets.append(ticket)
-        reader.process.order(ticket.number, order)
-        return ticket
+        reader.process.order(ticket.number, ticket.order)
 
     def _receive(self, *, must_wait: bool) -> None:
         """Takes what has arrived."""

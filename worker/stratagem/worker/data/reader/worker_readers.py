@@ -38,7 +38,7 @@ class WorkerReaders:
                     f"data.readers: the job asks for {wanted}, this worker allows {number} "
                     "(--max-readers)",
                 )
-            self._pools[key] = ReaderPool(setup, number, prefetch, self._make_room)
+            self._pools[key] = ReaderPool(setup, number, prefetch, self._room_for)
         return self._pools[key]
 
     def close(self, run_id: str) -> None:
@@ -46,16 +46,17 @@ class WorkerReaders:
         for key in [key for key in self._pools if key[0] == run_id]:
             self._pools.pop(key).stop()
 
-    def _make_room(self, coming: ReaderPool) -> None:
-        """Ends readers of other pools, the one that was used first before others, until those that
-        are about to start are within the limit."""
-        for key, pool in [*self._pools.items()]:
-            if pool is coming:
-                self._pools.move_to_end(key)
+    def _room_for(self, coming: ReaderPool) -> int:
+        """Returns how many readers a pool may have now. Pools share them: one that comes later
+        takes from the one that has the most, and leaves it one at least. A pool for which there
+        is none reads without; ending the readers of others would be to start them again and
+        again, as all of them are at work in turn."""
         others = [pool for pool in self._pools.values() if pool is not coming]
-        num_running = sum(len(pool.pids) for pool in others)
-        for pool in others:
-            if num_running + coming.num_readers <= self._max_readers:
-                return
-            num_running -= len(pool.pids)
-            pool.stop()
+        free = self._max_readers - sum(len(pool.pids) for pool in others)
+        while free < coming.num_readers and others:
+            largest = max(others, key=lambda pool: len(pool.pids))
+            if len(largest.pids) <= max(free, 0) + 1:
+                break
+            largest.shrink(len(largest.pids) - 1)
+            free += 1
+        return max(min(free, coming.num_readers), len(coming.pids))
