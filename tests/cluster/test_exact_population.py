@@ -21,6 +21,7 @@ from stratagem.coordinator.strategies.population.evolution import donors, draw, 
 from stratagem.coordinator.strategies.population.population_run import member_job
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
+from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
@@ -39,7 +40,10 @@ from tests.cluster.jobs import (
 from tests.jobs import job, user_data, user_model
 from tests.reference.objective import objective_of
 from tests.reference.rates import Rates
+from tests.reference.row_batches import epoch_batches, read
+from tests.reference.stream_rows import PlainStreams
 from tests.reference.weight_average import RunningAverage
+from tests.stream_jobs import streamed
 
 pytestmark = pytest.mark.cluster
 
@@ -66,18 +70,17 @@ class Member:
 
     def train(self, num_steps: int) -> None:
         data = load_data(self.spec, ALLOWED, DataSources())["train"]
+        source = PlainStreams(self.spec, data) if isinstance(data, StreamDataset) else data
         gather = Gather(float_dtype(self.spec), torch.device("cpu"))
         loss_fn = objective_of(self.spec, ALLOWED)
         randomness = KeyedRandomness(self.model, torch.device("cpu"))
-        batches = -(-len(data) // self.spec.batch_size)
+        per_epoch = len(epoch_batches(self.spec, ALLOWED, data, 0))
         self.model.train()
         for _ in range(num_steps):
-            epoch, position = divmod(self.step, batches)
-            generator = torch.Generator().manual_seed(self.spec.seed + epoch)
-            order = torch.randperm(len(data), generator=generator)
-            rows = torch.split(order, self.spec.batch_size)[position]
-            randomness.begin(self.spec.seed, self.step, 0, 0)
-            x, y = gather(data, rows, "reference")
+            epoch, position = divmod(self.step, per_epoch)
+            rows = epoch_batches(self.spec, ALLOWED, data, epoch)[position]
+            row_key, key = (self.spec.seed, "row", epoch), (self.spec.seed, self.step, 0, 0)
+            x, y = read(gather, source, rows, row_key, key, randomness)
             value = loss_fn(self.model, x, y, len(rows))
             self.optimizer.zero_grad()
             (value.mean * value.weight).backward()
@@ -93,7 +96,8 @@ class Member:
     def loss(self) -> float:
         data = load_data(self.spec, ALLOWED, DataSources())["test"]
         gather = Gather(float_dtype(self.spec), torch.device("cpu"))
-        x, y = gather(data, torch.arange(len(data)), "reference")
+        keys = ("row", "evaluate", "test"), ("evaluate", "test", 0)
+        x, y = read(gather, data, torch.arange(len(data)), *keys)
         measured = copy.deepcopy(self.model).eval()
         measured.load_state_dict(self.average.model_state(self.model) or self.model.state_dict())
         with torch.no_grad():
@@ -185,6 +189,10 @@ CASES: dict[str, dict[str, Any]] = {
             "optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
             "optimizer.groups.head.optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"},
         },
+    },
+    "streams, which a copy reads on where its donor was": {
+        "model": "dropout_mlp",
+        "data": streamed("shards", streams=3, shuffle_rows=4, stateful=True),
     },
     "a model that returns its loss": {
         "model": user_model("returning:WordsForCausalLM"),

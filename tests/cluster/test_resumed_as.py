@@ -19,6 +19,7 @@ from tests.cluster.jobs import (
     train,
 )
 from tests.jobs import job
+from tests.stream_jobs import streamed
 
 pytestmark = pytest.mark.cluster
 
@@ -47,6 +48,9 @@ CASES = {
     ),
     "phases": of_steps(14, {"type": "Local"}, phases={"full_steps": 2, "predict_steps": 4}),
     "Federated": federated("dropout_mlp", rounds=5, optimizer=ADAM, weight_average={"kind": "swa"}),
+    "streams": of_steps(
+        14, data_parallel(2), data=streamed("shards", streams=4, shuffle_rows=3, stateful=True)
+    ),
     "silos": federated("dropout_mlp", num_clients=2, rounds=5, options={"inner": data_parallel(2)}),
 }
 
@@ -66,6 +70,9 @@ def test_the_bits_of_one_long_training(client: Client, name: str) -> None:
     assert last.get("stop.best") == expected.get("stop.best")
     begun = second.of("ModelBuilt")[0].payload
     assert (begun["step"], begun["digest"]) == (short, first.digests[-1])
+    marks = first.of("SegmentCommitted")[-1].payload["streams"]
+    assert begun["streams"] == marks  # so that no row is read again
+    assert bool(marks) == (spec.data.streams is not None)
 
 
 @pytest.fixture(scope="module")

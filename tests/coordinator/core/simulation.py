@@ -183,6 +183,7 @@ def do(effect: Effect) -> list[Fact]:
                     num_rows=1,
                     seconds=1.0,
                     engine="solo",
+                    streams=f"of {effect.party} after {effect.to_step}",
                     metrics={
                         SKIPPED_STEPS: effect.num_skipped + 1.0,
                         **({"test.accuracy": effect.to_step / 1000} if effect.evaluate else {}),
@@ -199,6 +200,7 @@ def do(effect: Effect) -> list[Fact]:
                     digest=digest(f"{effect.party}segment{effect.segment}"),
                     size_bytes=1,
                     metrics=dict(effect.metrics),
+                    streams=effect.streams,
                 )
             ]
         case TrainClient():

@@ -119,6 +119,8 @@ def test_a_copy_begins_from_its_donor_under_a_new_lineage() -> None:
         is_copy = number == copied.member
         assert (effect.segment, effect.to_step) == (2, 10)
         assert effect.lineage == int(is_copy)
+        # The rows of a member are those of its own seed, whoever it copies.
+        assert effect.base.streams == f"of member{number} after 5"
         if is_copy:
             assert (effect.base.digest, effect.base.step) == (copied.digest, 5)
             assert copied.digest in live_blobs(simulation.state)

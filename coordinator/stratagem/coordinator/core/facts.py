@@ -199,6 +199,8 @@ class ModelBuilt(Value):
     """Number of that commit: of rounds, those that the run it comes from had done."""
     step: int = 0
     """Steps behind that state."""
+    streams: str = ""
+    """Of the run that it resumes: marks from which its streams of rows can be read on."""
 
 
 class BuildFailed(Value):

@@ -213,7 +213,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
     match fact:
         case ModelBuilt():
             metrics = resumed_metrics(record.job)
-            commit = CommittedState(fact.segment, fact.step, fact.digest, metrics)
+            commit = CommittedState(fact.segment, fact.step, fact.digest, metrics, fact.streams)
             return _with_commit(_with_metrics(record, metrics), commit)
         case SegmentCommitted():
             commit = CommittedState(

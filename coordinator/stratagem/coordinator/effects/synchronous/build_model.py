@@ -1,14 +1,17 @@
 """Build: one worker makes the model from the seed; its state becomes segment 0 of all members."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stratagem.common.base.ids import Digest, child_party
 from stratagem.common.job import JobSpec
+from stratagem.common.job.stream_rules import num_shards_of
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json_text import dump_json
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import Build
 from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
+from stratagem.coordinator.core.state import RunRecord
+from stratagem.coordinator.core.state_machine.blob_owners import resting_with
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
@@ -53,6 +56,7 @@ async def build(env: EffectContext, effect: Build) -> None:
                 warning=_warning(job, result.build.num_rows),
                 segment=segment,
                 step=step,
+                streams=await _streams(env, job, result.build.num_rows),
             )
             await env.report(effect.run_id, built)
         case _:
@@ -76,6 +80,38 @@ def _begins_after(job: JobSpec) -> tuple[int, int]:
     keep their numbers, from which their clients and the order of their rows follow."""
     step = (job.initial.step or 0) if job.initial else 0
     return (step if isinstance(job.strategy, Federated) else 0), step
+
+
+async def _streams(env: EffectContext, job: JobSpec, num_rows: Mapping[str, int]) -> str:
+    """Return the marks of streams that stand with the commit of another run that is resumed."""
+    initial = job.initial
+    if initial is None or not initial.resume or num_rows.get("train"):  # which a stream does not
+        return ""
+    assert initial.digest is not None  # the client has found it
+    state = env.state
+    runs = [*state.runs.values()]
+    for run_id in resting_with(state, initial.digest):
+        resting = await env.loop.recorded.run(state, run_id)
+        runs += [resting] if resting is not None else []
+    return streams_of(runs, job, initial.digest)
+
+
+def streams_of(runs: Iterable[RunRecord], job: JobSpec, digest: Digest) -> str:
+    """Return the marks that stand with a commit of one of the runs; none where that run has read
+    other rows, or is not known any more: streams are read again then."""
+    commits = (
+        commit.streams
+        for run in runs
+        if _rows_of(run.job) == _rows_of(job)
+        for commit in run.commits
+        if commit.digest == digest
+    )
+    return next((streams for streams in commits if streams), "")
+
+
+def _rows_of(job: JobSpec) -> tuple[object, ...]:
+    """Return what decides which row comes where in a stream."""
+    return job.seed, job.data, job.code, num_shards_of(job.strategy)
 
 
 def _warning(job: JobSpec, num_rows: Mapping[str, int]) -> str:

@@ -13,7 +13,7 @@ from stratagem.common.base import limits
 from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.commands import Command
 from stratagem.coordinator.core.event_span import EventSpan
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.archived_runs import num_to_recall, recall
 from stratagem.coordinator.core.state_machine.run_view import RunView
@@ -126,7 +126,19 @@ class Recorded:
         wanted = num_to_recall(state, command)
         if wanted is None:
             return state
-        run_id, num_facts = wanted
+        return await self._rebuilt(state, *wanted)
+
+    async def run(self, state: CoordinatorState, run_id: RunId) -> RunRecord | None:
+        """Return a run at rest as its facts say it; None if it is none, or not any more."""
+        resting = state.ended.get(run_id)
+        if resting is None:
+            return None
+        return (await self._rebuilt(state, run_id, resting.num_facts)).runs.get(run_id)
+
+    async def _rebuilt(
+        self, state: CoordinatorState, run_id: RunId, num_facts: int
+    ) -> CoordinatorState:
+        """Return the state with the run that the first facts of one at rest make."""
 
         def read() -> CoordinatorState:
             stored = self._journal.read(run_id, 0, min(num_facts, PAGE_FACTS))

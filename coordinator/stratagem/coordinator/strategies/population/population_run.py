@@ -373,7 +373,9 @@ def _next(
     elif member.failure is not None:
         begin = committed  # there was no member to copy: try again from what it last committed
     if begin is not None:
-        base = Base(generation * segments, begin.step, begin.digest)
+        # Its rows are those of its own seed, whoever it copies, unless its data are others now.
+        streams = committed.streams if committed and own_job.data == child.job.data else ""
+        base = Base(generation * segments, begin.step, begin.digest, streams)
         scored = replace(scored, rejected=together(rejected(member)))
         child = nested.rebased(child, own_job, base, num_rows, horizon)
     return replace(scored, child=child, params=params, generation=generation + 1, failure=None)

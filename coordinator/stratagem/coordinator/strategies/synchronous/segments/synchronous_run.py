@@ -123,7 +123,7 @@ def transition(
             return replace(
                 run,
                 num_rows=fact.num_rows,
-                committed=Base(fact.segment, fact.step, fact.digest),
+                committed=Base(fact.segment, fact.step, fact.digest, fact.streams),
                 metrics=resumed_metrics(job),
                 open_segment=1,
                 left=frozenset(),
