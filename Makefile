@@ -18,6 +18,10 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --universal --python-vers
 	&& awk '/^[a-z]/ { is_cuda = /^(nvidia|cuda)-/ } !is_cuda' $(VENV)/lock > $(2) && rm $(VENV)/lock
 PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 
+# Where nothing compiled is kept, every process of a test compiles all that it imports, and pytest
+# all asserts: a third of its work.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lock demo check test interop coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 

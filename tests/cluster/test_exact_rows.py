@@ -62,13 +62,13 @@ def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
         "dropout_mlp",
         data={**data, "readers": 2, "prefetch": 3},
         accumulation={"micro_batch_size": 3},
-        strategy=data_parallel(3),
+        strategy=data_parallel(2),
     )
     gates.close("row-5")  # of each process: a worker itself reads four when it loads
     run = client.submit(spec)
     gates.wait_reached("row-5")
     (formed,) = wait_for(run, "MembersFormed")
-    first, second, _ = (member["worker_id"] for member in formed.payload["members"])
+    first, second = (member["worker_id"] for member in formed.payload["members"])
     readers_of(exact_cluster, first)[0].kill()
     left = readers_of(exact_cluster, second)
     exact_cluster.kill(second, signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
     outcome = outcome_of(run)
     assert len(outcome.of("MembersFormed")) > 1
     assert outcome.status.reproducible
-    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
 
 
 def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
@@ -90,7 +90,7 @@ def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
     assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
 
 
-@pytest.mark.parametrize(("order", "readers"), [("shuffle", 2), ("sequential", 0)])
+@pytest.mark.parametrize(("order", "readers"), [("shuffle", 1), ("sequential", 0)])
 def test_stages_of_a_pipeline_have_the_bits_of_the_loop(
     client: Client, order: str, readers: int
 ) -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stratagem.common.rpc import server as rpc_server
+from stratagem.common.rpc.admission import DEFAULT_LIMITS
 from stratagem.common.rpc.grpc_options import SERVER_OPTIONS
 from stratagem.common.rpc.health_service import MAX_WATCHERS, HealthService
 from stratagem.common.rpc.server import add_health, bind, make_health_server
@@ -45,14 +48,22 @@ async def probes(open_: AsyncExitStack) -> Probes:
     return made
 
 
-async def test_who_asks_once_is_answered_however_many_watch() -> None:
+@pytest.fixture
+def num_connections(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many hold more calls together than a server has for those that it counts."""
+    few = replace(DEFAULT_LIMITS, max_calls=2 * STREAMS_OF_A_CONNECTION)
+    monkeypatch.setattr(rpc_server, "DEFAULT_LIMITS", few)
+    return 3
+
+
+async def test_who_asks_once_is_answered_however_many_watch(num_connections: int) -> None:
     async with AsyncExitStack() as open_:
         asked = await probes(open_)
         watching: list[Any] = []
         kept: list[Any] = []
         refused: list[grpc.aio.AioRpcError] = []
         async with asyncio.timeout(PATIENCE_S):
-            for _ in range(18):
+            for _ in range(num_connections):
                 stub = await asked.connect()
                 for _ in range(STREAMS_OF_A_CONNECTION):
                     watching.append(stub.Watch(ASK))
@@ -75,12 +86,12 @@ async def test_who_asks_once_is_answered_however_many_watch() -> None:
         assert {each.status for each in told} == {health_pb2.HealthCheckResponse.NOT_SERVING}
 
 
-async def test_calls_without_a_request_keep_nobody_out() -> None:
+async def test_calls_without_a_request_keep_nobody_out(num_connections: int) -> None:
     async with AsyncExitStack() as open_:
         asked = await probes(open_)
         silent: list[Any] = []
         async with asyncio.timeout(PATIENCE_S):
-            for _ in range(18):
+            for _ in range(num_connections):
                 say: Any = (await asked.open()).stream_unary("/grpc.health.v1.Health/Check")
                 silent += [say() for _ in range(STREAMS_OF_A_CONNECTION)]
                 await silent[-1].wait_for_connection()

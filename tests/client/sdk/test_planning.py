@@ -11,6 +11,7 @@ from stratagem.client.cli.planning_commands import parse_size
 from stratagem.client.sdk import planning, torch_process
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, UserCodeError
 from stratagem.common.job import load_job
+from tests.jobs import job
 from tests.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
@@ -30,8 +31,9 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_the_command_estimates_in_a_process_of_its_own() -> None:
-    ended = CliRunner().invoke(app, ["estimate", str(EXAMPLE), "--format", "json"])
+def test_the_command_estimates_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(job().canonical_json())
+    ended = CliRunner().invoke(app, ["estimate", str(tmp_path / "job.json"), "--format", "json"])
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)
     assert found["total"] == sum(
@@ -41,22 +43,19 @@ def test_the_command_estimates_in_a_process_of_its_own() -> None:
             *("activations", "workspace", "buffers"),
         )
     )
-    assert found["rows"] == 64
+    assert found["rows"] == 16
 
 
 def test_code_that_would_travel_is_what_is_looked_at(tmp_path: Path) -> None:
     """As on a worker: what is left out of it is not there."""
-    model = "from torch import nn\nimport {} as helper\ndef build(): return nn.Linear(64, 10)\n"
-    (tmp_path / "brought.py").write_text(model.format("there"))
-    (tmp_path / "wrong.py").write_text(model.format("ignored"))
+    (tmp_path / "brought.py").write_text("import there\nimport ignored\n")
     (tmp_path / "there.py").write_text("")
     (tmp_path / "ignored.py").write_text("")
     (tmp_path / ".gitignore").write_text("ignored.py")
-    job = load_job(EXAMPLE, [f"code={tmp_path}", "model={entrypoint: 'brought:build'}"])
-    assert planning.estimate_memory(job, import_path=[ROOT]).num_parameters == 650
-    wrong = load_job(EXAMPLE, [f"code={tmp_path}", "model={entrypoint: 'wrong:build'}"])
-    with pytest.raises(UserCodeError, match="No module named 'ignored'"):
-        planning.estimate_memory(wrong, import_path=[ROOT])
+    spec = job({"entrypoint": "brought:build"}, code=str(tmp_path))
+    with pytest.raises(UserCodeError, match="No module named 'ignored'") as caught:
+        planning.estimate_memory(spec, import_path=[ROOT])
+    assert "brought.py" in caught.value.traceback
 
 
 @pytest.mark.sweep
@@ -74,8 +73,8 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_data_parallel_needs_no_look_at_the_model() -> None:
-    job = load_job(EXAMPLE, ["execution.parallelism={DataParallel: 3}"])
-    resolved, reason = planning.resolve_parallelism(job, [])
+    spec = load_job(EXAMPLE, ["execution.parallelism={DataParallel: 3}"])
+    resolved, reason = planning.resolve_parallelism(spec, [])
     assert resolved.document()["strategy"] == {
         "type": "DataParallel",
         "num_replicas": 3,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,8 +140,9 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert "idle.weight, idle.bias got no gradient" in warning.found
 
 
-def test_the_command_says_all_and_ends_with_1_for_a_fault() -> None:
-    good = CliRunner().invoke(app, ["check", str(EXAMPLE), "--format", "json"])
+def test_the_command_says_all_and_ends_with_1_for_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(job().canonical_json())
+    good = CliRunner().invoke(app, ["check", str(tmp_path / "job.json"), "--format", "json"])
     assert good.exit_code == 0, good.output
     checks = [finding["check"] for finding in json.loads(good.stdout)]
     assert checks[0] == "document"

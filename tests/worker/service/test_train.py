@@ -76,13 +76,13 @@ async def test_a_data_loader_of_the_users_has_processes_of_its_own(
     worker = await rig.start(f"loading-{len(variables)}", **variables)
     run_id, spec = worker.name, evaluated_job(loss="tests.userland.losses:loading_loss")
     base = await base_of(worker, run_id, spec)
-    plan = Plan(run_id, spec, base, to_step=10)
+    plan = Plan(run_id, spec, base, to_step=5)  # and each has two micro-batches
     training = asyncio.create_task(attend(worker, plan.request([worker], 0), base))
     while not training.done():  # the server is kept busy meanwhile
         await worker.stub.Describe(pb.DescribeRequest())
     result = (await training).result
     assert not result.HasField("error"), result.error.traceback
-    assert result.train.step == 10
+    assert result.train.step == 5
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
