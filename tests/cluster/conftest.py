@@ -9,8 +9,11 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import Gates, gates_in
+from tests.crash.rig import quick_restarts
 from tests.jobs import ALLOW
 from tests.repository import ROOT
+
+__all__ = ["activations", "client", "exact_cluster", "parking", "quick_restarts"]
 
 PARKABLE_WORKER = Path(__file__).with_name("parkable_worker.py")
 

@@ -21,7 +21,7 @@ from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
-NUM_RUNS = 2500
+NUM_RUNS = 1000
 
 
 def test_states_that_took_each_others_place_are_gone_soon_after() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from tests.crash.failure_logs import LOGS, pytest_runtest_makereport
-from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Rig
+from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Rig, quick_restarts
 from tests.repository import ROOT
 
-__all__ = ["pytest_runtest_makereport", "rig", "shared_rig"]
+__all__ = ["pytest_runtest_makereport", "quick_restarts", "rig", "shared_rig"]
 
 
 @pytest.fixture(scope="session")

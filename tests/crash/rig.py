@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
+from stratagem.client.local import process_supervisor
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.client.sdk.views import Event, Phase, RunStatus
@@ -24,6 +27,12 @@ KILLED_BY_FAILPOINT = 137
 TAIL_CHARS = 8000
 CLOCKED = {"train.cost_speedup", "train.wall_speedup"}
 """Metrics that a clock measured."""
+
+
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that tests end one after the other are back at once, as if each end were rare."""
+    monkeypatch.setattr(process_supervisor, "MAX_DELAY_S", 0.2)
 
 
 @dataclass(frozen=True, slots=True)
