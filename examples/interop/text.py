@@ -22,9 +22,9 @@ NUM_WORDS, MAX_LENGTH, EPOCHS = 300, 24, 2
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that knows the most frequent words of Python's `help()`."""
-    made, signs = Tokenizer(models.WordLevel(unk_token="[UNK]")), ["[PAD]", "[UNK]"]
+    made = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(vocab_size=NUM_WORDS, special_tokens=signs)
+    trainer = trainers.WordLevelTrainer(vocab_size=NUM_WORDS, special_tokens=["[PAD]", "[UNK]"])
     made.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
 
@@ -44,11 +44,10 @@ def pad(rows: list[dict[str, Any]]) -> Any:
 
 
 def build_model() -> Classifier:
-    """One layer of width 32."""
-    sizes: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64}
-    sizes |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
-    sizes |= {"vocab_size": NUM_WORDS, "max_position_embeddings": MAX_LENGTH}
-    return Classifier(DistilBertConfig(**sizes))
+    """One layer of width 32, without dropout."""
+    sizes: dict[str, Any] = {"dim": 32, "n_layers": 1, "n_heads": 2, "vocab_size": NUM_WORDS}
+    sizes |= dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+    return Classifier(DistilBertConfig(hidden_dim=64, max_position_embeddings=MAX_LENGTH, **sizes))
 
 
 def train() -> dict[str, Tensor]:
