@@ -103,9 +103,11 @@ def test_no_answer_is_not_healthy_and_says_why() -> None:
         closed.bind(("127.0.0.1", 0))
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        assert health_of(f"127.0.0.1:{closed.getsockname()[1]}").startswith("UNAVAILABLE: ")
-        answer = health_of(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
-        assert answer.startswith("DEADLINE_EXCEEDED")
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+        assert health_of(nobody) == f"UNAVAILABLE: nobody answers at {nobody}"
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        answer = health_of(address, timeout_s=0.2)
+        assert answer == f"DEADLINE_EXCEEDED: {address} has not answered within 0.2 s"
 
 
 def test_a_health_check_loads_little() -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,15 @@ def test_the_guard_refuses_to_start_without_its_parent() -> None:
 def test_restarts_are_immediate_at_first_and_slow_down() -> None:
     delays = [process_supervisor._restart_delay_s(num) for num in (0, 1, 2, 3, 4, 50)]
     assert delays == [0.0, 0.0, 0.0, 0.2, 0.4, 5.0]
+
+
+def test_a_taken_port_is_named_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = f"listen: {address} cannot be listened on: {os.strerror(errno.EADDRINUSE)}; name "
+        with pytest.raises(InvalidInputError, match=said):
+            make_cluster(tmp_path, workers=1, listen=address).start()
+    with make_cluster(tmp_path, workers=1, listen=address) as cluster:
+        assert cluster.address
+    left = {folder.name for folder in tmp_path.iterdir() if folder.is_dir()}
+    assert left == {"logs", "coordinator", "worker-0"}

@@ -83,6 +83,12 @@ def test_overrides_set_nested_values_of_every_kind(job_file: Path) -> None:
             "strategy.num_replicas=3",
         ],
     )
+    usual = load_job(job_file, ["retention=null", "execution=null", "model.kwargs.layers=null"])
+    assert usual.retention == load_job(job_file).retention
+    assert usual.execution == load_job(job_file).execution
+    assert usual.model.kwargs == {"hidden": 64, "layers": None}
+    with pytest.raises(InvalidInputError, match="batch_size: missing"):
+        load_job(job_file, ["batch_size=null"])
     assert (job.optimizer.lr, job.steps, job.epochs, job.name) == (1e-3, 10, None, "a-b")
     assert job.model.kwargs == {"hidden": 64, "layers": [1, 2]}
     assert job.optimizer.schedule is not None

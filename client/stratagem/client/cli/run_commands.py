@@ -57,7 +57,11 @@ LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
 JobArgument = Annotated[Path, typer.Argument(metavar="JOB", help="A YAML, TOML or JSON file.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Override a field of the job; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Override a field of the job; null: its default; repeatable.",
+    ),
 ]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Print the run id and return; the run goes on.")

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,7 @@ class LocalCluster:
         if self._supervisor is not None:
             return self
         self._folder, self._owner = self._make_folder(), os.getpid()
+        self._check_listen()
         self._supervisor = ProcessSupervisor(
             [self._coordinator(), *map(self._worker, self.worker_names)]
         )
@@ -111,9 +113,7 @@ class LocalCluster:
             return
         self._supervisor.close()
         self._supervisor = None
-        os.close(self._lock)
-        if self.data_dir is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._leave_folder()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -205,6 +205,25 @@ class LocalCluster:
                 "or name another folder with --data-dir"
             ) from None
         return folder
+
+    def _leave_folder(self) -> None:
+        shutil.rmtree(self._folder / "ready", ignore_errors=True)  # nothing serves any more
+        os.close(self._lock)
+        if self.data_dir is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_listen(self) -> None:
+        """Whether the coordinator can listen where it should; its own log says less clearly why
+        not."""
+        host, port = split_address(self.listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host.strip("[]"), port), family=family).close()
+        except OSError as error:
+            self._leave_folder()
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            text = f"{self.listen} cannot be listened on: {reason}; name another port"
+            raise InvalidInputError.at("listen", text) from None
 
     def _coordinator(self) -> Command:
         def argv(addresses: Mapping[str, str]) -> list[str]:

@@ -26,8 +26,17 @@ def health_of(address: str, timeout_s: float = TIMEOUT_S, service: str = "") -> 
                 wait_for_ready=False,
             )
         except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            return f"{error.code().name}: {_why(error, address, timeout_s)}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def _why(error: grpc.RpcError, address: str, timeout_s: float) -> str:
+    """Return why there is no answer; of gRPC's own words only those that a service has said."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return f"nobody answers at {address}"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"{address} has not answered within {timeout_s:g} s"
+    return str(error.details())
 
 
 def is_healthy(answer: str) -> bool:

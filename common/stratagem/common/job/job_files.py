@@ -1,7 +1,8 @@
 """Reads a job file (YAML, TOML or JSON, by its suffix) and applies `a.b=c` overrides.
 
 YAML is read as version 1.2 does, so that `lr: 1e-3` is a number and `mode: off` is text, and a
-key that stands twice is refused in all three formats. Knows no field of the job.
+key that stands twice is refused in all three formats. Knows no field of the job but those that hold
+what is the user's own.
 """
 
 import re
@@ -16,6 +17,8 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.spec import JobSpec
 from stratagem.common.schema.json_text import JSON, check_json, load_json
 
+_OF_THE_USER: Final = frozenset({"kwargs", "config"})
+"""Keys of mappings whose fields have no defaults of ours."""
 _SUFFIXES: Final = ".yaml, .yml, .toml, .json"
 
 
@@ -76,7 +79,8 @@ def _parse(suffix: str, text: str) -> object:
 
 
 def _apply(document: dict[str, JSON], override: str) -> None:
-    """Set one value in place; mappings on the way are made where they are missing."""
+    """Set one value in place; mappings on the way are made where they are missing. null takes a
+    field away, so that its default holds; to the user's own functions it is a value."""
     dotted, value = _read_override(override)
     parts = dotted.split(".")
     target = document
@@ -88,7 +92,10 @@ def _apply(document: dict[str, JSON], override: str) -> None:
             at = ".".join(parts[: i + 1])
             raise InvalidInputError(f"override {override!r}: {at} is {inner!r}, not a mapping")
         target = inner
-    target[parts[-1]] = value
+    if value is None and not _OF_THE_USER.intersection(parts[:-1]):
+        target.pop(parts[-1], None)
+    else:
+        target[parts[-1]] = value
 
 
 def _read_override(override: str) -> tuple[str, JSON]:
