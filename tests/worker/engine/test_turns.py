@@ -10,7 +10,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Tally, Trainer
 from stratagem.worker.exchange import ExchangeError
 from tests.cluster.jobs import data_parallel
-from tests.gan_jobs import SGD, TURNS, gan
+from tests.gan_jobs import ADAM, SGD, TURNS, gan
 from tests.jobs import document, job
 from tests.reference.turns_loop import turns_loop
 from tests.worker.engine.support import (
@@ -75,8 +75,18 @@ def test_a_step_that_fails_in_any_turn_leaves_no_trace(
     assert made.fingerprint() == undisturbed.fingerprint()
 
 
-def test_a_resumed_run_equals_the_undisturbed_one() -> None:
-    spec = job(**gan())
+BROUGHT = {
+    "entrypoint": "tests.userland.optimizers:SignMomentum",
+    "lr": 0.01,
+    "schedule": "cosine",
+    "groups": [{"name": "head", "match": ["disc.3.*"], "optimizer": {"name": "adamw", "lr": 0.01}}],
+}
+"""Two optimizers in one turn, one of them the user's."""
+
+
+@pytest.mark.parametrize("of_disc", [ADAM, BROUGHT], ids=["torch's", "brought"])
+def test_a_resumed_run_equals_the_undisturbed_one(of_disc: dict[str, Any]) -> None:
+    spec = job(**gan(turns=[{**TURNS[0], "optimizer": of_disc}, TURNS[1]]))
     straight, first, second = trainer_of(spec), trainer_of(spec), trainer_of(spec, fresh=False)
     train(straight, 3, 6)
     train(first, 3, 3)
@@ -84,7 +94,9 @@ def test_a_resumed_run_equals_the_undisturbed_one() -> None:
     train(second, 3, 3)
     assert second.fingerprint() == straight.fingerprint()
     names = first.state()[0]
-    assert "optimizer/disc.0.weight/exp_avg" in names
+    own = "mean" if of_disc is BROUGHT else "exp_avg"
+    assert f"optimizer/disc.0.weight/{own}" in names
+    assert "optimizer/disc.3.weight/exp_avg" in names
     assert "optimizer/gen.0.weight/momentum_buffer" in names
 
 

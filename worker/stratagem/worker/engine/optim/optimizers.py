@@ -59,9 +59,16 @@ class OptimizersInOrder(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts, self.defaults = parts, parts[0].defaults
-        for part in parts:
-            self.state.update(part.state)
-            part.state = self.state
+        self._keep_state_in(self.state)
+
+    def _keep_state_in(self, state: Any) -> None:
+        """Has all parts, and parts of these, keep their state there."""
+        self.state = state
+        for part in self.parts:
+            state.update(part.state)
+            if isinstance(part, OptimizersInOrder):
+                part._keep_state_in(state)
+            part.state = state
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Makes one step of each."""
