@@ -1,5 +1,6 @@
 """Federated over silos on real processes: each silo's update has the bits of the sharded loop."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,10 @@ from tests.cluster.jobs import (
     train,
     wait_for,
 )
+from tests.gan_jobs import TURNS, gan
 from tests.jobs import user_data
 from tests.reference import loops as reference
+from tests.reference import turns_loop as turns_reference
 from tests.reference.evaluated_steps import plateau_loop
 from tests.reference.loops import SetRates, sharded_loop
 
@@ -60,6 +63,7 @@ def silos_loop(
         return made
 
     monkeypatch.setattr(reference, "build_model", from_world)
+    monkeypatch.setattr(turns_reference, "build_model", from_world)
     for round_num in range(1, (num_rounds or strategy.rounds) + 1):
         updates = []
         for client in range(strategy.num_clients):
@@ -68,9 +72,13 @@ def silos_loop(
             of_round = None
             if set_rates is not None:
                 of_round = partial(_in_round, set_rates, round_num)
-            trained = sharded_loop(
-                job, ALLOWED, num_shards, micro_batch_size=of_pipeline, set_rates=of_round
-            )
+            if job.turns is not None:
+                num_steps = (job.epochs or 0) * math.ceil(num_rows / job.batch_size)
+                trained = turns_reference.turns_loop(job, ALLOWED, num_shards, num_steps)
+            else:
+                trained = sharded_loop(
+                    job, ALLOWED, num_shards, micro_batch_size=of_pipeline, set_rates=of_round
+                )
             updates.append(reference.Update(num_rows, dict(trained.state)))
         means = {name: reference._mean_of(name, updates, CURRENT) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
@@ -94,6 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "adam", "lr": 0.01},
         "data": user_data("poisoned"),
     },
+    "turns": gan(turns=[TURNS[0], {**TURNS[1], "optimizer": MOMENTUM}]),
 }
 
 

@@ -12,12 +12,14 @@ from tests.cluster.jobs import (
     Gates,
     assert_same_bits,
     data_parallel,
+    federated,
     outcome_of,
     population,
     train,
     wait_for,
 )
 from tests.jobs import job, user_data
+from tests.reference.client_turns import federated_turns_loop
 from tests.reference.turns_loop import turns_loop
 
 pytestmark = pytest.mark.cluster
@@ -65,6 +67,25 @@ def test_a_member_killed_between_two_turns_changes_no_bit(
         for name in ("loss.d", "loss.g"):
             total, weight = (sum(step[name][i] for step in steps) for i in (0, 1))
             assert segment.payload["metrics"][f"train.{name}"] == total / weight
+
+
+def test_clients_of_which_one_is_killed_between_two_turns(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    """In the first step of the second round, before the generator's turn."""
+    spec = federated(
+        **GAN,
+        data=user_data("gated_clients", folder=str(gates.folder)),
+        aggregation={"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01},
+    )
+    gates.close("worker-1-client1-6")  # of two steps of two turns in a round
+    run = client.submit(spec)
+    wait_for(run, "RoundClosed")
+    gates.wait_reached("worker-1-client1-6")
+    exact_cluster.kill("worker-1", signal.SIGKILL)
+    gates.open()
+    outcome = outcome_of(run)
+    assert_same_bits(outcome.state, federated_turns_loop(spec, ALLOWED).state)
 
 
 def test_a_population_varies_the_rates_of_the_turns(client: Client) -> None:

@@ -5,13 +5,14 @@ EXCHANGING = ("AllReduce", "ParameterServer")
 ALL = (*SYNCHRONOUS, "FedAvg")
 NESTED = (*SYNCHRONOUS, "Population", "Silos")
 WITH_PHASES = ("Phases", "Phases-server")
+WITH_TURNS = ("Turns", "Turns-clients", "Turns-population")
 SOLE_COPIES = ("Gossip", "Pipeline")
 """Return to the last commit; so does Coded."""
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
     "coordinator.segment.trained": (*NESTED, *SOLE_COPIES),
-    "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES),
+    "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES, "Turns"),
     "coordinator.step.summed": ("ParameterServer", "Coded"),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
@@ -31,6 +32,7 @@ REACHED_BY = {
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
     "worker.step.after_apply": (*NESTED, "Coded"),
+    "worker.turns.after_turn": WITH_TURNS,
     "worker.phases.predicted": WITH_PHASES,
     "worker.gossip.loaded": ("Gossip",),
     "worker.gossip.before_backward": ("Gossip",),
@@ -53,7 +55,7 @@ REACHED_BY = {
     "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip"),
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *SOLE_COPIES),
-    "worker.snapshot.taken": (*NESTED, *SOLE_COPIES),
+    "worker.snapshot.taken": (*NESTED, *SOLE_COPIES, "Turns"),
     "worker.round.trained": ("FedAvg",),
 }
 AFTER_ANOTHER = {
@@ -78,6 +80,7 @@ LATER_HITS = {
     "worker.step.before_backward": (1, 6),
     "worker.step.before_apply": (1, 5),
     "worker.step.after_apply": (1, 11),
+    "worker.turns.after_turn": (1, 7),
     "worker.phases.predicted": (5,),
     "worker.gossip.before_backward": (6,),
     "worker.gossip.before_mix": (5,),

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from tests.gan_jobs import TURNS, gan
 from tests.jobs import NOT_TRAINED, document, user_data, user_model
 
 Job = dict[str, Any]
 PACED = "acting_models:paced"
 """Takes pace_s seconds per batch."""
 ROWS = user_data("classes", num_rows=60, num_test_rows=20)
+PREDICTION = "tests.userland.gans:prediction"
 RANK_SUM = "tests.userland.metrics:rank_sum"
 
 
@@ -136,6 +138,18 @@ BROUGHT: Job = {
 }
 """Optimizers and a schedule of which much is saved."""
 
+
+def with_turns(job: Job) -> Job:
+    """The same with a GAN; the discriminator's optimizer is one of the user's, and has groups."""
+    brought = {key: value for key, value in BROUGHT.items() if key != "schedule"}
+    groups = [{**brought["groups"][0], "match": ["disc.3.*"]}]
+    discriminator = {**TURNS[0], "optimizer": {**brought, "groups": groups}}
+    # Its layer of batch norm needs two rows in each shard.
+    data = user_data("classes", num_rows=64, num_test_rows=20)
+    sections = gan(turns=[discriminator, TURNS[1]], data=data, predict=PREDICTION)
+    return {key: value for key, value in {**job, **sections}.items() if value is not None}
+
+
 JOBS: dict[str, Job] = {
     "Local": crash_job(LOCAL),
     # Its metrics are shared: three of the four members have batches.
@@ -173,6 +187,10 @@ JOBS: dict[str, Job] = {
     "Silos": crash_job(silos(data_parallel("AllReduce", 2))),
     "Silo-pipelines": crash_job(silos(PIPELINE)),
     "FedYogi": crash_job(federated(aggregation=YOGI)),
+    "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
+    "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),
+    "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))
+    | {"search_space": {"turns.d.optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"}}},
     "Population": population(data_parallel("AllReduce", 2)),
     # 10 million weights: more than one piece of the spool.
     "FedAvg-large": crash_job(federated(rounds=1), model="wide", width=600_000),

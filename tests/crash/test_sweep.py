@@ -45,7 +45,15 @@ def cases() -> list[Case]:
                 # exchange the later hits are another member's.
                 is_other = (
                     job
-                    in (*EXCHANGING, *SOLE_COPIES, *WITH_PHASES, "Pipelines", "Coded", "Evaluation")
+                    in (
+                        *EXCHANGING,
+                        *SOLE_COPIES,
+                        *WITH_PHASES,
+                        "Pipelines",
+                        "Coded",
+                        "Evaluation",
+                        "Turns",
+                    )
                     and num_passed > 0
                 )
                 worker = "worker-2" if is_other else "worker-0"
@@ -61,6 +69,7 @@ SAMPLE = (
     Case("AllReduce", "worker-2", "worker.step.before_backward", 1),
     Case("AllReduce", "worker-0", "worker.step.after_apply"),
     Case("AllReduce", "worker-0", "worker.rendezvous.answered"),
+    Case("Turns", "worker-2", "worker.turns.after_turn", 7),
     Case("ParameterServer", "coordinator", "coordinator.step.summed", 7),
     Case("ParameterServer", "worker-0", "worker.step.before_apply"),
     Case("Gossip", "worker-2", "worker.gossip.mixing", 9),

@@ -54,6 +54,11 @@ _CPU = torch.device("cpu")
 
 SetRates = Callable[[torch.optim.Optimizer, int], None]
 """Sets the learning rates of an optimizer for a step (or a round), counted from 0."""
+Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness, Hooks]
+TrainClient = Callable[
+    [JobSpec, EntryPoints, Prepared, int, int, int, SetRates | None], tuple[int, float, bool]
+]
+"""(job, entry points, prepared, client, round, numerics, rates) -> (rows, loss, has learned)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +217,7 @@ def federated_loop(
     late_of: Callable[[int], Mapping[int, int]] = lambda _: {},
     numerics: int = CURRENT,
     set_rates: SetRates | None = None,
+    train_client: TrainClient | None = None,
 ) -> Result:
     """Each round: local epochs per client, the mean over rows, the server's step.
 
@@ -219,6 +225,7 @@ def federated_loop(
     One whose every step was left out has no part in the mean.
     `late_of(round)` names those whose update comes late, with the round that they trained for.
     set_rates: sets the rates of a round, counted from 0, where no schedule of the job does.
+    train_client: in place of one update in each step.
     """
     strategy = job.strategy
     assert isinstance(strategy, Federated)
@@ -243,7 +250,7 @@ def federated_loop(
             base = before[of_round]
             model.load_state_dict(base)
             prepared = (model, execution, randomness, hooks)
-            rows, loss, has_learned = _train_client(
+            rows, loss, has_learned = (train_client or _train_client)(
                 job, entrypoints, prepared, client, of_round, numerics, set_rates
             )
             if not has_learned:
@@ -428,7 +435,6 @@ def _mean_of(name: str, updates: list[Update], numerics: int) -> Tensor:
 
 Take = Callable[..., tuple[Any, Any]]
 """`read` of the job's training rows."""
-Prepared = tuple[nn.Module, ModelExecution, KeyedRandomness, Hooks]
 
 
 def _setup(

@@ -7,7 +7,9 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.worker.engine import ClientRunner, run_client_round
+from tests.gan_jobs import TURNS, gan
 from tests.jobs import job, user_model
+from tests.reference.client_turns import federated_turns_loop
 from tests.reference.loops import federated_loop, plain_loop
 from tests.worker.engine.client_rounds import federated, run
 from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits, trainer_of
@@ -86,3 +88,42 @@ def test_state_that_does_not_fit_is_refused() -> None:
         runner.run({**base, "model/0.bias": base["model/0.bias"].double()}, 0, 3, 1)
     with pytest.raises(InvalidInputError, match="Federated"):
         ClientRunner(job(), ALLOWED, CPU)
+
+
+def gan_clients(num_rounds: int = 3, **changes: Any) -> Any:
+    sections = gan(**changes)
+    model = sections.pop("model")
+    return federated(model, rounds=num_rounds, **sections)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        gan_clients(local_epochs=2),
+        gan_clients(aggregation={"method": "FedProx", "mu": 0.3}, accumulation={"steps": 2}),
+    ],
+    ids=["plain", "prox"],
+)
+def test_clients_take_turns(spec: Any) -> None:
+    state, losses = run(spec)
+    expected = federated_turns_loop(spec, ALLOWED)
+    assert_same_bits(state, dict(expected.state))
+    assert losses == expected.losses
+    base, _ = trainer_of(spec).copy_state()
+    runner = ClientRunner(spec, ALLOWED, CPU)
+    first = runner.run(base, 1, 3, 1)
+    assert first.metrics.keys() >= {"loss.d", "loss.g", "real.d", "max_grad_norm"}
+    assert first.loss == pytest.approx(first.metrics["loss.d"] + first.metrics["loss.g"])
+    assert_same_bits(dict(runner.run(base, 1, 3, 1).tensors), dict(first.tensors))
+
+
+def test_a_turn_of_a_client_that_is_skipped_leaves_the_step_out_of_its_sums() -> None:
+    turns = [{**TURNS[0], "step": "tests.userland.gans:infinite_disc"}, TURNS[1]]
+    spec = gan_clients(turns=turns, accumulation={"non_finite": "skip_step"})
+    base, _ = trainer_of(spec).copy_state()
+    update = ClientRunner(spec, ALLOWED, CPU).run(base, 1, 3, 1)
+    assert update.metrics["skipped_steps"] == update.num_steps == 1
+    assert update.loss == 0.0
+    for name, tensor in update.tensors.items():
+        if tensor.dim() == 2:
+            assert torch.equal(tensor, base[name]) == name.startswith("model/disc.")

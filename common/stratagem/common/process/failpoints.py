@@ -44,6 +44,7 @@ FAILPOINTS: Final = (
     "worker.step.before_backward",
     "worker.step.before_apply",
     "worker.step.after_apply",
+    "worker.turns.after_turn",
     "worker.phases.predicted",
     "worker.batch.evaluated",
     "worker.metrics.measured",

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.job.objective.turns_section import check_turn_parameters
 from stratagem.common.job.optimizer.optimizer_section import check_groups, is_matched
-from stratagem.worker.engine.optim.turn_parameters import check_turn_parameters
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -84,12 +84,11 @@ def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
             raise InvalidInputError.at(f"model.freeze[{i}]", text)
         for param in frozen:
             param.requires_grad_(False)
-    trained = [(name, param) for name, param in params if param.requires_grad]
+    trained = [(name, param.dim()) for name, param in params if param.requires_grad]
     if job.turns is not None:
         check_turn_parameters(job.turns, trained)
     elif not job.only_evaluates:
-        trained_dims = [(name, param.dim()) for name, param in trained]
-        check_groups(job.optimizer, trained_dims)
+        check_groups(job.optimizer, trained)
     return model
 
 

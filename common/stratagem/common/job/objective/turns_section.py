@@ -8,13 +8,14 @@ from typing import Annotated, Any, Final, Protocol
 
 from pydantic import BeforeValidator, Field
 
-from stratagem.common.base.errors import Violation
-from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec, is_matched
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec, check_groups, is_matched
 from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import EntrypointName, Items, Name, NonEmptyText
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,
+    Federated,
     Local,
     PopulationBased,
     Strategy,
@@ -93,12 +94,36 @@ def check_turns(job: JobWithTurns) -> Iterator[Violation]:
     yield from _strategy(job.strategy)
 
 
+def check_turn_parameters(turns: Sequence[TurnSpec], params: Sequence[tuple[str, int]]) -> None:
+    """Raise InvalidInputError for a turn without a trained parameter, and for a parameter that is
+    trained by no turn, or by two.
+
+    params: names and numbers of dimensions of all that are trained.
+    """
+    violations = []
+    for place, turn in enumerate(turns):
+        if own := [(name, num_dims) for name, num_dims in params if turn.holds(name)]:
+            check_groups(turn.optimizer, own)
+            continue
+        text = f"{', '.join(map(repr, turn.params))} fits no trained parameter"
+        violations.append(Violation(f"turns[{place}].params", text))
+    for name, _ in params:
+        holding = [repr(turn.name) for turn in turns if turn.holds(name)]
+        if len(holding) != 1:
+            text = f"parameter {name!r} is in {' and '.join(holding) or 'no turn'}; each trained "
+            violations.append(Violation("turns", f"{text}parameter is in one turn, or frozen"))
+            break
+    if violations:
+        raise InvalidInputError(violations=violations)
+
+
 def _strategy(strategy: Strategy) -> Iterator[Violation]:
     match strategy:
         case Local():
             return
-        case PopulationBased() | DataParallel(aggregation=AllReduce()):
+        case PopulationBased() | Federated() | DataParallel(aggregation=AllReduce()):
             yield from _strategy(strategy.options.inner or Local())
         case other:
             text = f"are not allowed with strategy {describe(other)}; Local, DataParallel with "
-            yield Violation("turns", f"{text}AllReduce, and PopulationBased over them take turns")
+            own = "AllReduce, Federated, and PopulationBased over them take turns"
+            yield Violation("turns", text + own)

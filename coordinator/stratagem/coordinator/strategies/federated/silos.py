@@ -77,11 +77,12 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     if spec.options.late_updates != "refuse":
         text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
         violations.append(Violation("strategy.options.late_updates", text))
-    schedule = job.optimizer.schedule
-    if schedule is not None and (schedule.name != "plateau" or schedule.warmup_steps):
-        text = "counts rounds under Federated, and steps inside a silo; leave it out"
-        field = "optimizer.schedule" + (".warmup_steps" if schedule.name == "plateau" else "")
-        violations.append(Violation(field, text))
+    for path, optimizer in job.optimizers().items():
+        schedule = optimizer.schedule
+        if schedule is not None and (schedule.name != "plateau" or schedule.warmup_steps):
+            text = "counts rounds under Federated, and steps inside a silo; leave it out"
+            own = ".warmup_steps" if schedule.name == "plateau" else ""
+            violations.append(Violation(f"{path}.schedule{own}", text))
     if spec.options.on_missing_quorum == WAIT:
         text = 'a silo that has failed is not asked again in its round; use "fail"'
         violations.append(Violation("strategy.options.on_missing_quorum", text))
@@ -117,7 +118,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
     }
     if job.initial is not None and job.initial.resume:
         fields["initial"] = None  # its step is the federation's, and no silo's
-    if job.optimizer.plateau is not None:
+    if job.turns is None and job.optimizer.plateau is not None:
         fields["optimizer"] = _lowered(job.optimizer, job.optimizer.plateau, num_lr_reductions)
     return with_fields(job, fields)
 

@@ -4,7 +4,7 @@ Its window of micro-batches is one transaction: what raises, or is not finite, l
 optimizer and buffers as they were. Must not know nodes, clients and rounds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,8 @@ from stratagem.worker.engine.optim.finite_gradients import StepSummary, after_ho
 from stratagem.worker.engine.step.apply_step import apply_step
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Counted, Rows, Window
-from stratagem.worker.engine.step.turns import StepTurn
+from stratagem.worker.engine.step.logged_sums import LoggedSums
+from stratagem.worker.engine.step.turns import StepTurn, logged_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,14 @@ class LocalReport:
 
     counted: Counted
     grad_norm: float
-    is_skipped: bool
+    num_skipped: int
+    """1 where loss or gradient was not finite and nothing was changed; of turns, how many."""
     learning_rates: Mapping[str, float]
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if any of it was skipped: the step then has no part in sums."""
+        return self.num_skipped > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class LocalStep:
         is_applied, rates = apply_step(
             summary, policy, lr_factor=lr_factor, activity=rows.activity, number=number
         )
-        return LocalReport(counted, summary.norm.item(), not is_applied, rates)
+        return LocalReport(counted, summary.norm.item(), int(not is_applied), rates)
 
     def _summary(self, counted: Counted) -> StepSummary:
         grads = [param.grad for param in self.turn.policy.params if param.grad is not None]
@@ -80,3 +87,23 @@ class LocalStep:
         """Has the user's code change the gradient that is about to be applied."""
         key, randomness = window.key(0), self.turn.passes.randomness
         self.callbacks.take_gradients(self.turn.params, step, key, randomness, rows.activity)
+
+
+def whole_local_step(
+    turns: Sequence[StepTurn], reports: Sequence[LocalReport], num_rows: int
+) -> LocalReport:
+    """Returns the report of a step of these turns: its loss is the sum of theirs, a mean over
+    rows."""
+    if len(turns) == 1:
+        return reports[0]
+    logged: LoggedSums = {}
+    for turn, report in zip(turns, reports, strict=True):
+        own = report.counted
+        logged = {**logged, **logged_of(turn, own.loss, num_rows, own.logged)}
+    loss = sum(report.counted.loss for report in reports)
+    return LocalReport(
+        Counted(loss * num_rows, num_rows, logged=logged),
+        max(report.grad_norm for report in reports),
+        sum(report.num_skipped for report in reports),
+        {name: rate for report in reports for name, rate in report.learning_rates.items()},
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from stratagem.common.job import JobSpec
+from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.engine.objectives.make_objective import step_functions
 from stratagem.worker.engine.optim.optimizers import OptimizersInOrder
 from stratagem.worker.engine.optim.reported_rates import ReportedRates
@@ -41,6 +42,8 @@ class StepTurn:
 
     def begin(self, params: NamedParams) -> None:
         """Freezes what it does not train of these parameters, and drops all gradients."""
+        if self.number:
+            failpoint("worker.turns.after_turn")
         own = {id(param) for _, param in self.params}
         for _, param in params:
             param.requires_grad_(id(param) in own)

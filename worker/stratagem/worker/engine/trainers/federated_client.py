@@ -8,7 +8,6 @@ gives the same update. Rounds count from 1. Must not know the coordinator or oth
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,18 +27,18 @@ from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
-from stratagem.worker.engine.optim.optimizers import make_optimizer
 from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule, shadow_schedule
+from stratagem.worker.engine.optim.turn_parameters import make_optimizer_of
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.callbacks import make_callbacks
 from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
-from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.step.local_step import LocalReport, LocalStep, whole_local_step
 from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
-from stratagem.worker.engine.step.turns import StepTurn
+from stratagem.worker.engine.step.turns import StepTurn, make_turns, unfreeze
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -120,8 +119,7 @@ class ClientRunner:
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
-        local_step = self._fresh_step(data, num_lr_reductions)
-        lr_factor = learning_rate_factor(self._job.optimizer, round_num - 1, self._strategy.rounds)
+        local_steps = self._fresh_steps(data, num_lr_reductions)
         self._model.train()
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
@@ -130,15 +128,16 @@ class ClientRunner:
         self._passes.gather.expect(
             batch
             for rows, key in self._steps(data, client, round_num)
-            for batch in micro_batches(rows, self._cuts(rows), partial(_keyed, key))
+            for local_step in local_steps
+            for batch in micro_batches(rows, self._cuts(rows), _keys(key, local_step.turn))
         )
         try:
             for rows, key in self._steps(data, client, round_num):
                 check()
                 num_steps, num_rows = num_steps + 1, num_rows + len(rows.indices)
-                report = self._step(local_step, lr_factor, anchors, rows, key)
+                report = self._step(local_steps, round_num, anchors, rows, key)
+                num_skipped += report.num_skipped
                 if report.is_skipped:
-                    num_skipped += 1
                     continue
                 loss_sum += report.counted.loss_sum
                 weight_sum += report.counted.weight
@@ -147,6 +146,7 @@ class ClientRunner:
                     max_norm = max(max_norm, report.grad_norm)
         finally:
             self._randomness.end()
+            unfreeze(self._named)
         if not num_steps:
             raise _no_rows(client, num_clients)
         failpoint("worker.client_round.after_training")
@@ -205,8 +205,9 @@ class ClientRunner:
 
     def _schedule(self, data: Dataset) -> ShadowSchedule | None:
         """Returns the user's schedule, which begins anew in each round."""
-        schedule = self._job.optimizer.schedule
-        if schedule is None or schedule.entrypoint is None:
+        if self._job.turns is not None or self._job.optimizer.schedule is None:
+            return None
+        if self._job.optimizer.schedule.entrypoint is None:
             return None
         if isinstance(data, StreamDataset):
             text = "needs the number of steps, which a round over a stream does not know before"
@@ -214,46 +215,59 @@ class ClientRunner:
         num_steps = self._strategy.options.local_epochs * -(-len(data) // self._job.batch_size)
         return shadow_schedule(self._job.optimizer, num_steps, self._entrypoints)
 
-    def _fresh_step(self, data: Dataset, num_lr_reductions: int) -> LocalStep:
-        """Returns the steps of one round, with an optimizer and a schedule of their own."""
+    def _fresh_steps(self, data: Dataset, num_lr_reductions: int) -> list[LocalStep]:
+        """Returns the steps of one round, one for each turn, with optimizers and a schedule of
+        their own."""
         job = self._job
-        optimizer = make_optimizer(
-            *(job.optimizer, self._named), fused=job.execution.fusion, entrypoints=self._entrypoints
-        )
         policy = StepPolicy(
-            *(job, self._execution, self._params, optimizer, self._buffers),
+            *(job, self._execution, self._params),
+            make_optimizer_of(job, self._named, self._entrypoints),
+            self._buffers,
             rates=ReportedRates(job.optimizer),
             schedule=self._schedule(data),
         )
-        policy.lower_rates(num_lr_reductions)
+        turns = make_turns(job, self._entrypoints, self._passes, policy, self._named)
+        for turn in turns:
+            turn.policy.lower_rates(num_lr_reductions)
         must_divide, hooks = job.window.must_divide, self._callbacks
-        turn = StepTurn(self._named, self._passes, policy)
-        return LocalStep(turn, must_divide, self._numerics, hooks)
+        return [LocalStep(turn, must_divide, self._numerics, hooks) for turn in turns]
 
     def _step(
-        self, local_step: LocalStep, lr_factor: float, anchors: list[Tensor], rows: Rows, key: Key
+        self,
+        local_steps: Sequence[LocalStep],
+        round_num: int,
+        anchors: list[Tensor],
+        rows: Rows,
+        key: Key,
     ) -> LocalReport:
-        """One local update."""
+        """One local step: an update, or one for each turn."""
         self._execution.begin_batch(len(rows.indices))
 
         def pull() -> None:
             # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
-            # with mu = 0 is FedAvg to the bit.
+            # with mu = 0 is FedAvg to the bit. Parameters of other turns have no gradient.
             for param, anchor in zip(self._params, anchors, strict=False):
                 if param.grad is not None:
                     param.grad.add_(param.detach() - anchor, alpha=self._mu)
 
-        window = Window(
-            self._cuts(rows),
-            key=partial(_keyed, key),
-        )
-        number = int(key[-1]) + 1
-        return local_step.run(rows, window, lr_factor=lr_factor, step=number, pull=pull)
+        number, reports = int(key[-1]) + 1, []
+        for local_step in local_steps:
+            turn = local_step.turn
+            if turn.number is not None:
+                turn.begin(self._named)
+            spec, num_rounds = turn.policy.job.optimizer, self._strategy.rounds
+            lr_factor = learning_rate_factor(spec, round_num - 1, num_rounds)
+            window = Window(self._cuts(rows), key=_keys(key, turn))
+            report = local_step.run(rows, window, lr_factor=lr_factor, step=number, pull=pull)
+            reports.append(report)
+        turns = [local_step.turn for local_step in local_steps]
+        return whole_local_step(turns, reports, len(rows.indices))
 
 
-def _keyed(step: Key, micro_batch: int) -> Key:
-    """The key of a micro-batch of a step."""
-    return (*step, micro_batch) if micro_batch else step
+def _keys(step: Key, turn: StepTurn) -> Callable[[int], Key]:
+    """Returns the key of each micro-batch of a turn of a step."""
+    of_turn = (*step, "turn", *turn.key) if turn.key else step
+    return lambda micro_batch: (*of_turn, micro_batch) if micro_batch else of_turn
 
 
 def _no_rows(client: int, num_clients: int) -> InvalidInputError:

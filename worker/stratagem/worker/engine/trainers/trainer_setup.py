@@ -14,8 +14,7 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.objectives.objective import Objective
-from stratagem.worker.engine.optim.optimizers import OptimizersInOrder, make_optimizer
-from stratagem.worker.engine.optim.turn_parameters import by_turn
+from stratagem.worker.engine.optim.turn_parameters import make_optimizer_of
 from stratagem.worker.engine.step.callbacks import NO_CALLBACKS, Callbacks
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -41,15 +40,7 @@ class Setup:
 
     def optimizer_of(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """A fresh optimizer of these parameters, as the job says."""
-        job, named = self.job, list(params)
-        fused, entrypoints = job.execution.fusion, self.entrypoints
-        if job.turns is None:
-            return make_optimizer(job.optimizer, named, fused=fused, entrypoints=entrypoints)
-        parts = [
-            make_optimizer(turn.optimizer, own, fused=fused, entrypoints=entrypoints)
-            for turn, own in by_turn(job.turns, named)
-        ]
-        return OptimizersInOrder(parts)
+        return make_optimizer_of(self.job, list(params), self.entrypoints)
 
     def batch_order(self) -> BatchOrder | StreamOrder:
         """Makes the order of the training batches."""
