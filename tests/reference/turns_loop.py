@@ -14,7 +14,7 @@ from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, se
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.models.model_builder import build_model, float_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
-from tests.reference.loops import Result, add_in_tree, change_of, cut_rows
+from tests.reference.loops import Result, add_in_tree, change_of, cut_rows, is_skipped
 from tests.reference.objective import step_of
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.row_batches import epoch_batches, read
@@ -58,7 +58,7 @@ def turns_loop(job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_step
                     key = (job.seed, step, number, shard, micro_batch)
                     x, y = read(gather, data, rows, (job.seed, "row", epoch), key, randomness)
                     value = objective(model, x, y, len(rows))
-                    (value.mean * value.weight).backward()
+                    execution.scale.up(value.mean * value.weight).backward()
                     sums[0] += value.weight
                     sums[1] += value.mean.detach().double() * value.weight
                 grads = [param.grad.clone() for param in params if param.grad is not None]
@@ -67,7 +67,12 @@ def turns_loop(job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_step
                 parts.append([sums, *grads, *changes])
             total, *others = [add_in_tree(list(each)) for each in zip(*parts, strict=True)]
             for param, grad in zip(params, others, strict=False):
-                param.grad = grad / total[0].item()
+                param.grad = grad / (total[0].item() * execution.scale.value)
+            loss = (total[1] / total[0]).item()
+            if is_skipped(job, loss, params, execution.scale):
+                for tensor, old in zip(buffers, before, strict=True):
+                    tensor.copy_(old)
+                continue
             for tensor, old, change in zip(buffers, before, others[len(params) :], strict=True):
                 is_whole = len(shards) == 1 and old.is_floating_point()
                 mean = change / len(shards) if old.is_floating_point() else change
@@ -76,7 +81,6 @@ def turns_loop(job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_step
             clip(params, spec.optimizer.clip_norm, gradient_norm(params, CURRENT))
             optimizer.step()
             rows_of_step = float(len(batch))
-            loss = (total[1] / total[0]).item()
             logged[-1][f"loss.{spec.name}"] = (loss * rows_of_step, rows_of_step)
         losses.append(sum(pair[0] / pair[1] for pair in logged[-1].values()))
     return Result(model.state_dict(), losses, logged=logged)

@@ -9,7 +9,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.worker.engine import Tally, Trainer
 from stratagem.worker.exchange import ExchangeError
-from tests.cluster.jobs import data_parallel
+from tests.cluster.jobs import data_parallel, model_parallel
 from tests.gan_jobs import ADAM, SGD, TURNS, gan
 from tests.jobs import document, job
 from tests.reference.turns_loop import turns_loop
@@ -23,6 +23,26 @@ from tests.worker.engine.support import (
     train,
     trainer_of,
 )
+
+PLATEAU = {"name": "plateau", "metric": "loss", "mode": "min"}
+BROUGHT = {
+    "entrypoint": "tests.userland.optimizers:SignMomentum",
+    "lr": 0.01,
+    "schedule": "cosine",
+    "groups": [{"name": "head", "match": ["disc.3.*"], "optimizer": {"name": "adamw", "lr": 0.01}}],
+}
+"""Two optimizers in one turn, one of them the user's."""
+
+
+def silos(inner: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "Federated",
+        "num_clients": 2,
+        "rounds": 2,
+        "aggregation": {"method": "FedAvg"},
+        "client_selection": {"method": "All"},
+        "options": {"inner": inner},
+    }
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
@@ -41,6 +61,23 @@ def test_equals_the_loop_to_the_bit(num_shards: int, accumulation: Any) -> None:
     for report in reports:
         tally.add(report)
     assert made.end_segment(exchange, tally).metrics.keys() >= {"loss.d", "loss.g", "real.d"}
+
+
+@pytest.mark.parametrize("amp_dtype", ["bfloat16", "float16"])
+def test_turns_in_16_bits_share_the_scale_of_the_loss(amp_dtype: str) -> None:
+    """It is halved in whichever turn the gradient is not finite, and only that one is skipped."""
+    steps = ("tests.userland.gans:huge_disc", TURNS[1]["step"])
+    turns = [{**turn, "step": step} for turn, step in zip(TURNS, steps, strict=True)]
+    execution = {"precision": "Mixed", "amp_dtype": amp_dtype}
+    spec = job(**gan(turns=turns, execution=execution))
+    made = trainer_of(spec)
+    exchange = solo(made, 2)
+    reports = [made.train_step(exchange, range(2), 2) for _ in range(6)]
+    assert_same_bits(model_of(made), dict(turns_loop(spec, ALLOWED, 2, 6).state))
+    num_skipped = [report.num_skipped for report in reports]
+    assert any(num_skipped) == (amp_dtype == "float16")
+    assert max(num_skipped) <= 1
+    assert not num_skipped[-1]
 
 
 @pytest.mark.parametrize("failing", range(4))
@@ -73,15 +110,6 @@ def test_a_step_that_fails_in_any_turn_leaves_no_trace(
         made.train_step(again, range(2), 2)
     train(undisturbed, 2, 4)
     assert made.fingerprint() == undisturbed.fingerprint()
-
-
-BROUGHT = {
-    "entrypoint": "tests.userland.optimizers:SignMomentum",
-    "lr": 0.01,
-    "schedule": "cosine",
-    "groups": [{"name": "head", "match": ["disc.3.*"], "optimizer": {"name": "adamw", "lr": 0.01}}],
-}
-"""Two optimizers in one turn, one of them the user's."""
 
 
 @pytest.mark.parametrize("of_disc", [ADAM, BROUGHT], ids=["torch's", "brought"])
@@ -142,6 +170,27 @@ def _refusal(made: Any) -> list[tuple[str, str]]:
         ),
         ({"data": {"entrypoint": "a:b", "streams": 2}}, "turns", "which a stream"),
         ({"phases": {}}, "phases", "is not allowed with turns"),
+        ({"callbacks": "a:b"}, "callbacks", "are not allowed with turns"),
+        (
+            {"turns": [{**TURNS[0], "optimizer": {**SGD, "schedule": PLATEAU}}, TURNS[1]]},
+            "turns[0].optimizer.schedule",
+            "plateau is not allowed in turns",
+        ),
+        (
+            {"turns": [TURNS[0], {**TURNS[1], "optimizer": {**SGD, "schedule": "a:b"}}]},
+            "turns[1].optimizer.schedule",
+            "a schedule by entry point is not allowed in turns",
+        ),
+        (
+            {"strategy": model_parallel({"gen": "a", "disc": "b"})},
+            "turns",
+            "are not allowed with strategy ModelParallel",
+        ),
+        (
+            {"strategy": silos(data_parallel(2, "ParameterServer"))},
+            "turns",
+            "are not allowed with strategy DataParallel/ParameterServer",
+        ),
         ({"evaluation": {"metrics": ["mae"]}}, "evaluation.metrics[0]", "'mae' needs predict"),
         (
             {"strategy": data_parallel(2, "ParameterServer")},
@@ -156,6 +205,13 @@ def test_what_does_not_go_with_turns_is_refused(
     refused = _refusal(lambda: JobSpec.parse(document(**gan(**changes))))
     assert field in dict(refused)
     assert words in dict(refused)[field]
+
+
+def test_turns_go_with_an_early_stop() -> None:
+    stop = {"metric": "loss", "mode": "min", "patience": 2}
+    spec = job(**gan(evaluation={"split": "test", "every": "2 steps", "stop": stop}))
+    assert spec.evaluation is not None
+    assert spec.evaluation.stop is not None
 
 
 def test_each_trained_parameter_is_in_one_turn() -> None:
