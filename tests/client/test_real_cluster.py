@@ -59,6 +59,7 @@ def write_job(folder: Path, **changes: object) -> Path:
 def test_an_exception_in_the_users_model_is_shown_with_its_worker(tmp_path: Path) -> None:
     job = write_job(tmp_path, model={"entrypoint": "mymodel:build", "kwargs": {"fails_at": 3}})
     command = [*PROGRAM, "run", str(job), "--local", "1", "--data-dir", str(tmp_path / "state")]
+    command += ["--report", str(tmp_path / "report.html")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
@@ -68,6 +69,9 @@ def test_an_exception_in_the_users_model_is_shown_with_its_worker(tmp_path: Path
         "KeyError: 'third batch'",
         "error: KeyError in your code on worker-0, training step 3",
     ]
+    report = (tmp_path / "report.html").read_text()
+    assert report.index("in your code on worker-0, training step 3") < report.index("<nav")
+    assert "in hook" in report
 
 
 def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:

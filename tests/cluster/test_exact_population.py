@@ -5,6 +5,7 @@ import io
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,7 +341,7 @@ def printed(outcome: Outcome) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def test_the_result_says_what_it_was_trained_with(client: Client) -> None:
+def test_the_result_says_what_it_was_trained_with(client: Client, tmp_path: Path) -> None:
     outcome = train(client, population(size=4, generations=4))
     result, last = outcome.run.result(), outcome.of("GenerationClosed")[-1].payload
     assert result.hyperparameters == last["params"]
@@ -350,6 +351,13 @@ def test_the_result_says_what_it_was_trained_with(client: Client) -> None:
     assert result.schedule[0].values in formed.payload["params"]
     best = result.status.commit("best")
     assert best is not None
+    told = outcome.run.population()
+    assert told.best is not None
+    assert (told.best.generation, told.best.member) == (best.segment, best.member)
+    assert list(told.schedule(told.best.member, told.best.generation)) == [
+        (each.from_step, each.values) for each in best.schedule
+    ]
+    assert f"Best: {told.best}" in outcome.run.report(tmp_path / "report.html").read_text()
     lr = f"optimizer.lr {best.hyperparameters['optimizer.lr']:.6g}"
     (line,) = [text for text in printed(outcome) if text.startswith("best ")]
     assert f"segment {best.segment}, member {best.member}: {lr}, optimizer.momentum " in line

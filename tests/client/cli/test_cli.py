@@ -80,6 +80,21 @@ def test_run_says_every_event_or_only_the_end(address: str, job_file: Path) -> N
     assert both.stderr == "error: --quiet: is the opposite of --verbose; give one of them\n"
 
 
+@pytest.mark.parametrize("ending", ["completed", "user error"])
+def test_run_writes_a_report_however_it_ends(
+    fake: FakeCoordinator, address: str, job_file: Path, tmp_path: Path, ending: str
+) -> None:
+    fake.ending, path = ending, tmp_path / "report.html"
+    done = invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--report", path)
+    assert done.exit_code == (0 if ending == "completed" else 1)
+    text = path.read_text()
+    assert "<h1>mine</h1>" in text
+    assert ("ValueError</strong>: bad hidden" in text) == (ending == "user error")
+    refused = invoke("run", job_file, "--coordinator", address, "--detach", "--report", path)
+    assert refused.exit_code == 1
+    assert "--report is of the end of the run" in refused.stderr
+
+
 def test_run_as_json_is_one_object_per_line(address: str, job_file: Path) -> None:
     done = invoke("run", job_file, "--coordinator", address, "--format", "json")
     assert done.exit_code == 0

@@ -28,9 +28,10 @@ def report(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="RUN.html if not named.")
     ] = None,
 ) -> None:
-    """Write a run as one page of HTML: curves, a panel by strategy, its events and its job.
+    """Write a run as one page of HTML.
 
-    The page needs neither scripts nor a network, and prints well. Of a run that goes on it shows
+    It holds curves, a panel for the strategy, the events and the job; an error of your code comes
+    first. It needs neither scripts nor a network, and prints well. Of a run that goes on it shows
     what has happened so far.
     """
     with connected(coordinator, proof) as client:
@@ -44,7 +45,7 @@ def population(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Show the generations of a population, the winner, its lineage and its schedule.
+    """Show the generations of a population, and its winner.
 
     The lineage names, generation by generation, the member whose state the winner's comes from; the
     schedule all hyperparameters that this state was trained with.

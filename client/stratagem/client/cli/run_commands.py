@@ -70,6 +70,10 @@ OutputOption = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write the final state to this file."),
 ]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a page of HTML about the run at its end."),
+]
 RunIdOption = Annotated[
     str | None,
     typer.Option("--run-id", metavar="ID", help="Choose the id; made from the name if not given."),
@@ -84,6 +88,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     overrides: SetOption = None,
     detach: DetachOption = False,
     output: OutputOption = None,
+    report: ReportOption = None,
     run_id: RunIdOption = None,
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
@@ -109,6 +114,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     with reporting():
         if local is not None and detach:
             raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
+        if detach and report is not None:
+            raise InvalidInputError("--report is of the end of the run; leave out --detach")
         if local is None and tag:
             raise InvalidInputError("--tag is of local workers; give --local N")
         view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
@@ -122,7 +129,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             with client_of(coordinator, proof) as client:
                 with view.doing(f"submitting {chosen} to {coordinator}"):
                     handle = submitted(client)
-                _follow_remote(_Following(handle, view, output), coordinator, detach=detach)
+                following = _Following(handle, view, output, report=report)
+                _follow_remote(following, coordinator, detach=detach)
             return
         if job.placement_timeout_s is None:
             job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
@@ -133,7 +141,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             known.save(data_dir, chosen)
             with view.doing(f"submitting {chosen}"):
                 handle = submitted(client)
-            _follow_local(_Following(handle, view, output), local)
+            _follow_local(_Following(handle, view, output, report=report), local)
 
 
 def attach(
@@ -301,6 +309,8 @@ class _Following:
     from_index: int = 0
     known: int = 0
     """Events before this index are counted, and not shown."""
+    report: Path | None = None
+    """Where a page about the run is written at its end, however it ends."""
 
     def say_why(self) -> None:
         """Why the job's parallelism became the strategy that it is."""
@@ -315,6 +325,8 @@ class _Following:
         show(console, form, handle.watch(self.from_index), shown)
         if form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
+        if self.report is not None:
+            handle.report(self.report)
         result = handle.result()
         if self.output is not None:
             result.download(self.output)
@@ -324,6 +336,8 @@ class _Following:
                 print_line(console, f"best: {winner}")
             if self.output is not None:
                 print_line(console, f"state written to {self.output}")
+            if self.report is not None:
+                print_line(console, f"report written to {self.report}")
 
 
 def _follow_remote(following: _Following, coordinator: str, *, detach: bool = False) -> None:

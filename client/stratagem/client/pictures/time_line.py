@@ -1,6 +1,6 @@
 """A time line: what happened when, in lanes, however much that was."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,14 +39,12 @@ def time_line(
     last = max((span.end for span in spans), default=0.0) if end is None else end
     signs = [(box_sign(series_colour(at), fill_opacity="0.82"), k) for at, k in enumerate(kinds)]
     content, height = lanes(names, bars, signs, width=width, end=last)
-    counts = Counter((span.lane, span.kind) for span in spans)
-    rows = [
-        (
-            *(lane, kind, str(count)),
-            duration(sum(s.end - s.start for s in spans if (s.lane, s.kind) == (lane, kind))),
-        )
-        for (lane, kind), count in (counts.items() if len(counts) <= 60 else ())
-    ] or [(f"{len(spans)}", "", "", "")]
+    counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+    times: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for span in spans:
+        counts[span.lane, span.kind] += 1
+        times[span.lane, span.kind] += span.end - span.start
+    rows = [(*key, str(count), duration(times[key])) for key, count in counts.items()]
     table = NumberTable(("lane", "what", "times", "in all"), thinned(rows))
     words = f"{len(spans)} in {len(names)} lanes within {duration(last)}: {', '.join(kinds)}"
     return Picture(title, words, width, height, content, table)

@@ -41,23 +41,29 @@ def merged(bars: Sequence[Bar], x: Axis) -> list[Bar]:
 
     However many there are, no more are left than a lane has pixel columns.
     """
+    pixel = (x.high - x.low) / (x.end - x.start)
     open_: dict[tuple[int, str], Bar] = {}
     done: list[Bar] = []
     for bar in sorted(bars, key=lambda each: (each.start, each.end)):
         key = bar.lane, bar.colour
         before = open_.get(key)
-        if before is not None and x(bar.start) - x(before.end) < 1 and not before.ending:
-            narrow = min(x(bar.end) - x(bar.start), x(before.end) - x(before.start)) < 3
-            if narrow:
-                end, count = max(before.end, bar.end), before.count + bar.count
-                open_[key] = Bar(
-                    *(bar.lane, before.start, end, bar.colour, before.text, "", bar.ending, count)
-                )
-                continue
+        if before is not None and _is_one(before, bar, pixel):
+            end, count = max(before.end, bar.end), before.count + bar.count
+            open_[key] = Bar(
+                *(bar.lane, before.start, end, bar.colour, before.text, "", bar.ending, count)
+            )
+            continue
         if before is not None:
             done.append(before)
         open_[key] = bar
     return sorted([*done, *open_.values()], key=lambda each: (each.lane, each.start, each.end))
+
+
+def _is_one(before: Bar, bar: Bar, pixel: float) -> bool:
+    """Return whether two bars are too close, and one too narrow, to be told apart."""
+    if before.ending or bar.start - before.end >= pixel:
+        return False
+    return min(bar.end - bar.start, before.end - before.start) < 3 * pixel
 
 
 def lanes(
