@@ -17,6 +17,7 @@ RECORDINGS = "whose recordings are drawn in one time, with the error that is kno
 EXPIRY = "certificates, tokens and keys are valid from one date to another"
 MAY_READ: Mapping[str, str] = {
     "client/cli/identity_commands.py": EXPIRY,
+    "client/sdk/async_client.py": "when a report was made",
     "client/sdk/cluster_doctor.py": "compares clocks, and says which one is wrong",
     "common/identity/authorities.py": EXPIRY,
     "common/identity/certificates.py": EXPIRY,
@@ -31,9 +32,11 @@ MAY_READ: Mapping[str, str] = {
     "coordinator/effects/federated/client_failures.py": LOG_LINES,
     "coordinator/runtime/loop.py": "when a fact was journaled",
     "coordinator/service/cluster_diagnosis.py": "compares clocks, and says which one is wrong",
+    "coordinator/service/run_queries.py": "how old what is shown is",
     "coordinator/service/coordinator_service.py": f"when a run was submitted; {RECORDINGS}",
     "worker/process/heartbeat.py": RECORDINGS,
     "worker/plans/plan_execution.py": LOG_LINES,
+    "worker/plans/step_history.py": "when a step was done, as an observed series",
     "tools/doctor/__main__.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
     "worker/service/worker_service.py": "compares clocks, and says which one is wrong",
     "worker/session/context.py": LOG_LINES,

@@ -61,6 +61,7 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "GetRun": [cpb.GetRunRequest(run_id=run)],
         "ListRuns": [cpb.ListRunsRequest()],
         "WatchRun": [cpb.WatchRunRequest(run_id=run, from_index=1)],
+        "WatchRuns": [cpb.WatchRunsRequest()],
         "GetHistory": [cpb.GetHistoryRequest(run_id=run, series=["train.*"], max_rows=100)],
         "CancelRun": [cpb.CancelRunRequest(run_id=run)],
         "ResumeRun": [cpb.ResumeRunRequest(run_id="nobody")],
