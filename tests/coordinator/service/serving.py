@@ -43,7 +43,8 @@ async def worker(incarnation: str) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
+async def served(folder: Path, **settings: Any) -> AsyncIterator[tuple[App, str]]:
+    """A coordinator, and where it listens."""
     made = coordinator_settings(data_dir=folder, **settings)
     app = await App.lead(made, entrance())
     server = make_server()
@@ -52,15 +53,23 @@ async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
     port = bind(server, "127.0.0.1", 0)
     running = asyncio.create_task(app.run())
     await server.start()
-    channel = open_channel(f"127.0.0.1:{port}")
     try:
-        yield coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        yield app, f"127.0.0.1:{port}"
     finally:
-        await channel.close()
         await server.stop(0)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await app.loop.close()
+
+
+@asynccontextmanager
+async def coordinator(folder: Path, **settings: Any) -> AsyncIterator[Any]:
+    async with served(folder, **settings) as (_, address):
+        channel = open_channel(address)
+        try:
+            yield coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        finally:
+            await channel.close()
 
 
 async def refused(call: Any) -> tuple[grpc.StatusCode, str]:

@@ -15,6 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli import tables
+from stratagem.client.cli.dashboard_command import WebOption, page_beside
 from stratagem.client.cli.options import (
     DATA_DIR,
     CoordinatorOption,
@@ -95,6 +96,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     tag: TagOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
+    web: WebOption = False,
 ) -> None:
     """Submit a job and follow its run to the end.
 
@@ -126,7 +128,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             return client.submit(job, chosen, import_path=import_folders(job_path))
 
         if local is None:
-            with client_of(coordinator, proof) as client:
+            page = page_beside(coordinator, proof, is_wanted=web)
+            with client_of(coordinator, proof) as client, page:
                 with view.doing(f"submitting {chosen} to {coordinator}"):
                     handle = submitted(client)
                 following = _Following(handle, view, output, report=report)
@@ -137,7 +140,10 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
         folders = tuple(map(str, import_folders(job_path)))
         allow_code = "none" if job.code is None else "any"
         known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code)
-        with _local_client(known, local, data_dir, view) as client:
+        with (
+            _local_client(known, local, data_dir, view) as client,
+            page_beside(client.address, is_wanted=web),
+        ):
             known.save(data_dir, chosen)
             with view.doing(f"submitting {chosen}"):
                 handle = submitted(client)

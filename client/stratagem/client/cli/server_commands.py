@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from stratagem.client.cli.dashboard_command import WebOption, page_beside
 from stratagem.client.cli.options import DATA_DIR, DataDirOption, TagOption, tag_arguments
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.local.local_cluster import LocalCluster
@@ -18,7 +19,7 @@ from stratagem.common.base.host_port import split_address
 from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
 
 
-def up(
+def up(  # noqa: PLR0913  (each parameter is an option of the command line)
     workers: Annotated[
         int, typer.Option("--workers", metavar="N", min=1, help="How many workers.")
     ] = 2,
@@ -46,6 +47,7 @@ def up(
         int | None, typer.Option("--threads", metavar="N", min=1, help="Per worker.")
     ] = None,
     tag: TagOption = None,
+    web: WebOption = False,
 ) -> None:
     """Run a coordinator and workers on this machine until Ctrl-C."""
     with reporting():
@@ -60,7 +62,7 @@ def up(
             worker_arguments=tag_arguments(tag or (), workers),
         )
         signal.signal(signal.SIGTERM, _interrupt)
-        with cluster:
+        with cluster, page_beside(cluster.address, is_wanted=web):
             print(f"coordinator at {cluster.address}, {workers} workers, state in {data_dir}")
             print("submit with: stratagem run JOB.yaml; stop with Ctrl-C", flush=True)
             while True:

@@ -1,0 +1,226 @@
+"""The page as an ASGI application: every route makes one or two calls of the client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from stratagem.client.dashboard.coordinator_state import CoordinatorWatch
+from stratagem.client.dashboard.page_gate import PageGate
+from stratagem.client.dashboard.page_rules import PageAddress
+from stratagem.client.dashboard.page_sessions import PageSessions
+from stratagem.client.dashboard.page_stream import TabStream
+from stratagem.client.dashboard.page_values import as_json
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.views import Event
+from stratagem.common.base.errors import (
+    ConflictError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    StratagemError,
+    UnauthenticatedError,
+)
+from stratagem.common.base.exception_text import told
+
+STATIC: Final = Path(__file__).parent / "static"
+FILES: Final = frozenset(path.name for path in STATIC.iterdir())
+MAX_EVENTS: Final = 500
+MAX_LINES: Final = 1000
+MAX_BODY_BYTES: Final = 4096
+_STATUS: Final = (
+    (NotFoundError, 404),
+    (UnauthenticatedError, 403),
+    (PermissionDeniedError, 403),
+    (ConflictError, 409),
+    (LimitError, 429),
+    (InvalidInputError, 400),
+)
+ACTIONS: Final = ("stop", "resume", "delete")
+
+
+@dataclass(frozen=True, slots=True)
+class PageSettings:
+    """How a page is served."""
+
+    address: PageAddress
+    sessions: PageSessions
+    operates: bool
+    """Whether its buttons stop, resume and delete runs, as the page's own identity."""
+    is_secure: bool
+    """Whether browsers reach it over TLS only."""
+
+
+class Page:
+    """The routes of the page, over one client of the coordinator."""
+
+    def __init__(self, settings: PageSettings, client: AsyncClient) -> None:
+        self._settings, self._client = settings, client
+        self._watch = CoordinatorWatch(client)
+
+    def app(self) -> PageGate:
+        """Return the application, behind its gate."""
+        routes = [
+            Route("/", self.index),
+            Route("/static/{name}", self.static),
+            Route("/api/session", self.begin, methods=["POST"]),
+            Route("/api/me", answered(self.me)),
+            Route("/api/runs", answered(self.runs)),
+            Route("/api/runs/{run_id}", answered(self.run)),
+            Route("/api/runs/{run_id}/{action}", answered(self.act), methods=["POST"]),
+            Route("/api/workers", answered(self.workers)),
+            Route("/api/events", answered(self.events)),
+            Route("/api/logs", answered(self.logs)),
+            Route("/api/stream", answered(self.stream)),
+        ]
+        app = Starlette(routes=routes, lifespan=self._life)
+        return PageGate(app, self._settings.address, self._settings.sessions)
+
+    @asynccontextmanager
+    async def _life(self, _app: Starlette) -> AsyncIterator[None]:
+        async with self._client:
+            asking = asyncio.create_task(self._watch.run())
+            try:
+                yield
+            finally:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+
+    # ---- what anybody may have: it holds nothing of any run ----
+
+    async def index(self, _request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        return FileResponse(STATIC / name) if name in FILES else Response(status_code=404)
+
+    async def begin(self, request: Request) -> Response:
+        """Exchange the token for a cookie."""
+        token = (await _body(request)).decode("ascii", "replace")
+        cookie = self._settings.sessions.begin(token)
+        if cookie is None:
+            return JSONResponse({"error": "this token is not the page's"}, 403)
+        response = JSONResponse({})
+        response.set_cookie(
+            self._settings.sessions.cookie,
+            cookie,
+            httponly=True,
+            samesite="strict",
+            secure=self._settings.is_secure,
+        )
+        return response
+
+    # ---- what a session may ask ----
+
+    async def me(self, _request: Request) -> Response:
+        return _json({
+            "version": version("stratagem"),
+            "coordinator": self._client.address,
+            "operates": self._settings.operates,
+        })  # fmt: skip
+
+    async def runs(self, _request: Request) -> Response:
+        return _json(await self._client.runs())
+
+    async def run(self, request: Request) -> Response:
+        run = await self._client.get(request.path_params["run_id"])
+        return _json(await run.status())
+
+    async def workers(self, _request: Request) -> Response:
+        return _json(await self._client.workers())
+
+    async def events(self, request: Request) -> Response:
+        """Return events of a run: from one on, or the newest first, before one."""
+        asked = request.query_params
+        limit = min(_number(request, "limit", 100), MAX_EVENTS)
+        before = _number(request, "before", 0)
+        run = await self._client.get(asked.get("run", ""))
+        items = run.watch(
+            _number(request, "from", 0),
+            kinds=[kind for kind in asked.get("kinds", "").split(",") if kind],
+            limit=limit,
+            newest_first="newest" in asked,
+            follow=False,
+            before_index=before or None,
+        )
+        return _json([item async for item in items if isinstance(item, Event)])
+
+    async def logs(self, request: Request) -> Response:
+        """Return lines of a run's log from one on; a negative number counts from the end."""
+        run = await self._client.get(request.query_params.get("run", ""))
+        lines = []
+        async for line in run.logs(from_line=_number(request, "from_line", -200, low=-(2**31))):
+            lines.append(line)
+            if len(lines) >= MAX_LINES:
+                break
+        return _json(lines)
+
+    async def stream(self, request: Request) -> Response:
+        last = request.headers.get("last-event-id", "")
+        from_index = int(last) + 1 if last.isascii() and last.isdigit() else 0
+        from_index = from_index or _number(request, "from", 0)
+        stream = TabStream(self._client, self._watch)
+        messages = stream.messages(request.query_params.get("run", ""), from_index)
+        return StreamingResponse(messages, media_type="text/event-stream")
+
+    async def act(self, request: Request) -> Response:
+        """Stop, resume or delete a run."""
+        action = request.path_params["action"]
+        if action not in ACTIONS:
+            raise NotFoundError(f"{action[:40]!r} is none of {', '.join(ACTIONS)}")
+        if not self._settings.operates:
+            raise PermissionDeniedError("this page only shows; it was started without --operate")
+        run = await self._client.get(request.path_params["run_id"])
+        calls = {"stop": run.cancel, "resume": run.resume, "delete": run.delete}
+        await calls[action]()
+        return _json({})
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def answered(handler: Handler) -> Handler:
+    """Return a handler that answers errors of the client with their sentence."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except StratagemError as error:
+            status = next((code for kind, code in _STATUS if isinstance(error, kind)), 503)
+            return _json({"error": told(error)}, status)
+
+    return handle
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(as_json(value), status, media_type="application/json")
+
+
+def _number(request: Request, name: str, default: int, low: int = 0) -> int:
+    text = request.query_params.get(name, str(default))
+    try:
+        number = int(text) if len(text) < 20 else low - 1
+    except ValueError:
+        number = low - 1
+    if number < low:
+        raise InvalidInputError.at(name, f"{text[:40]!r} is no number from {low}")
+    return number
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            return b""
+    return body

@@ -1,0 +1,46 @@
+// Numbers and times as people read them.
+
+/** @param {unknown} value @returns {string} */
+export function number(value) {
+  if (typeof value !== "number") return value === null || value === undefined ? "" : String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+}
+
+/** @param {number | null | undefined} seconds @returns {string} */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  const whole = Math.max(0, Math.round(seconds));
+  const [days, hours] = [Math.floor(whole / 86400), Math.floor((whole % 86400) / 3600)];
+  const [minutes, rest] = [Math.floor((whole % 3600) / 60), whole % 60];
+  const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  if (days) return `${days} d ${hours} h`;
+  return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+}
+
+/** @param {number} time_s @returns {string} */
+export function clock(time_s) {
+  const at = new Date(time_s * 1000);
+  const day = at.toDateString() === new Date().toDateString() ? "" : `${at.toISOString().slice(0, 10)} `;
+  return day + at.toTimeString().slice(0, 8);
+}
+
+/** @param {number} bytes @returns {string} */
+export function bytes(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  for (; bytes >= 1024 && at < units.length - 1; at += 1) bytes /= 1024;
+  return `${Number(bytes.toPrecision(3))} ${units[at]}`;
+}
+
+/** @param {{step: number, num_steps: number}} of @returns {number} */
+export function share(of) {
+  return of.num_steps ? Math.min(1, of.step / of.num_steps) : 0;
+}
+
+/** @param {Record<string, unknown>} metrics @returns {string} */
+export function metrics(metrics) {
+  const names = Object.keys(metrics).filter((name) => !name.startsWith("train.") || name === "train.loss");
+  return names.sort().reverse().slice(0, 3).map((name) => `${name} ${number(metrics[name])}`).join(" · ");
+}
