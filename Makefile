@@ -23,7 +23,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test interop coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup lock demo check test interop browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,10 +55,13 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/mypy
 
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
-	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop" --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser" --numprocesses 2 --dist loadfile $(ARGS)
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop
+
+browser-test: setup  ## the page in a browser: needs Debian's chromium or chromium-headless-shell
+	$(BIN)/python -m pytest -q -m browser tests/client
 
 coverage: setup  ## what the core's own tests reach of the core and the strategies; less than now fails
 	$(BIN)/python -m pytest -q --numprocesses 2 --cov=stratagem.coordinator.core \

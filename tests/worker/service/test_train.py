@@ -93,6 +93,7 @@ async def test_one_worker_equals_the_sharded_loop(w0: Worker, num_shards: int) -
     said = await attend(w0, plan.request([w0], 0), base)
     assert said.needed == [base.digest]
     assert said.progress[-1].step == 7
+    assert said.progress[-1].lr > 0
     result = said.result.train
     assert (result.step, result.engine, result.num_redone_steps) == (7, "solo", 0)
     assert [(part.split, part.batch) for part in result.parts] == [("test", b) for b in range(6)]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from stratagem.client.dashboard.coordinator_state import CoordinatorWatch
+from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
 from stratagem.client.dashboard.page_gate import PageGate
 from stratagem.client.dashboard.page_rules import PageAddress
 from stratagem.client.dashboard.page_sessions import PageSessions

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Final
 
-from stratagem.client.dashboard.coordinator_state import CoordinatorWatch
+from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
 from stratagem.client.dashboard.page_queue import PageQueue
 from stratagem.client.dashboard.page_values import server_sent
 from stratagem.client.sdk.async_client import AsyncClient

@@ -195,6 +195,7 @@ def _account(
         num_skipped_steps=tally.num_skipped,
         phase=report.phase,
         metrics=report.progress_metrics,
+        lr=next(iter(report.learning_rates.values()), 0.0),
     )
     work.post(work.outbox.progress, progress)
 

@@ -23,7 +23,7 @@ ANSWER_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorState:
+class CoordinatorHealth:
     """What the banner of the page says."""
 
     state: str = "connecting"
@@ -37,7 +37,7 @@ class CoordinatorWatch:
 
     client: AsyncClient
     listeners: list[Callable[[], None]] = field(default_factory=list)
-    state: CoordinatorState = field(default_factory=CoordinatorState)
+    state: CoordinatorHealth = field(default_factory=CoordinatorHealth)
     answered_s: float | None = None
     """When it has answered last, by the clock of this process."""
 
@@ -52,18 +52,18 @@ class CoordinatorWatch:
         """Seconds since the last answer."""
         return 0.0 if self.answered_s is None else time.monotonic() - self.answered_s
 
-    async def _asked(self) -> CoordinatorState:
+    async def _asked(self) -> CoordinatorHealth:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self.client.workers()
         except TimeoutError:
-            return CoordinatorState("away", f"{self.client.address} does not answer")
+            return CoordinatorHealth("away", f"{self.client.address} does not answer")
         except StratagemError as error:
-            return CoordinatorState(state_of(error), told(error))
+            return CoordinatorHealth(state_of(error), told(error))
         self.answered_s = time.monotonic()
-        return CoordinatorState("live")
+        return CoordinatorHealth("live")
 
-    def _take(self, state: CoordinatorState) -> None:
+    def _take(self, state: CoordinatorHealth) -> None:
         if state != self.state:
             self.state = state
             for listener in self.listeners:
