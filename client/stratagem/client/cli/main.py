@@ -10,7 +10,6 @@ from stratagem.client.cli import (
     code_commands,
     completion,
     course_commands,
-    dashboard_command,
     doctor_commands,
     export_command,
     identity_commands,
@@ -55,7 +54,7 @@ app.command()(with_proof(course_commands.report))
 app.command()(with_proof(course_commands.population))
 app.command()(with_proof(query_commands.workers))
 app.command(cls=doctor_commands.DoctorCommand)(with_proof(doctor_commands.doctor))
-app.command()(with_proof(dashboard_command.dashboard))
+app.command()(with_proof(server_commands.dashboard))
 app.command()(planning_commands.estimate)
 app.command()(with_proof(planning_commands.recommend))
 app.command()(server_commands.up)

@@ -96,6 +96,10 @@ TokenFileOption = Annotated[
         help="A token of yours, in place of a certificate.",
     ),
 ]
+WebOption = Annotated[
+    bool,
+    typer.Option("--web", help="Also show it on a page in the browser, while this command runs."),
+]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The id of a run.", autocompletion=run_ids)
 ]

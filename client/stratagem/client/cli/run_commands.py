@@ -15,7 +15,6 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli import tables
-from stratagem.client.cli.dashboard_command import WebOption, page_beside
 from stratagem.client.cli.options import (
     DATA_DIR,
     CoordinatorOption,
@@ -25,6 +24,7 @@ from stratagem.client.cli.options import (
     LocalOption,
     RunArgument,
     TagOption,
+    WebOption,
     tag_arguments,
 )
 from stratagem.client.cli.progress import (
@@ -40,6 +40,7 @@ from stratagem.client.cli.progress import (
 from stratagem.client.cli.query_commands import client_of, connected
 from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.course.population import winner_text
+from stratagem.client.dashboard.page_start import page_beside
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle

@@ -1,4 +1,4 @@
-"""Commands that run servers: a whole local cluster, or one coordinator or worker process."""
+"""Commands that run servers: a whole local cluster, a page, one coordinator or worker process."""
 
 import os
 import signal
@@ -9,14 +9,22 @@ from typing import Annotated
 
 import typer
 
-from stratagem.client.cli.dashboard_command import WebOption, page_beside
-from stratagem.client.cli.options import DATA_DIR, DataDirOption, TagOption, tag_arguments
+from stratagem.client.cli.options import (
+    DATA_DIR,
+    CoordinatorOption,
+    DataDirOption,
+    TagOption,
+    WebOption,
+    tag_arguments,
+)
 from stratagem.client.cli.reporting import reporting
+from stratagem.client.dashboard.page_start import DEFAULT_LISTEN, page_beside, page_of
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.host_port import split_address
 from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 
 def up(  # noqa: PLR0913  (each parameter is an option of the command line)
@@ -67,6 +75,71 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
             print("submit with: stratagem run JOB.yaml; stop with Ctrl-C", flush=True)
             while True:
                 signal.pause()
+
+
+def dashboard(  # noqa: PLR0913  (each parameter is an option of the command line)
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the page is served.")
+    ] = DEFAULT_LISTEN,
+    operate: Annotated[
+        bool,
+        typer.Option("--operate", help="Buttons stop, resume and delete runs, as you may."),
+    ] = False,
+    page_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--page-token-file",
+            metavar="FILE",
+            help="What browsers have to show; unless given, made for this start.",
+        ),
+    ] = None,
+    page_tls_cert: Annotated[
+        Path | None,
+        typer.Option("--page-tls-cert", metavar="FILE", help="The certificate of the page."),
+    ] = None,
+    page_tls_key: Annotated[
+        Path | None, typer.Option("--page-tls-key", metavar="FILE", help="Its key.")
+    ] = None,
+    public_url: Annotated[
+        str,
+        typer.Option(
+            "--public-url", metavar="URL", help="How browsers reach it, where that differs."
+        ),
+    ] = "",
+    behind_proxy: Annotated[
+        bool,
+        typer.Option("--behind-proxy", help="A proxy in front of it speaks TLS to browsers."),
+    ] = False,
+) -> None:
+    """Show runs and workers on a page in the browser, until Ctrl-C.
+
+    The page is a client like any other, in a process of its own: what it shows is what the
+    coordinator lets you read, and nothing of a run depends on it. It prints the address to open,
+    with a token in it. It only shows, unless --operate is given; then whoever has the token acts
+    as you.
+
+    On 127.0.0.1 only this machine reaches it. Elsewhere it takes --page-token-file, and
+    --page-tls-cert with --page-tls-key or --behind-proxy.
+    """
+    with reporting():
+        server = page_of(
+            coordinator,
+            proof,
+            {
+                "listen": listen,
+                "operates": operate,
+                "token_file": page_token_file,
+                "tls_cert": page_tls_cert,
+                "tls_key": page_tls_key,
+                "public_url": public_url,
+                "behind_proxy": behind_proxy,
+            },
+        )
+        acts = "; its buttons act as you" if operate else ""
+        print(f"page of {coordinator} at {server.url}{acts}", flush=True)
+        server.serve()
 
 
 def health(
