@@ -32,7 +32,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRig]:
 
 def test_without_the_token_there_is_the_empty_page_and_nothing_else(at: PageRig) -> None:
     browser = type(at.browser)(at.browser.port)
-    for path in ("/", "/static/app.js", "/static/style.css"):
+    for path in ("/", "/static/app.js", "/static/style.css", "/static/pictures.css"):
         answer = browser.get(path)
         assert (answer.status, answer.headers["content-security-policy"]) == (200, CONTENT_POLICY)
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -71,6 +71,10 @@ def test_it_says_what_the_client_says(at: PageRig) -> None:
     assert browser.get("/api/workers").value == []
     missing = browser.get("/api/runs/none")
     assert (missing.status, missing.value) == (404, {"error": "run 'none' is not known"})
+    panels = browser.get("/api/panels?run=ended&width=400").value
+    assert panels[-1]["svg"].startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert "style=" not in panels[-1]["svg"], "the content policy refuses it"
+    assert len(panels[-1]["rows"][0]) == len(panels[-1]["headings"])
     assert browser.get("/api/events?run=ended&limit=x").status == 400
     assert browser.get("/api/events?run=ended&kinds=Nonsense").status == 400
 

@@ -19,6 +19,9 @@ from stratagem.client.dashboard.page_rules import PageAddress
 from stratagem.client.dashboard.page_sessions import PageSessions
 from stratagem.client.dashboard.page_stream import TabStream
 from stratagem.client.dashboard.page_values import as_json
+from stratagem.client.pictures.drawing.colours import stylesheet
+from stratagem.client.report.panels import curve_panels, strategy_panels, time_line_panel
+from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import (
@@ -34,6 +37,8 @@ from stratagem.common.base.exception_text import told
 
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = frozenset(path.name for path in STATIC.iterdir())
+MIN_WIDTH: Final = 280
+MAX_WIDTH: Final = 1600
 MAX_EVENTS: Final = 500
 MAX_LINES: Final = 1000
 MAX_BODY_BYTES: Final = 4096
@@ -71,6 +76,7 @@ class Page:
         """Return the application, behind its gate."""
         routes = [
             Route("/", self.index),
+            Route("/static/pictures.css", self.picture_styles),
             Route("/static/{name}", self.static),
             Route("/api/session", self.begin, methods=["POST"]),
             Route("/api/me", answered(self.me)),
@@ -78,6 +84,7 @@ class Page:
             Route("/api/runs/{run_id}", answered(self.run)),
             Route("/api/runs/{run_id}/{action}", answered(self.act), methods=["POST"]),
             Route("/api/workers", answered(self.workers)),
+            Route("/api/panels", answered(self.panels)),
             Route("/api/events", answered(self.events)),
             Route("/api/logs", answered(self.logs)),
             Route("/api/stream", answered(self.stream)),
@@ -103,6 +110,9 @@ class Page:
     async def static(self, request: Request) -> Response:
         name = request.path_params["name"]
         return FileResponse(STATIC / name) if name in FILES else Response(status_code=404)
+
+    async def picture_styles(self, _request: Request) -> Response:
+        return Response(stylesheet(), media_type="text/css")
 
     async def begin(self, request: Request) -> Response:
         """Exchange the token for a cookie."""
@@ -138,6 +148,12 @@ class Page:
 
     async def workers(self, _request: Request) -> Response:
         return _json(await self._client.workers())
+
+    async def panels(self, request: Request) -> Response:
+        """Return the pictures of a run, drawn for a width, each with the table of its numbers."""
+        width = min(max(_number(request, "width", 720), MIN_WIDTH), MAX_WIDTH)
+        run = await self._client.get(request.query_params.get("run", ""))
+        return _json(await asyncio.to_thread(drawn, await run.shown(), width))
 
     async def events(self, request: Request) -> Response:
         """Return events of a run: from one on, or the newest first, before one."""
@@ -184,6 +200,22 @@ class Page:
         calls = {"stop": run.cancel, "resume": run.resume, "delete": run.delete}
         await calls[action]()
         return _json({})
+
+
+def drawn(run: ReportedRun, width: int) -> list[dict[str, Any]]:
+    """Return the pictures of a run as the page takes them."""
+    panels = [*curve_panels(run), *strategy_panels(run), time_line_panel(run)]
+    pictures = [(panel, panel.draw(width)) for panel in panels]
+    return [
+        {
+            "title": panel.title,
+            "note": panel.note,
+            "svg": picture.svg,
+            "headings": picture.table.headings,
+            "rows": picture.table.rows,
+        }
+        for panel, picture in pictures
+    ]
 
 
 Handler = Callable[[Request], Awaitable[Response]]

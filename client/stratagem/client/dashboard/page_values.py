@@ -4,19 +4,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Any, Final
+from typing import Any
 
 from stratagem.common.base.printable_text import printable
-
-MAX_TEXT_CHARS: Final = 20_000
-"""Of one text; a traceback is shorter."""
 
 
 def plain(value: Any) -> Any:
     """Return a value as JSON can say it: what no number is becomes "nan", "inf" or "-inf"."""
     match value:
         case str():
-            return printable(value[:MAX_TEXT_CHARS])
+            return printable(value)
         case bool() | int() | None:
             return value
         case float():

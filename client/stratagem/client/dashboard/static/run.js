@@ -75,9 +75,9 @@ export async function showRun(place, id, told, common) {
 
   async function drawPictures() {
     width = pictures.clientWidth || 720;
-    const panels = await ask(`/api/panels?${query}&width=${Math.min(Math.round(width), 1600)}`);
+    const panels = await ask(`/api/panels?${query}&width=${Math.min(Math.max(Math.round(width) - 34, 280), 1600)}`);
     fill(pictures, ...panels.map((/** @type {any} */ panel) =>
-      el("figure", {}, el("figcaption", {}, panel.title), picture(panel.svg), numbersOf(panel))));
+      el("figure", {}, el("figcaption", {}, panel.title), picture(panel.svg), panel.note ? el("p", { class: "quiet" }, panel.note) : "", numbersOf(panel))));
   }
 
   /** Draws again what facts have changed: soon, and not for each of many. */
