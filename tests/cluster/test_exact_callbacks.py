@@ -46,6 +46,21 @@ def test_nodes_and_clients(client: Client) -> None:
     assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
 
 
+def test_clients_that_end_their_round(client: Client) -> None:
+    """Their updates weigh as they would have; the round and the run go on."""
+    options = {"local_epochs": 2}
+    spec = federated(MODEL, options=options, callbacks=f"{PLACE}:EndsRounds", batch_size=4)
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, federated_loop(spec, ALLOWED).state)
+    updates = [event.payload for event in outcome.of("UpdateReceived")]
+    assert {update["num_steps"] for update in updates} == {2}
+    rows = [update["num_samples"] for update in updates if update["round_num"] == 3]
+    assert sum(rows) == 50
+    assert all(update["metrics"]["train.seen.loss"] > 0 for update in updates)
+    assert outcome.status.metrics["train.seen.loss"] > 0
+    assert not outcome.of("StoppedEarly")
+
+
 def test_stages(client: Client) -> None:
     """They have hooks on modules; the gradients of all parameters are nowhere."""
     measured = {"split": "test", "every": "10 steps", "metrics": ["accuracy"]}
@@ -146,8 +161,6 @@ def test_what_is_shown_to_nobody_or_ends_only_a_part_is_refused(client: Client) 
     name = f"{PLACE}:StopsAt"
     with pytest.raises(UserCodeError, match=r"strategy\.aggregation\.method Decentralized"):
         train(client, job(strategy=gossip(3), callbacks=name))
-    with pytest.raises(UserCodeError, match=r"on_step cannot go with strategy\.type Federated"):
-        train(client, federated(callbacks=name))
     with pytest.raises(UserCodeError, match="in a part of a run, such as a member of a population"):
         train(client, population(callbacks=name))
     ends = f"{PLACE}:StopsAfterEvaluations"

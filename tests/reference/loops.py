@@ -362,6 +362,8 @@ def _train_client(
             num_applied += 1
             loss_sum += loss
             num_rows += weight
+            if hooks.step(StepView(num_steps, loss / weight, weight, len(rows), 0.0, {})):
+                return len(data), loss_sum / num_rows, True
     return num_seen // epochs, loss_sum / num_rows if num_rows else 0.0, num_applied > 0
 
 

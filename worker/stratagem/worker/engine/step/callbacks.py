@@ -178,8 +178,6 @@ def _why_no_evaluations(job: JobSpec) -> str:
 
 def _why_no_steps(strategy: Strategy, field: str) -> str:
     match strategy:
-        case Federated():
-            return f"{field}.type Federated: each client takes steps of its own"
         case DataParallel(aggregation=Decentralized()):
             return f"{field}.aggregation.method Decentralized: nodes have no step in common"
         case _:

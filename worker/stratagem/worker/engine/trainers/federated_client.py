@@ -38,6 +38,7 @@ from stratagem.worker.engine.step.local_step import LocalReport, LocalStep, whol
 from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
+from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, unfreeze
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
@@ -58,7 +59,7 @@ class ClientRound:
     metrics: Mapping[str, float]
     """max_grad_norm: the largest 2-norm of a step's gradient before clipping, of those that are
     finite. skipped_steps, where they may be: those that were not finite and changed nothing. And
-    the means of what the step function has logged."""
+    the means of what the step function has logged, and the latest of what on_step has."""
     trained: frozenset[str]
     """Names of the trainable parameters; tied ones under each of their names."""
 
@@ -124,7 +125,9 @@ class ClientRunner:
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
         logged: LoggedSums = {}
+        shown: dict[str, float] = {}
         num_rows = num_steps = num_skipped = 0
+        is_ended = False
         self._passes.gather.expect(
             batch
             for rows, key in self._steps(data, client, round_num)
@@ -137,13 +140,18 @@ class ClientRunner:
                 num_steps, num_rows = num_steps + 1, num_rows + len(rows.indices)
                 report = self._step(local_steps, round_num, anchors, rows, key)
                 num_skipped += report.num_skipped
-                if report.is_skipped:
-                    continue
-                loss_sum += report.counted.loss_sum
-                weight_sum += report.counted.weight
-                logged = added(logged, report.counted.logged)
-                if math.isfinite(report.grad_norm):
-                    max_norm = max(max_norm, report.grad_norm)
+                if not report.is_skipped:
+                    loss_sum += report.counted.loss_sum
+                    weight_sum += report.counted.weight
+                    logged = added(logged, report.counted.logged)
+                    if math.isfinite(report.grad_norm):
+                        max_norm = max(max_norm, report.grad_norm)
+                if self._callbacks.sees_steps:
+                    seen = _seen(num_steps, rows, report)
+                    self._callbacks.saw_step(seen)
+                    shown, is_ended = {**shown, **seen.logged}, seen.wants_end
+                if is_ended:
+                    break
         finally:
             self._randomness.end()
             unfreeze(self._named)
@@ -154,8 +162,10 @@ class ClientRunner:
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0
         may_skip = self._job.window.may_skip or num_skipped  # else by the scale of a 16-bit loss
         skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
-        metrics = {"max_grad_norm": max_norm, **skipped, **means(logged)}
+        metrics = {"max_grad_norm": max_norm, **skipped, **means(logged), **shown}
         num_samples = num_rows // self._strategy.options.local_epochs
+        if is_ended:  # it weighs as it would have
+            num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
         return ClientRound(tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
 
     def _steps(self, data: Dataset, client: int, round_num: int) -> Iterator[tuple[Rows, Key]]:
@@ -262,6 +272,14 @@ class ClientRunner:
             reports.append(report)
         turns = [local_step.turn for local_step in local_steps]
         return whole_local_step(turns, reports, len(rows.indices))
+
+
+def _seen(number: int, rows: Rows, report: LocalReport) -> StepView:
+    """What on_step is shown of a step of a client, which counts within the round."""
+    counted = report.counted
+    weight = 0.0 if report.is_skipped else counted.weight
+    metrics = means(counted.logged)
+    return StepView(number, counted.loss, weight, len(rows.indices), report.grad_norm, metrics)
 
 
 def _keys(step: Key, turn: StepTurn) -> Callable[[int], Key]:
