@@ -2,7 +2,8 @@
 PYTHON ?= python3
 PYTHONS ?= python3.11 python3.12 python3.13
 # What needs torch of what is beside it, such as a local cluster, whose fork server imports it.
-NEED_TORCH := $(addprefix tests/common/,compression/test_coded_updates.py \
+NEED_TORCH := tests/coordinator/core/test_plateau.py \
+	$(addprefix tests/common/,compression/test_coded_updates.py job/test_stream_rules.py \
 		observe/test_metric_definitions.py rpc/test_tensor_transfer.py tensors/test_tensor_codec.py) \
 	$(addprefix tests/client/,test_real_cluster.py cli/test_one_sentence.py local \
 		sdk/test_cluster_doctor.py sdk/test_fork_safety.py sdk/test_planning.py)
@@ -54,8 +55,10 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/buf lint
 	$(BIN)/mypy
 
+# In the order of their names: xdist would put those with few tests last, which are long ones.
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
-	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser" --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser" \
+		--numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop
