@@ -22,7 +22,7 @@ def test_a_run_becomes_a_program(
 ) -> None:
     outcome = train(client, job("mlp", steps=3))
     path, run_id = tmp_path / "model.pt2", outcome.run.run_id
-    named = ["export", run_id, str(path), "--to", "torch-export", "--import-path", str(ROOT)]
+    named = ["export", run_id, "--to", f"torch-export:{path}", "--import-path", str(ROOT)]
     done = CliRunner().invoke(app, [*named, "--coordinator", exact_cluster.address])
     assert done.exit_code == 0, done.output
     assert "differ from the model's by at most 0" in " ".join(done.output.split())

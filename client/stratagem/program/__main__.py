@@ -24,9 +24,9 @@ def main() -> None:
     is_awaited = sys.argv[1:2] in FOLLOWING and sys.stdout.isatty()
     if is_awaited:
         print("loading stratagem …", end="", flush=True)
-    from stratagem.client.cli.completion import answer_shells
     from stratagem.client.cli.main import app
     from stratagem.client.cli.reporting import complain_of_warnings
+    from stratagem.client.terminal.completion import answer_shells
 
     if is_awaited:
         print(ERASED, end="", flush=True)

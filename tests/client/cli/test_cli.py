@@ -162,6 +162,31 @@ def test_every_command_is_summed_up_in_a_line_that_fits(group: tuple[str, ...]) 
     assert "..." not in shown.partition("Commands:")[2]
 
 
+def test_a_sink_that_fails_changes_no_run_and_an_export_tells(
+    address: str, job_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("of somebody else")
+    to, options = f"csv:{tmp_path}/rows.csv", ("--coordinator", address)
+    done = invoke("run", job_file, *options, "--run-id", "mine", "--log-to", to)
+    assert done.exit_code == 0
+    first, last = done.stderr.splitlines()
+    assert first.startswith(f"{to}: ")
+    assert first.endswith("; it is tried again")
+    assert last.endswith(f'"stratagem export mine --to {to}" completes it')
+    exported = invoke("export", "mine", *options, "--to", to)
+    assert (exported.exit_code, exported.stdout) == (1, "")
+    for wrong, reason in (
+        ("cvs:rows.csv", "'cvs' is not one of hf, torch-export, onnx, csv, "),
+        ("onnx", "'onnx' names no target; write onnx:TARGET"),
+    ):
+        refused = invoke("export", "mine", *options, "--to", wrong)
+        assert refused.exit_code == 1
+        assert refused.stderr.startswith(f"error: --to: {reason}")
+    refused = invoke("run", job_file, *options, "--log-to", "csv:a", "--detach")
+    assert "stratagem export RUN" in refused.stderr
+    assert invoke("run", job_file, *options, "--log-to", "cvs:a").exit_code == 1
+
+
 def test_a_missing_job_file_is_one_line(tmp_path: Path) -> None:
     done = invoke("run", tmp_path / "no.yaml")
     assert (done.exit_code, done.stderr) == (

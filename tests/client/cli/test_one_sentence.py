@@ -4,6 +4,7 @@ Commands run inside this process where they leave nothing in it, and a few as th
 they are.
 """
 
+import csv
 import signal
 import subprocess
 import sys
@@ -156,8 +157,12 @@ def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     (tmp_path / "brought" / "__init__.py").write_text("from brought.inside import rows, tied\n")
     (tmp_path / "brought" / "inside.py").write_text(INSIDE)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
-    status, out, errors = said_by_process("run", "job.yaml", "--local", 1, cwd=tmp_path)
+    logged = ("--log-to", "csv:rows.csv")
+    status, out, errors = said_by_process("run", "job.yaml", "--local", 1, *logged, cwd=tmp_path)
     assert (status, errors) == (0, []), out
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    losses = [row["step"] for row in rows if row["series"] == "train.loss"]
+    assert losses == [str(step) for step in range(1, len(losses) + 1)] != []
     warning = "warning: batch_size 64 is larger than the 10 rows of the train split"
     assert f"model built: 24 parameters; {warning}, so every step takes all of them" in out
 

@@ -1,9 +1,8 @@
-"""The command that writes a run's model in the form of another program."""
+"""The command that writes a run in the form of another program: its model, or its history."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, assert_never
+from typing import Annotated, Final, Literal, cast
 
 import typer
 
@@ -16,23 +15,24 @@ from stratagem.client.cli.options import (
 )
 from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.query_commands import connected
-from stratagem.client.cli.reporting import make_console
+from stratagem.client.cli.reporting import FAILED, complain, make_console
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
+from stratagem.client.sdk.blocking_client import RunHandle
+from stratagem.client.sinks.registry import sink_names, sink_of
+from stratagem.client.sinks.run_outlets import LogOutlets
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
+from stratagem.common.schema.json_text import not_one_of
 
-
-class Target(StrEnum):
-    """What a model can be exported to."""
-
-    HF = "hf"
-    TORCH_EXPORT = "torch-export"
-    ONNX = "onnx"
+ModelForm = Literal["hf", "torch-export", "onnx"]
+MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 
 
 def export(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Nothing may be there yet.")],
-    to: Annotated[Target, typer.Option("--to", help="For which program.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORM:TARGET", help="In which form, and where.")
+    ],
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     which: WhichOption = "final",
@@ -45,31 +45,57 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
             "--import-path", metavar="DIR", help="Where your modules are; this folder if not set."
         ),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Of a history: go on until the run ends.")
+    ] = False,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """Write the model of a run as other programs read it.
+    """Write a run's model or history for other programs.
 
-    The model is built on this machine by your code, so both it and torch have to be here.
+    A model is built on this machine by your code, so both it and torch have to be here, and
+    nothing may be there yet. hf:FOLDER, which from_pretrained loads; tied weights once, config.json
+    of the model. torch-export:FILE, for torch.export.load. onnx:FILE, which needs onnx and
+    onnxscript here. In the last two the number of rows is free; they are run with two, and compared
+    with the model.
 
-    hf: a folder that from_pretrained loads; tied weights once, config.json of the model.
-    torch-export: a file for torch.export.load. onnx: a file, which needs onnx and onnxscript here.
-    In the last two the number of rows is free; they are run with two, and compared with the model.
+    The history of the steps, with evaluations: csv:FILE, jsonl:FILE, tensorboard:FOLDER,
+    mlflow:URI, wandb:PROJECT. What is there already of the run is completed.
+
+    Exit code: 1 also where a history is not written to its end.
     """
+    name, _, target = to.partition(":")
     with connected(coordinator, proof) as client:
-        run = client.get(run_id)
-        folders = import_path or ()
-        difference = run.export(path, to.value, which, shard_size=shard_size, import_path=folders)
+        if name not in (*MODEL_FORMS, *sink_names()):
+            raise InvalidInputError.at("--to", not_one_of(name, [*MODEL_FORMS, *sink_names()]))
+        if not target:
+            raise InvalidInputError.at("--to", f"{to!r} names no target; write {name}:TARGET")
+        if name not in MODEL_FORMS:
+            _export_history(client.get(run_id), to, form, follow=follow)
+            return
+        run, path = client.get(run_id), Path(target)
+        difference = run.export(
+            path,
+            cast(ModelForm, name),
+            which,
+            shard_size=shard_size,
+            import_path=import_path or (),
+        )
     written = {"path": str(path), "difference": difference}
-    print_line(
-        make_console(), _text(to, path, difference) if form is Format.TEXT else json.dumps(written)
-    )
+    text = _text(name, path, difference) if form is Format.TEXT else json.dumps(written)
+    print_line(make_console(), text)
 
 
-def _text(to: Target, path: Path, difference: float) -> str:
-    match to:
-        case Target.HF:
-            return str(path)
-        case Target.TORCH_EXPORT | Target.ONNX:
-            return f"{path}: its outputs differ from the model's by at most {difference:.3g}"
-        case _:
-            assert_never(to)
+def _export_history(run: RunHandle, to: str, form: Format, *, follow: bool) -> None:
+    with LogOutlets(run, {to: sink_of(to)}, complain) as outlets:
+        for item in run.watch(run.status().event_index) if follow else ():
+            outlets.take(item)
+    if outlets.problems:
+        raise typer.Exit(FAILED)
+    text = to if form is Format.TEXT else json.dumps({"to": to})
+    print_line(make_console(), text)
+
+
+def _text(name: str, path: Path, difference: float) -> str:
+    if name == "hf":
+        return str(path)
+    return f"{path}: its outputs differ from the model's by at most {difference:.3g}"

@@ -8,7 +8,6 @@ import typer
 from stratagem.client.cli import (
     check_command,
     code_commands,
-    completion,
     course_commands,
     doctor_commands,
     export_command,
@@ -19,6 +18,7 @@ from stratagem.client.cli import (
     server_commands,
 )
 from stratagem.client.cli.options import with_proof
+from stratagem.client.terminal import completion
 
 HELP: Final = """Train one PyTorch model on many machines under a strategy that is data.
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from stratagem.client.cli.completion import run_ids
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.local.local_cluster import local_names
 from stratagem.client.sdk.async_client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
+from stratagem.client.terminal.completion import run_ids
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.tls_files import tls_files
 from stratagem.common.rpc.channel import Proof
@@ -110,6 +110,15 @@ WhichOption = Annotated[
         metavar="WHICH",
         help="final (or the newest so far), best, the number of a segment, average, or "
         "predictions.",
+    ),
+]
+LogToOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log-to",
+        metavar="SINK:TARGET",
+        help="Log the steps to csv:FILE, jsonl:FILE, tensorboard:FOLDER, mlflow:URI or "
+        "wandb:PROJECT; repeatable.",
     ),
 ]
 

@@ -83,7 +83,7 @@ class RunDisplay:
             is_due = self.clock() >= self._due_s
             if found and (found.is_urgent or is_due or self.detail is Detail.EVENTS):
                 print_line(console, f"{self.run.run_id}  {found.text}")
-            elif found is None and is_due and not is_known:
+            elif found is None and is_due and not is_known and not self.run.phase.is_final:
                 print_line(console, plain_line(self.run))
             else:
                 continue

@@ -6,9 +6,9 @@ a run on someone else's coordinator goes on without us.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -22,6 +22,7 @@ from stratagem.client.cli.options import (
     Format,
     FormatOption,
     LocalOption,
+    LogToOption,
     RunArgument,
     TagOption,
     WebOption,
@@ -46,6 +47,8 @@ from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event
+from stratagem.client.sinks.contract import Sink
+from stratagem.client.sinks.run_outlets import LogOutlets, sinks_of
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id
@@ -95,6 +98,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
     tag: TagOption = None,
+    log_to: LogToOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
     web: WebOption = False,
@@ -102,7 +106,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     """Submit a job and follow its run to the end.
 
     On a terminal one line shows how far the run is, and a line stays for each segment, round or
-    generation; elsewhere there is a line every 5 s, and one for all that goes wrong.
+    generation; elsewhere there is a line every 5 s, and one for all that goes wrong. What is logged
+    with --log-to changes neither the run nor the exit code.
 
     With --local N everything runs on this machine, for this command only; workers import your
     modules from this folder and from the folder of the job file. Ctrl-C then stops the run: its
@@ -121,7 +126,13 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             raise InvalidInputError("--report is of the end of the run; leave out --detach")
         if local is None and tag:
             raise InvalidInputError("--tag is of local workers; give --local N")
+        if detach and log_to:
+            raise InvalidInputError(
+                "--detach follows nothing that could be logged; "
+                "use `stratagem export RUN --to SINK:TARGET --follow`"
+            )
         view = _View(form, Detail.of(verbose=verbose, quiet=quiet))
+        sinks = sinks_of(log_to or ())
         job = load_job(job_path, overrides or [])
         chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
 
@@ -133,7 +144,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             with client_of(coordinator, proof) as client, page:
                 with view.doing(f"submitting {chosen} to {coordinator}"):
                     handle = submitted(client)
-                following = _Following(handle, view, output, report=report)
+                following = _Following(handle, view, output, report=report, sinks=sinks)
                 _follow_remote(following, coordinator, detach=detach)
             return
         if job.placement_timeout_s is None:
@@ -148,7 +159,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             known.save(data_dir, chosen)
             with view.doing(f"submitting {chosen}"):
                 handle = submitted(client)
-            _follow_local(_Following(handle, view, output, report=report), local)
+            _follow_local(_Following(handle, view, output, report=report, sinks=sinks), local)
 
 
 def attach(
@@ -318,6 +329,8 @@ class _Following:
     """Events before this index are counted, and not shown."""
     report: Path | None = None
     """Where a page about the run is written at its end, however it ends."""
+    sinks: Mapping[str, Sink] = field(default_factory=dict)
+    """By the text that names it."""
 
     def say_why(self) -> None:
         """Why the job's parallelism became the strategy that it is."""
@@ -329,7 +342,8 @@ class _Following:
         handle, console, form = self.handle, make_console(), self.view.form
         self.say_why()
         shown = RunDisplay(FollowedRun.of(handle.status()), self.view.detail, self.known)
-        show(console, form, handle.watch(self.from_index), shown)
+        with LogOutlets(handle, self.sinks, complain) as outlets:
+            show(console, form, map(outlets.take, handle.watch(self.from_index)), shown)
         if form is Format.JSON:
             print_line(console, tables.to_json(handle.status(), type="status"))
         if self.report is not None:

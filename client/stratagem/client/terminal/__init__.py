@@ -1,1 +1,1 @@
-"""How a run looks in a terminal while it runs: what is said, and the line that redraws itself."""
+"""What a terminal shows of a run while it runs, and what a shell is told to complete a line."""

@@ -1,0 +1,173 @@
+"""Brings the history of a run to one sink, from a thread of its own.
+
+The thread is woken when there is something new, and then fetches what the sink lacks: nothing is
+queued, and a sink that fails, or is slow, holds up neither the run nor other sinks. It is opened
+again and goes on from what it has kept.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from stratagem.client.history.step_history import History, StepSeries
+from stratagem.client.sdk.views import Event, Progress, RunStatus
+from stratagem.client.sinks.contract import Cursor, RowBlock, Sink, SinkRun
+from stratagem.common.history.columns import Columns
+
+KINDS: Final = (
+    *("RunSubmitted", "RunResumed", "MembersFormed", "ModelBuilt"),
+    *("SegmentFinished", "SegmentCommitted", "Evaluated", "RoundClosed", "GenerationClosed"),
+    *("RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled"),
+)
+"""Events that sinks get."""
+INTERVAL_S: Final = 1.0
+"""A sink is written at most this often."""
+FIRST_PAUSE_S: Final = 1.0
+MAX_PAUSE_S: Final = 60.0
+"""Between attempts to write to a sink that fails."""
+
+
+class FollowedHandle(Protocol):
+    """What is asked of a run; a RunHandle."""
+
+    def status(self) -> RunStatus: ...
+
+    def watch(
+        self, from_index: int = 0, *, kinds: Iterable[str] = (), follow: bool | None = None
+    ) -> Iterator[Event | Progress]: ...
+
+    def history(
+        self, series: str | Sequence[str] = (), parties: str | Sequence[str] = (), *, from_step: int
+    ) -> History: ...
+
+
+def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) -> Cursor:
+    """Bring a sink all that it lacks and return how far it is now.
+
+    is_whole: the run has ended; otherwise steps that later ones share a row with are left out.
+    """
+    events = run.watch(cursor.event_index + 1, kinds=KINDS, follow=False)
+    for event in events:
+        if not isinstance(event, Event):
+            continue
+        if _goes_back(event, cursor):
+            again = sink.restart()
+            if again.event_index < cursor.event_index:
+                return bring(run, sink, again, is_whole=is_whole)
+        sink.fact(event)
+        cursor = replace(cursor, event_index=event.index)
+    history = run.history((), ("*",), from_step=_first_step(cursor))
+    for series in history.values():
+        block = _lacking(series, cursor, is_whole=is_whole)
+        if len(block.columns):
+            sink.rows(block)
+            steps = {**cursor.steps, block.name: int(block.columns.step[-1])}
+            cursor = replace(cursor, steps=steps)
+    sink.keep(cursor)
+    return cursor
+
+
+def _goes_back(event: Event, cursor: Cursor) -> bool:
+    """Return whether steps that the sink has are done again from here on."""
+    if event.kind != "RunResumed" or event.payload.get("from_segment") is None:
+        return False
+    return max(cursor.steps.values(), default=0) > int(event.payload.get("step") or 0)
+
+
+def _first_step(cursor: Cursor) -> int:
+    """Return the step from which on rows may be lacking: behind what each party has at least."""
+    by_party: dict[str, int] = {}
+    for name, step in cursor.steps.items():
+        party = name.rpartition("/")[0]
+        by_party[party] = max(step, by_party.get(party, 0))
+    return min(by_party.values(), default=0) + 1
+
+
+def _lacking(series: StepSeries, cursor: Cursor, *, is_whole: bool) -> RowBlock:
+    step = series.step
+    block = RowBlock(series.party, series.name, series.stride, series.observed, series.columns)
+    chosen = ~series.provisional & (step > cursor.steps.get(block.name, 0))
+    if not is_whole:
+        chosen &= step % series.stride == 0
+    columns = Columns(*(np.ascontiguousarray(column[chosen]) for column in series.columns.arrays))
+    return replace(block, columns=columns)
+
+
+class Outlet:
+    """Keeps one sink up to date with a run until `finish()`; thread-safe."""
+
+    def __init__(
+        self, name: str, sink: Sink, run: FollowedHandle, complain: Callable[[str], None]
+    ) -> None:
+        """name: as the user has written it. complain: is told of the first failure."""
+        self._name, self._sink, self._run, self._complain = name, sink, run, complain
+        self._cursor: Cursor | None = None
+        self._woken, self._ending = threading.Event(), threading.Event()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._serve, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something new."""
+        self._woken.set()
+
+    def finish(self) -> str:
+        """Write what is left, once more where it has failed; returns what is wrong, or ""."""
+        self._ending.set()
+        self._woken.set()
+        self._thread.join()
+        return self._problem
+
+    def _serve(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._woken.wait()
+            self._woken.clear()
+            is_last = self._ending.is_set()
+            self._attempt()
+            if is_last:
+                return
+            if self._problem:
+                self._woken.set()
+                self._ending.wait(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            else:
+                self._ending.wait(INTERVAL_S)
+                pause_s = FIRST_PAUSE_S
+
+    def _attempt(self) -> None:
+        is_first = not self._problem
+        try:
+            status = self._run.status()
+            if self._cursor is None:
+                self._cursor = self._sink.open(_described(status))
+            ended = status.phase.is_final
+            self._cursor = bring(self._run, self._sink, self._cursor, is_whole=ended)
+            self._problem = ""
+            if self._ending.is_set():
+                self._sink.close()
+        except Exception as error:  # of any library
+            self._problem = f"{type(error).__name__}: {error}"
+            self._let_go()
+            if is_first:
+                self._complain(f"{self._name}: {self._problem}; it is tried again")
+
+    def _let_go(self) -> None:
+        self._cursor = None
+        try:
+            self._sink.close()
+        except Exception as error:  # it has failed already, and is opened again
+            self._problem = f"{self._problem}; {error}"
+
+
+def _described(status: RunStatus) -> SinkRun:
+    return SinkRun(
+        run_id=status.run_id,
+        name=status.name,
+        strategy=status.strategy,
+        submitted_at_s=status.submitted_at_s,
+        job=status.job,
+    )
