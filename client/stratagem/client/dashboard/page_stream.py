@@ -25,6 +25,8 @@ class TabStream:
     def __init__(self, client: AsyncClient, watch: CoordinatorWatch) -> None:
         self._client, self._watch = client, watch
         self._queue = PageQueue()
+        self._next = 0
+        """The event that comes next."""
 
     async def messages(self, run_id: str, from_index: int) -> AsyncIterator[bytes]:
         """Yield the messages of a run from an event on, or of all runs, until the reader goes or
@@ -52,31 +54,32 @@ class TabStream:
         self._queue.replace("beat", server_sent("beat", {**told_so, "time_s": time.time()}))
 
     async def _follow_run(self, run_id: str, from_index: int) -> None:
+        self._next = from_index
         while True:
             try:
-                from_index = await self._run(run_id, from_index)
+                await self._run(run_id)
             except NotFoundError as error:
                 self._queue.put(server_sent("gone", {"why": told(error)}))
                 return
             except StratagemError:
                 await asyncio.sleep(RETRY_S)  # the beat says what it is
-            else:
-                return
 
-    async def _run(self, run_id: str, from_index: int) -> int:
+    async def _run(self, run_id: str) -> None:
+        """Follow a run to its end, and wait until something more happens to it."""
         run = await self._client.get(run_id)
         newest = (await run.status()).event_index
-        async with aclosing(run.watch(min(from_index, newest + 1))) as items:
+        async with aclosing(run.watch(min(self._next, newest + 1))) as items:
             async for item in items:
                 if not isinstance(item, Event):
                     self._queue.replace("progress", server_sent("progress", item))
                     continue
                 if item.index <= newest:
                     await self._queue.room()
-                from_index = item.index + 1
+                self._next = item.index + 1
                 self._queue.put(server_sent("fact", item, item.index))
         self._queue.put(server_sent("end", {}))
-        return from_index
+        while (await run.status()).event_index < self._next:  # noqa: ASYNC110  (asked far away)
+            await asyncio.sleep(RETRY_S)
 
     async def _follow_runs(self) -> None:
         while True:

@@ -50,7 +50,7 @@ export class Stream {
           }
         }
         handle(JSON.parse(/** @type {MessageEvent} */ (event).data));
-        if (kind === "end" || kind === "gone") this.rest();
+        if (kind === "gone") this.rest();
       });
     }
     source.addEventListener("open", () => this.handlers.opened?.(null));
@@ -63,7 +63,7 @@ export class Stream {
     });
   }
 
-  /** The run has ended: nothing more will come, but the beat goes on. */
+  /** The run is gone: nothing more will come, but the beat goes on. */
   rest() {
     this.handlers = { beat: this.handlers.beat, lost: this.handlers.lost, opened: this.handlers.opened };
   }
