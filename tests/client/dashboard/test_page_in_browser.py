@@ -50,7 +50,12 @@ def page(request: pytest.FixtureRequest, browser: Any, at: PageRig) -> Iterator[
     opened = context.new_page()
     opened.on("console", lambda said: complaints.append(said.text))
     opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("dialog", lambda dialog: complaints.append(dialog.message) or dialog.dismiss())
+
+    def dismiss(dialog: Any) -> None:
+        complaints.append(dialog.message)
+        dialog.dismiss()
+
+    opened.on("dialog", dismiss)
     opened.goto(at.url)
     expect(opened.locator("#banner")).to_have_text("live")
     yield opened

@@ -153,14 +153,15 @@ def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
 
 
 def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> None:
-    rows, given, code = digest("rows"), digest("given"), digest("code")
-    brought = {"data": {"inline": rows}, "initial": {"digest": given}, "code": {"digest": code}}
+    rows, given, code, average = (digest(each) for each in ("rows", "given", "code", "average"))
+    resumed = {"digest": given, "resume": True, "step": 3, "average": average}
+    brought = {"data": {"inline": rows}, "initial": resumed, "code": {"digest": code}}
     text = job_text(LOCAL, **brought)
     simulation = Simulation()
     simulation.tell(register("a"))
     simulation.tell(SubmitRun(RUN, text, 0.0, by="token a", owner="token a"))
     simulation.run()
-    assert {rows, given, code} <= live_blobs(simulation.state)
+    assert {rows, given, code, average} <= live_blobs(simulation.state)
     for blob in (rows, given, code):
         assert has_brought(simulation.state, "token a", blob)
         assert not has_brought(simulation.state, "token b", blob)

@@ -48,6 +48,7 @@ def test_what_an_evaluation_measures_is_known_by_name() -> None:
     evaluation = {"split": "train", "metrics": ["accuracy", "task:f1"]}
     spec = JobSpec.from_json(job_text({"type": "Local"}, evaluation=evaluation))
     names = ["train.loss", "train.accuracy", "train.task:f1", "train.task:f1.recall"]
+    names.append("evaluation.mine")
     trained = ["train.grad_norm", "train.accuracy.x", "train.task:f12"]
     values = dict.fromkeys([*names, *trained], 1.0)
     assert commit_metrics(spec, values, {"train.task:f1.a": 2.0}) == (

@@ -34,6 +34,7 @@ from stratagem.coordinator.strategies.population.member_failures import Failures
 from stratagem.coordinator.strategies.population.structural_hyperparameters import spread
 from tests.coordinator.core.jobs import POPULATION_SECTIONS, check_at_submit, job_text, population
 from tests.coordinator.core.simulation import RUN, Simulation, member, phase, reason, start
+from tests.gan_jobs import gan
 
 pytestmark = pytest.mark.core
 
@@ -411,6 +412,16 @@ def test_jobs_that_are_refused(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         check_at_submit(job_text(population(), **kept))
     assert str(caught.value).startswith(expected)
+
+
+def test_the_rate_of_a_turn_is_varied_and_looked_at() -> None:
+    evaluation = {"best": "loss"}
+    sections = {**gan(), **POPULATION_SECTIONS, "optimizer": None, "evaluation": evaluation}
+    fits = {"turns.d.optimizer.lr": {"low": 0.1, "high": 1.0}}
+    check_at_submit(job_text(population(), **{**sections, "search_space": fits}))
+    wrong = {"turns.d.optimizer.lr": {"low": -0.1, "high": 1.0}}
+    with pytest.raises(InvalidInputError, match=r"turns\.d\.optimizer\.lr: -0\.1 is not allowed"):
+        check_at_submit(job_text(population(), **{**sections, "search_space": wrong}))
 
 
 @pytest.mark.parametrize(
