@@ -127,7 +127,8 @@ def outcome_of(run: RunHandle) -> Outcome:
                 digests[payload["party"], 0] = payload["digest"]
             case "SegmentCommitted":
                 digests[payload["party"], payload["segment"]] = payload["digest"]
-                digests[f"{payload['party']} average", payload["segment"]] = payload["average"]
+                if payload["average"]:
+                    digests[f"{payload['party']} average", payload["segment"]] = payload["average"]
                 metrics[payload["party"], payload["segment"]] = {
                     name: value for name, value in payload["metrics"].items() if name not in CLOCKED
                 }
