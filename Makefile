@@ -63,8 +63,8 @@ test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop
 
-browser-test: setup  ## the page in a browser, which `.ci/browser` gets where none is
-	$(BIN)/python -m pytest -q -m browser tests/client
+browser-test: setup  ## the page and the site in a browser, which `.ci/browser` gets where none is
+	$(BIN)/python -m pytest -q -m browser tests/client tests/docs
 
 coverage: setup  ## what the core's own tests reach of the core and the strategies; less than now fails
 	$(BIN)/python -m pytest -q --numprocesses 2 --cov=stratagem.coordinator.core \

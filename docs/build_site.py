@@ -2,7 +2,8 @@
 
 The pages are those of this folder, in the order of its README.md, which says each page once; a dead
 link or anchor fails the build. A link to a module leads to a copy of it, so that the site is whole
-without a repository beside it. The generator is zensical, which reads the configuration of mkdocs.
+without a repository beside it. It is read from a folder as from a server, its search too, and asks
+nobody else for anything. The generator is zensical, which reads the configuration of mkdocs.
 """
 
 import re
@@ -22,6 +23,9 @@ LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 HEADING: Final = re.compile(r"^## ([^:\n]+)", re.MULTILINE)
 SOURCES: Final = "source"
 """The folder of the site that holds copies of modules."""
+SHIM: Final = "offline/iframe-worker.js"
+"""A worker of its own is what a browser refuses to a page that it reads from a folder: the search
+needs this in its place. Without this copy the pages would load it from elsewhere."""
 
 Section = dict[str, list[str | dict[str, str]]]
 
@@ -42,6 +46,7 @@ EXTENSIONS: Final[list[Any]] = [
     {"toc": {"permalink": True}},
     "pymdownx.highlight",
     "pymdownx.inlinehilite",
+    "pymdownx.superfences",
 ]
 
 
@@ -76,14 +81,11 @@ def configuration() -> str:
         "site_dir": "site",
         "theme": THEME,
         "nav": navigation(),
-        "markdown_extensions": [*EXTENSIONS],
+        "plugins": ["search", "offline"],
+        "extra": {"polyfills": [SHIM], "generator": False},
+        "markdown_extensions": EXTENSIONS,
     }
-    text = yaml.safe_dump(told, sort_keys=False)
-    # A name of a function, which YAML writes as a tag.
-    return text + (
-        "- pymdownx.superfences:\n    custom_fences:\n    - name: mermaid\n      class: mermaid\n"
-        "      format: !!python/name:pymdownx.superfences.fence_code_format\n"
-    )
+    return yaml.safe_dump(told, sort_keys=False)
 
 
 def stage(pages: Path) -> None:
@@ -93,7 +95,7 @@ def stage(pages: Path) -> None:
         if path.suffix == ".md":
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(_with_sources(path, pages))
-        elif path.suffix in (".svg", ".png"):
+        elif path.suffix in (".svg", ".png", ".js"):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
 

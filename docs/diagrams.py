@@ -1,7 +1,7 @@
-"""State diagrams, observed: the pure core is driven through scenarios, and its journal is replayed.
+"""State machines, observed: the pure core is driven through scenarios, and its journal is replayed.
 
 Owns the scenarios and the arrows that come out of them. An arrow is one journaled fact that moved a
-run from one phase to another, so a diagram cannot show what the code does not do; what it leaves
+run from one phase to another, so a table cannot show what the code does not do; what it leaves
 out is what no scenario reaches. Knows nothing of pages.
 """
 
@@ -277,15 +277,18 @@ def _opened(text: str) -> Simulation:
     return simulation
 
 
-# ---- pictures ----
+# ---- tables ----
 
 
-def diagram(observed: Observed) -> str:
-    """A Mermaid state diagram; every label is the list of facts that move a run along the arrow."""
-    lines = ["```mermaid", "stateDiagram-v2"]
-    for (before, after), kinds in sorted(observed.arrows.items()):
-        lines.append(f"    {before} --> {after}: {', '.join(sorted(kinds))}")
-    return "\n".join([*lines, "```"])
+def arrow_table(observed: Observed) -> str:
+    """By phase: where a run goes from it, and the facts that move it there."""
+    lines = ["| from | to | by |", "|---|---|---|"]
+    order = sorted(observed.arrows.items(), key=lambda arrow: (arrow[0][0] != START, arrow[0]))
+    for (before, after), kinds in order:
+        source = "*(begin)*" if before == START else before
+        target = "*(end)*" if after == START else after
+        lines.append(f"| {source} | {target} | {', '.join(sorted(kinds))} |")
+    return "\n".join(lines)
 
 
 def phase_table(observed: Observed) -> str:

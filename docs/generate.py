@@ -2,6 +2,7 @@
 
 A page holds a pair of markers, `<!-- generated: NAME -->` and `<!-- end -->`; what stands between
 them is made here from the code, and a test fails when it is not current. Owns the markers.
+Pictures that are drawn from no run are written too.
 """
 
 import re
@@ -12,10 +13,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
 
-from docs import callers, code_map, error_catalogue, processes, tables, training_phases
+from docs import (
+    architecture_pictures,
+    callers,
+    code_map,
+    error_catalogue,
+    processes,
+    tables,
+    training_phases,
+)
 from docs.diagrams import (
     STRATEGIES,
-    diagram,
+    arrow_table,
     observe,
     phase_table,
     run_phase,
@@ -39,14 +48,20 @@ def parts() -> Mapping[str, str]:
     }
     made = {name: make() for name, make in rendered.items()}
     runs = observe(STRATEGIES, run_phase)
-    made["run phases"] = diagram(runs)
+    made["run phases"] = arrow_table(runs)
     made["run phase table"] = phase_table(runs)
     made["unseen run phases"] = ", ".join(f"`{phase}`" for phase in unseen_phases(runs)) or "none"
     for name in STRATEGIES:
         seen = observe([name], strategy_phase)
-        made[f"phases {name}"] = f"{diagram(seen)}\n\n{phase_table(seen)}"
-    made["training phases"] = training_phases.diagram()
+        made[f"phases {name}"] = f"{arrow_table(seen)}\n\n{phase_table(seen)}"
+    made["training phases"] = training_phases.arrow_table()
     return made
+
+
+def images() -> Mapping[Path, str]:
+    """The text of every picture that is drawn from no run, by its file."""
+    folder = ROOT / "docs" / "images"
+    return {folder / name: text for name, text in architecture_pictures.pictures().items()}
 
 
 def pages() -> list[Path]:
@@ -60,7 +75,11 @@ def render(text: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages that are not current, and name them."""
+    """Rewrite the pages and pictures that are not current, and name them."""
+    for image, drawn in images().items():
+        if not image.exists() or image.read_text() != drawn:
+            image.write_text(drawn)
+            print(image.relative_to(ROOT))
     for page in pages():
         text = page.read_text()
         if render(text) != text:

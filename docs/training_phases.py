@@ -1,4 +1,4 @@
-"""The state diagram of phase training, observed: the schedule is walked with all checks' outcomes.
+"""The state machine of phase training, observed: the schedule is walked with all checks' outcomes.
 
 An arrow is a step of the schedule that really happened, labelled by what brought it about.
 """
@@ -26,11 +26,12 @@ _LABELS = {
 }
 
 
-def diagram() -> str:
-    """Mermaid; KeyError where an arrow has no label here."""
+def arrow_table() -> str:
+    """From which phase to which, and why; KeyError where an arrow has no label here."""
     arrows = sorted(set(_walk(phase_schedule.initial(_SPEC), _DEPTH)))
-    lines = [f"    {source} --> {target}: {_LABELS[source, target]}" for source, target in arrows]
-    return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> FULL", *lines, "```"])
+    rows = [f"| {source} | {target} | {_LABELS[source, target]} |" for source, target in arrows]
+    head = ["| from | to | when |", "|---|---|---|", "| *(begin)* | FULL | |"]
+    return "\n".join([*head, *rows])
 
 
 def _walk(state: State, depth: int) -> Iterator[tuple[TrainingPhase, TrainingPhase]]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.build_site import DOCS, Section, build, navigation
-from docs.generate import MARKED, render
+from docs.generate import MARKED, images, render
 from stratagem.common.job import load_job
 from tests.house.pages import INLINE_CODE, PAGES, RUNNABLE, blocks, prose
 from tests.repository import ROOT
@@ -43,6 +42,11 @@ def test_generated_parts_are_current(page: Path) -> None:
     text = page.read_text()
     assert text.count("<!-- generated:") == text.count("<!-- end -->") == len(MARKED.findall(text))
     assert render(text) == text, f"{page}: run `python docs/generate.py`"
+
+
+def test_drawn_pictures_are_current() -> None:
+    for path, drawn in images().items():
+        assert path.read_text() == drawn, f"{path}: run `python docs/generate.py`"
 
 
 def test_links_lead_somewhere(page: Path) -> None:
@@ -110,18 +114,3 @@ def test_every_page_is_reached_from_the_readme() -> None:
             if target.suffix == ".md" and target.exists():
                 queue.append(target)
     assert not set(PAGES.values()) - reached
-
-
-def test_the_site_has_every_page_once_and_no_dead_link(tmp_path: Path) -> None:
-    named = [path for part in navigation() for path in paths_of(part)]
-    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
-    pytest.importorskip("zensical", reason="needs the extra dev")
-    assert build(tmp_path / "site") == 0
-    assert (tmp_path / "site/reference/job-file/index.html").exists()
-
-
-def paths_of(part: str | Section) -> list[str]:
-    if isinstance(part, str):
-        return [part]
-    (pages,) = part.values()
-    return [path for each in pages for path in ([each] if isinstance(each, str) else each.values())]

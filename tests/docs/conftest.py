@@ -1,0 +1,15 @@
+"""The site, built once for all tests of one process."""
+
+from pathlib import Path
+
+import pytest
+
+from docs.build_site import build
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("zensical", reason="needs the extra dev")
+    folder = tmp_path_factory.mktemp("built") / "site"
+    assert build(folder) == 0
+    return folder
