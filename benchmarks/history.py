@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stratagem.client.local.local_cluster import LocalCluster
@@ -29,8 +31,10 @@ from stratagem.coordinator.store.journal import step_histories
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.v1 import worker_pb2
 from stratagem.worker.engine import StepReport
 from stratagem.worker.plans.step_history import StepHistory
+from stratagem.worker.session.plan_control import MemberView
 from tests.jobs import document
 
 NUM_STEPS = 30_000
@@ -45,16 +49,22 @@ RUN, PARTY = RunId("run"), Party("member0")
 def step_history(stride: int) -> StepHistory:
     """One that sends to nobody."""
     holding = SimpleNamespace(
-        recorder=None, answer=SimpleNamespace(logged={}), tally=SimpleNamespace(latest={})
+        recorder=None,
+        own_recorders={},
+        applied_step=0,
+        answer=SimpleNamespace(logged={}),
+        tally=SimpleNamespace(latest={}),
     )
     outbox = SimpleNamespace(add_history=lambda part: None, restart_history=lambda: None)
     work: Any = SimpleNamespace(
         holding=holding,
         outbox=outbox,
         job=SimpleNamespace(recording=None),
+        host=SimpleNamespace(worker_id="worker-0", device=torch.device("cpu")),
         post=lambda call, *arguments: call(*arguments),
     )
-    return StepHistory(work, stride, 0, sends=True)
+    plan, view = worker_pb2.TrainPlan(history_stride=stride), MemberView(1, 1, 0, ())
+    return StepHistory(work, plan, view, 0)
 
 
 def cpu_per_step(reports: list[StepReport], stride: int) -> float:
@@ -62,7 +72,7 @@ def cpu_per_step(reports: list[StepReport], stride: int) -> float:
     began_s = time.process_time()
     for report in reports:
         history.add(report, 0.001)
-    history.end()
+    history.end({})
     return (time.process_time() - began_s) / len(reports)
 
 

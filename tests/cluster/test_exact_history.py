@@ -19,8 +19,10 @@ from tests.cluster.jobs import (
     model_parallel,
     park,
     population,
+    train,
 )
 from tests.jobs import job, user_model
+from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import plain_loop, sharded_loop
 
 pytestmark = pytest.mark.cluster
@@ -31,6 +33,7 @@ SECTIONS: dict[str, Any] = {
     "callbacks": "tests.userland.callbacks:Logs",
 }
 TIMES = {"time.wall_s", "time.rows_per_s", "time.exchange_wait_s"}
+OWN = ("busy_s", "wait_s", "memory_bytes")
 CUT = model_parallel([("0 1", "tag:any"), ("2 3", "tag:any")])
 
 
@@ -50,7 +53,11 @@ def test_every_step_is_what_the_reference_has_on_any_number_of_workers(
     spec = job(MODEL, strategy=data_parallel(3), **SECTIONS)
     losses = sharded_loop(spec, ALLOWED, 3).losses
     history = history_of(client, spec)
-    assert {name for name, each in history.items() if each.observed} == TIMES
+    of_workers = {name for name in history if name.startswith("worker.")}
+    assert {name for name, each in history.items() if each.observed} == TIMES | of_workers
+    assert sorted(name.rpartition(".")[2] for name in of_workers) == sorted(OWN * 3)
+    assert all((history[name].last >= 0.0).all() for name in of_workers)
+    nodes = gossiped(client)
     loss, norm, seen = (history[f"train.{name}"] for name in ("loss", "grad_norm", "seen.loss"))
     assert (loss.stride, loss.step.tolist()) == (1, [*range(1, len(losses) + 1)])
     assert loss.last.tolist() == loss.min.tolist() == loss.max.tolist() == losses
@@ -66,6 +73,25 @@ def test_every_step_is_what_the_reference_has_on_any_number_of_workers(
         park(exact_cluster, lot, worker)
         if worker != "worker-3":
             assert exact(history_of(client, spec)) == exact(history)
+            assert gossiped(client) == nodes
+
+
+def gossiped(client: Client) -> dict[str, bytes]:
+    """The exact series of nodes that gossip, after they were compared with the reference's."""
+    spec = job(MODEL, strategy=gossip(3), optimizer=SECTIONS["optimizer"])
+    expected = gossip_loop(spec, ALLOWED)
+    outcome = train(client, spec)
+    ends = [event.payload for event in outcome.of("SegmentFinished")]
+    history = outcome.run.history(parties="*")
+    for node, losses in enumerate(expected.of_nodes):
+        assert history[f"node/{node}:train.loss"].last.tolist() == losses
+        assert len(history[f"node/{node}:train.lr"]) == len(losses)
+    distance = history["train.consensus_distance"]
+    assert distance.step.tolist() == [end["step"] for end in ends]
+    measured = [end["metrics"]["train.consensus_distance"] for end in ends]
+    assert distance.last.tolist() == measured
+    assert "train.loss" not in history, "each node has a loss of its own"
+    return exact(history)
 
 
 def test_rows_that_stand_for_several_steps_do_not_depend_on_where_segments_end(
@@ -86,8 +112,18 @@ def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
     client: Client,
 ) -> None:
     spec = job(MODEL, strategy=CUT)
-    staged = history_of(client, spec)
-    assert staged["train.loss"].last.tolist() == sharded_loop(spec, ALLOWED, 1).losses
+    losses = sharded_loop(spec, ALLOWED, 1).losses
+    staged = history_of(client, spec, parties="*")
+    assert staged["train.loss"].last.tolist() == losses
+    for stage in ("stage/0", "stage/1"):
+        own = {each.name: each for each in staged.values() if each.party == stage}
+        assert own.keys() == {*OWN, "span_s"}
+        assert all(each.observed for each in own.values())
+        assert len(own["busy_s"]) == len(losses)
+        assert (own["busy_s"].last + own["wait_s"].last <= own["span_s"].last).all()
+    steps, bubble = staged.bubble()
+    assert steps.tolist() == [*range(1, len(losses) + 1)]
+    assert ((bubble > 0.0) & (bubble < 1.0)).all()
 
     run = client.submit(population(size=2, generations=2))
     run.result()
@@ -97,6 +133,5 @@ def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
 
     assert not history_of(client, job(MODEL, recording={"steps": False}))
     unobserved = history_of(client, job(MODEL, recording={"observed": False}))
-    assert not TIMES & unobserved.keys()
+    assert not any(each.observed for each in unobserved.values())
     assert "train.loss" in unobserved
-    assert not history_of(client, job(MODEL, strategy=gossip(2))), "each node has a loss of its own"

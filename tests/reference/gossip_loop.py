@@ -47,6 +47,8 @@ class GossipResult:
     nodes: list[Mapping[str, Tensor]]
     losses: list[float]
     """Of each step, over all nodes' rows."""
+    of_nodes: list[list[float]]
+    """The losses of each node's steps."""
     weights: list[float]
     """What each step's loss counts for: its rows, or tokens."""
     distance: float
@@ -96,6 +98,7 @@ def gossip_loop(
     rates = [Rates(job, optimizer, total_steps, entrypoints) for optimizer in optimizers]
     coded = CodedMixing(job, models, numerics) if is_coded(job) else None
     losses: list[float] = []
+    of_nodes: list[list[float]] = [[] for _ in range(num_nodes)]
     distances: list[float] = []
     apart: list[float] = []
     spreads: list[float] = []
@@ -120,6 +123,7 @@ def gossip_loop(
                 value = loss_fn(models[node], x, y, len(rows))
                 values.append(backward(job, value, len(parts), scale))
             loss, weight = divide(job, params[node], values, scale)
+            of_nodes[node].append(loss / weight if weight else loss)
             if is_skipped(job, loss, params[node], scale):
                 for tensor, old in zip(models[node].buffers(), before, strict=True):
                     tensor.copy_(old)
@@ -147,7 +151,8 @@ def gossip_loop(
     states: list[Mapping[str, Tensor]] = [model.state_dict() for model in models]
     distance = _spread(params)
     return GossipResult(
-        _mean(states), states, losses, step_weights, distance, distances, apart, spreads
+        *(_mean(states), states, losses, of_nodes, step_weights),
+        *(distance, distances, apart, spreads),
     )
 
 

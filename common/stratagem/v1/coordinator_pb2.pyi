@@ -846,6 +846,7 @@ class RunProgress(_message.Message):
     BEST_FIELD_NUMBER: _builtins.int
     BEST_MEMBER_FIELD_NUMBER: _builtins.int
     NUM_COPIED_FIELD_NUMBER: _builtins.int
+    BUBBLE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     num_steps: _builtins.int
     loss: _builtins.float
@@ -889,6 +890,8 @@ class RunProgress(_message.Message):
     best_member: _builtins.int
     num_copied: _builtins.int
     """Of a population: members that were replaced by copies at the end of that generation."""
+    bubble: _builtins.float
+    """Of a pipeline: which share of its latest steps its ranks did not compute, from 0 to 1."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Of the latest step as its first member sees it, keyed "train.<metric>"."""
@@ -921,21 +924,26 @@ class RunProgress(_message.Message):
         best: _builtins.float | None = ...,
         best_member: _builtins.int | None = ...,
         num_copied: _builtins.int = ...,
+        bubble: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_best_member", b"_best_member", "_eta_s", b"_eta_s", "best", b"best", "best_member", b"best_member", "eta_s", b"eta_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_best_member", b"_best_member", "_bubble", b"_bubble", "_eta_s", b"_eta_s", "best", b"best", "best_member", b"best_member", "bubble", b"bubble", "eta_s", b"eta_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_best_member", b"_best_member", "_eta_s", b"_eta_s", "best", b"best", "best_member", b"best_member", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "loss", b"loss", "lr", b"lr", "may_end_early", b"may_end_early", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_clients_late", b"num_clients_late", "num_clients_rejected", b"num_clients_rejected", "num_copied", b"num_copied", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "reason", b"reason", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best", b"_best", "_best_member", b"_best_member", "_bubble", b"_bubble", "_eta_s", b"_eta_s", "best", b"best", "best_member", b"best_member", "bubble", b"bubble", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "eta_s", b"eta_s", "grad_norm", b"grad_norm", "loss", b"loss", "lr", b"lr", "may_end_early", b"may_end_early", "metrics", b"metrics", "num_clients", b"num_clients", "num_clients_done", b"num_clients_done", "num_clients_late", b"num_clients_late", "num_clients_rejected", b"num_clients_rejected", "num_copied", b"num_copied", "num_segments", b"num_segments", "num_skipped_steps", b"num_skipped_steps", "num_steps", b"num_steps", "reason", b"reason", "rows_per_s", b"rows_per_s", "segment", b"segment", "step", b"step", "strategy_phase", b"strategy_phase", "training_phase", b"training_phase", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__best: _TypeAlias = _typing.Literal["best"]  # noqa: Y015
     _WhichOneofArgType__best: _TypeAlias = _typing.Literal["_best", b"_best"]  # noqa: Y015
     _WhichOneofReturnType__best_member: _TypeAlias = _typing.Literal["best_member"]  # noqa: Y015
     _WhichOneofArgType__best_member: _TypeAlias = _typing.Literal["_best_member", b"_best_member"]  # noqa: Y015
+    _WhichOneofReturnType__bubble: _TypeAlias = _typing.Literal["bubble"]  # noqa: Y015
+    _WhichOneofArgType__bubble: _TypeAlias = _typing.Literal["_bubble", b"_bubble"]  # noqa: Y015
     _WhichOneofReturnType__eta_s: _TypeAlias = _typing.Literal["eta_s"]  # noqa: Y015
     _WhichOneofArgType__eta_s: _TypeAlias = _typing.Literal["_eta_s", b"_eta_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best) -> _WhichOneofReturnType__best | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__best_member) -> _WhichOneofReturnType__best_member | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bubble) -> _WhichOneofReturnType__bubble | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eta_s) -> _WhichOneofReturnType__eta_s | None: ...
 

@@ -558,21 +558,25 @@ class HistoryPart(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    PARTY_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     from_step: _builtins.int
     """Steps that had been applied when the recording began."""
     rows: _builtins.bytes
     """Series and their rows, packed; common/history/packing.py has the format."""
+    party: _builtins.str
+    """Whose they are: a part of the party that trains, such as "node/3" or "stage/1"; "" is all of it."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         from_step: _builtins.int = ...,
         rows: _builtins.bytes = ...,
+        party: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "number", b"number", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "number", b"number", "party", b"party", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,6 +705,8 @@ class Progress(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     LR_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    SPAN_S_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     to_step: _builtins.int
     loss: _builtins.float
@@ -723,6 +729,11 @@ class Progress(_message.Message):
     """Learning rate of the update that made the latest step, of the first group of parameters; 0 where
     none is known.
     """
+    busy_s: _builtins.float
+    """Of a rank of a pipeline, means over the steps since the progress before: seconds that its stages
+    computed in a step, and from its first piece of work to the end of its last.
+    """
+    span_s: _builtins.float
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """What else there is to say of the latest step, such as "neighbour_distance": this member's own."""
@@ -740,10 +751,12 @@ class Progress(_message.Message):
         phase: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         lr: _builtins.float = ...,
+        busy_s: _builtins.float = ...,
+        span_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "lr", b"lr", "metrics", b"metrics", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "grad_norm", b"grad_norm", "loss", b"loss", "lr", b"lr", "metrics", b"metrics", "num_skipped_steps", b"num_skipped_steps", "phase", b"phase", "rows_per_s", b"rows_per_s", "span_s", b"span_s", "step", b"step", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ from stratagem.common.history import Recorder, Series
 from stratagem.common.history.packing import pack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.observe.live_history import SegmentTail
+from stratagem.coordinator.observe.live_history import SegmentTail, TailKey
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.coordinator.service.history_queries import HistoryQueries
 from stratagem.coordinator.store.journal.step_histories import HistoryRow
@@ -28,6 +28,7 @@ LOSS, NORM, WALL = Series("train.loss"), Series("train.grad_norm"), Series("time
 """Segments of 10 steps, of which a row stands for 4."""
 STRIDE = 4
 SPIKE = 17
+FIRST = TailKey(RUN, ROOT, 0)
 
 
 def rows(segment: int) -> bytes:
@@ -52,10 +53,10 @@ async def app(tmp_path: Path) -> Any:
     made = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
     running = asyncio.create_task(made.run())
     first, *others = [stored(ROOT, 1), stored(ROOT, 2), stored(ROOT, 3), stored(MEMBER, 1)]
-    await made.loop.submit(SubmitRun(RUN, job_text(LOCAL), 0.0), first)
+    await made.loop.submit(SubmitRun(RUN, job_text(LOCAL), 0.0), [first])
     await made.loop.recorded.append((), (), others)
     part = worker_pb2.HistoryPart(number=0, from_step=30, rows=rows(4))
-    made.history.add(RUN, ROOT, SegmentTail(4, STRIDE), part)
+    made.history.add(FIRST, SegmentTail(4, STRIDE), part)
     yield made
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -92,7 +93,7 @@ async def test_what_a_run_has_returned_from_is_not_shown(app: App) -> None:
     app.history.forget(RUN)
     assert (await asked(app, root_segment=2))["train.loss"].step[-1] == 20
     part = worker_pb2.HistoryPart(number=0, from_step=20, rows=rows(3))
-    app.history.add(RUN, ROOT, SegmentTail(3, STRIDE), part)
+    app.history.add(FIRST, SegmentTail(3, STRIDE), part)
     again = (await asked(app, root_segment=2))["train.loss"]
     assert again.count.sum() == 30
     assert again.step[again.provisional].tolist() == [24, 28, 30], "it is trained again"
@@ -109,7 +110,7 @@ async def test_a_run_that_ends_takes_its_tails_along_and_one_that_is_deleted_all
     servicer = CoordinatorServicer(app)
     context: Any = None
     await servicer.CancelRun(pb.CancelRunRequest(run_id=RUN), context)
-    assert app.history.tail(RUN, ROOT) is None
+    assert app.history.tail(FIRST) is None
     await servicer.DeleteRun(pb.DeleteRunRequest(run_id=RUN), context)
     assert await app.loop.recorded.history_parties(RUN) == []
 

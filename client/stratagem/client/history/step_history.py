@@ -89,12 +89,29 @@ class History(Mapping[str, StepSeries]):
     def __len__(self) -> int:
         return len(self._series)
 
+    def bubble(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return, of a pipeline whose `stage/<i>` series are here, the share of a step that its
+        workers did not compute, and the steps that it is of: the last one of each row."""
+        busy, spans = (
+            [each for each in self._series.values() if _is_of_stage(each, name)]
+            for name in ("busy_s", "span_s")
+        )
+        if not busy or len({each.step.tobytes() for each in (*busy, *spans)}) > 1:
+            return np.empty(0, np.int64), np.empty(0)
+        makespan_s = np.max([each.last for each in spans], axis=0)
+        busy_s = np.sum([each.last for each in busy], axis=0)
+        return busy[0].step, 1.0 - busy_s / (len(spans) * np.maximum(makespan_s, 1e-12))
+
     def to_pandas(self) -> "pandas.DataFrame":
         """Return all rows as one table in long form; needs pandas."""
         import pandas as pd
 
         tables = [pd.DataFrame(_table(each)) for each in self._series.values()]
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def _is_of_stage(series: StepSeries, name: str) -> bool:
+    return series.name == name and series.party.rpartition("/")[0].endswith("stage")
 
 
 def _series(blocks: list[pb.HistoryBlock]) -> StepSeries:

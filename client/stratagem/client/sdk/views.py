@@ -183,6 +183,8 @@ class Progress:
     best_member: int | None = None
     num_copied: int = 0
     """Of a population: members that were replaced by copies after that generation."""
+    bubble: float | None = None
+    """Of a pipeline: the share of its latest steps in which its ranks did not compute, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,7 @@ def progress(message: pb.RunProgress) -> Progress:
         eta_s=message.eta_s if message.HasField("eta_s") else None,
         best=message.best if message.HasField("best") else None,
         best_member=message.best_member if message.HasField("best_member") else None,
+        bubble=message.bubble if message.HasField("bubble") else None,
     )
 
 

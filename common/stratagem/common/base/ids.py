@@ -87,9 +87,14 @@ def check_worker_id(value: str) -> WorkerId:
     return WorkerId(value)
 
 
+def is_party(value: str) -> bool:
+    """Return whether this can be the path of a party."""
+    return len(value) <= _MAX_PARTY_CHARS and _PARTY.fullmatch(value) is not None
+
+
 def check_party(value: str) -> Party:
     """The value as the path of a party, or an error that says what one looks like."""
-    if len(value) > _MAX_PARTY_CHARS or not _PARTY.fullmatch(value):
+    if not is_party(value):
         # parties become the names of folders, so none may be "." or ".."
         raise InvalidInputError.at(
             "party",

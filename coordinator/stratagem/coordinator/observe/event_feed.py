@@ -48,6 +48,8 @@ class SegmentProgress:
     """Values of that step, by metric."""
     lr: float = 0.0
     """Learning rate of that step's update; 0 where it is not known."""
+    bubble: float | None = None
+    """Of a pipeline: the share of its latest steps in which its ranks did not compute."""
     reason: str = ""
     """Why a run without workers waits, or why its work keeps failing; no other field is set
     then."""

@@ -1,18 +1,18 @@
-"""The step history of segments in flight: what their first members have sent so far, in memory.
+"""The step history of segments in flight: what their members have sent so far, in memory.
 
-Bounded: where a party has sent more than fits, its rows are merged for those who look, and what a
+Bounded: where a member has sent more than fits, its rows are merged for those who look, and what a
 segment's end needs is asked for again. Runs on the event loop. Nothing here outlives the process.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import Party, RunId
+from stratagem.common.base.ids import Party, RunId, child_party, is_party
 from stratagem.common.history import Columns, Series, joined
 from stratagem.common.history.packing import MAX_PART_BYTES, pack, unpack
 from stratagem.v1 import worker_pb2
@@ -20,72 +20,111 @@ from stratagem.v1 import worker_pb2
 log = structlog.get_logger()
 
 MAX_TAIL_BYTES: Final = 256 * 1024
-"""Of one party."""
+"""Of one member of a party."""
 MAX_BYTES: Final = 64 * 1024 * 1024
 """Of all parties of all runs."""
 
 
+class PackedRows(NamedTuple):
+    """Rows as they were sent, and whose they are."""
+
+    party: str
+    """A part of the party that trains, such as "node/3"; "" is all of it."""
+    rows: bytes
+    from_step: int = 0
+    """Steps that had been applied when their recording began."""
+
+
 @dataclass(slots=True)
 class HistoryParts:
-    """The parts of a segment's history, as they were sent; `is_whole` while none is missing."""
+    """The parts of a segment's history, as one member has sent them; `is_whole` while none is
+    missing."""
 
-    from_step: int = 0
-    parts: list[bytes] = field(default_factory=list)
+    parts: list[PackedRows] = field(default_factory=list)
     is_whole: bool = True
 
     def add(self, part: worker_pb2.HistoryPart) -> None:
         """Add a part; one with number 0 begins again."""
         if part.number == 0:
-            self.from_step, self.parts, self.is_whole = part.from_step, [], True
-        is_next = part.number == len(self.parts) and len(part.rows) <= MAX_PART_BYTES
-        self.is_whole = self.is_whole and is_next
-        if len(part.rows) <= MAX_PART_BYTES:
-            self.parts.append(part.rows)
+            self.parts, self.is_whole = [], True
+        is_fit = len(part.rows) <= MAX_PART_BYTES and is_party(part.party)
+        self.is_whole = self.is_whole and is_fit and part.number == len(self.parts)
+        if is_fit:
+            self.parts.append(PackedRows(part.party, part.rows, part.from_step))
 
     def are_all(self, result: worker_pb2.TrainResult) -> bool:
         """Return whether these are the parts that a result speaks of."""
         if not self.is_whole or len(self.parts) != result.num_history_parts:
             return False
-        return hashlib.sha256(b"".join(self.parts)).hexdigest() == result.history_digest
+        whole = b"".join(part.rows for part in self.parts)
+        return hashlib.sha256(whole).hexdigest() == result.history_digest
 
 
-def merged(parts: Sequence[bytes], stride: int) -> dict[Series, Columns]:
-    """Unpack parts whose steps follow each other and merge them. Raises InvalidInputError."""
-    pieces: dict[Series, list[Columns]] = {}
+def merged(parts: Sequence[PackedRows], stride: int) -> dict[str, dict[Series, Columns]]:
+    """Unpack parts whose steps follow each other and merge them: rows by whose they are, in order
+    of name. Raises InvalidInputError."""
+    pieces: dict[tuple[str, Series], list[Columns]] = {}
     for part in parts:
-        for series, columns in unpack(part).items():
-            pieces.setdefault(series, []).append(columns)
-    return {series: joined(pieces[series], stride) for series in sorted(pieces)}
+        for series, columns in unpack(part.rows).items():
+            pieces.setdefault((part.party, series), []).append(columns)
+    whole: dict[str, dict[Series, Columns]] = {}
+    for party, series in sorted(pieces):
+        whole.setdefault(party, {})[series] = joined(pieces[party, series], stride)
+    return whole
 
 
 @dataclass(slots=True)
 class SegmentTail:
-    """The history of the segment that a party trains now."""
+    """The history of the segment that a party trains now, as one member has sent it."""
 
     segment: int
     stride: int
     """Of its rows, as they are shown; that of the parts, or a multiple."""
+    membership: int = 0
+    """Under which it was sent: what an older one has sent may be another member's now."""
     sent: HistoryParts = field(default_factory=HistoryParts)
 
     @property
     def num_bytes(self) -> int:
         """The size of what is kept."""
-        return sum(map(len, self.sent.parts))
-
-    def rows(self) -> Mapping[Series, Columns]:
-        """Return the rows so far."""
-        return merged(self.sent.parts, self.stride)
+        return sum(len(part.rows) for part in self.sent.parts)
 
     def shorten(self) -> None:
         """Keep half as many rows; nothing where what was sent cannot be read."""
         self.stride *= 2
         try:
             rows = merged(self.sent.parts, self.stride)
-            self.sent.parts = [pack(rows)]
+            self.sent.parts = [PackedRows(party, pack(each)) for party, each in rows.items()]
         except InvalidInputError as error:
             log.warning("a step history cannot be read", reason=str(error))
             self.sent.parts = []
         self.sent.is_whole = False
+
+
+class TailKey(NamedTuple):
+    """A member of a party that trains."""
+
+    run_id: RunId
+    party: Party
+    rank: int
+
+
+class SentRows(NamedTuple):
+    """What one member has sent of a party in a segment that has not ended."""
+
+    segment: int
+    stride: int
+    parts: Sequence[PackedRows]
+
+
+def rows_in_flight(sent: Sequence[SentRows]) -> dict[Series, Columns]:
+    """Return the rows by series, each as the first of these has it. Raises InvalidInputError."""
+    found: dict[Series, Columns] = {}
+    for each in sent:
+        for rows in merged(each.parts, each.stride).values():
+            for series, columns in rows.items():
+                found.setdefault(series, columns)
+    return found
 
 
 class LiveHistory:
@@ -93,15 +132,12 @@ class LiveHistory:
 
     def __init__(self, max_tail_bytes: int = MAX_TAIL_BYTES, max_bytes: int = MAX_BYTES) -> None:
         self._max_tail_bytes, self._max_bytes = max_tail_bytes, max_bytes
-        self._tails: dict[tuple[RunId, Party], SegmentTail] = {}
-        self._num_bytes: dict[tuple[RunId, Party], int] = {}
+        self._tails: dict[TailKey, SegmentTail] = {}
+        self._num_bytes: dict[TailKey, int] = {}
 
-    def add(
-        self, run_id: RunId, party: Party, begun: SegmentTail, part: worker_pb2.HistoryPart
-    ) -> None:
-        """Add a part of a party's segment. begun: the segment without parts, where this is its
+    def add(self, key: TailKey, begun: SegmentTail, part: worker_pb2.HistoryPart) -> None:
+        """Add a part that a member has sent. begun: its segment without parts, where this is its
         first one."""
-        key = (run_id, party)
         tail = self._tails.get(key)
         if part.number == 0 or tail is None or tail.segment != begun.segment:
             tail = self._tails[key] = begun
@@ -112,25 +148,48 @@ class LiveHistory:
         while sum(self._num_bytes.values()) > self._max_bytes:
             self._shorten(max(self._num_bytes, key=self._num_bytes.__getitem__))
 
-    def _shorten(self, key: tuple[RunId, Party]) -> None:
+    def _shorten(self, key: TailKey) -> None:
         self._tails[key].shorten()
         self._num_bytes[key] = self._tails[key].num_bytes
 
-    def tail(self, run_id: RunId, party: Party) -> SegmentTail | None:
-        """Return the tail of a party."""
-        return self._tails.get((run_id, party))
+    def tail(self, key: TailKey) -> SegmentTail | None:
+        """Return what a member has sent."""
+        return self._tails.get(key)
 
     def parties(self, run_id: RunId) -> list[Party]:
-        """Return the parties of a run that have one."""
-        return [party for its, party in self._tails if its == run_id]
+        """Return the parties of a run that have rows in flight, and the parts of them that have."""
+        return sorted(
+            {
+                _whose(key, part.party)
+                for key, tail in self._tails.items()
+                if key.run_id == run_id
+                for part in tail.sent.parts
+            }
+        )
+
+    def sent(self, run_id: RunId, party: Party) -> list[SentRows]:
+        """Return what is there of a party, or of a part of one: of the newest membership first, as
+        a node may have gone from one member to another."""
+        of_run = [(key, tail) for key, tail in self._tails.items() if key.run_id == run_id]
+        of_run.sort(key=lambda item: (-item[1].segment, -item[1].membership, item[0].rank))
+        found = [
+            SentRows(tail.segment, tail.stride, own)
+            for key, tail in of_run
+            if (own := [part for part in tail.sent.parts if _whose(key, part.party) == party])
+        ]
+        return [each for each in found if each.segment == found[0].segment]
 
     def end(self, run_id: RunId, party: Party, segment: int) -> None:
-        """Drop the tail of a segment that has ended."""
-        tail = self._tails.get((run_id, party))
-        if tail is not None and tail.segment <= segment:
-            del self._tails[run_id, party], self._num_bytes[run_id, party]
+        """Drop the tails of a segment that has ended."""
+        for key, tail in list(self._tails.items()):
+            if (key.run_id, key.party) == (run_id, party) and tail.segment <= segment:
+                del self._tails[key], self._num_bytes[key]
 
     def forget(self, run_id: RunId) -> None:
         """Drop the tails of a run that has ended."""
-        for party in self.parties(run_id):
-            del self._tails[run_id, party], self._num_bytes[run_id, party]
+        for key in [key for key in self._tails if key.run_id == run_id]:
+            del self._tails[key], self._num_bytes[key]
+
+
+def _whose(key: TailKey, part: str) -> Party:
+    return child_party(key.party, part) if part else key.party

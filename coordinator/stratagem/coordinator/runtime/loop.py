@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -60,7 +60,7 @@ log = structlog.get_logger()
 class _Ask:
     command: Command
     answer: "asyncio.Future[tuple[JournalEntry, ...]]"
-    history: HistoryRow | None = None
+    histories: Sequence[HistoryRow] = ()
 
 
 @dataclass(slots=True)
@@ -164,14 +164,14 @@ class Loop:
                 await self.recorded.forget(run_id)
 
     async def submit(
-        self, command: Command, history: HistoryRow | None = None
+        self, command: Command, histories: Sequence[HistoryRow] = ()
     ) -> tuple[JournalEntry, ...]:
         """Have a command decided and return the facts that it led to, durable. Raises the error it
         was refused with, and CancelledError once the loop has ended.
 
-        history: written with the facts, if there are any, and part of no decision.
+        histories: written with the facts, if there are any, and part of no decision.
         """
-        ask = _Ask(command, asyncio.get_running_loop().create_future(), history)
+        ask = _Ask(command, asyncio.get_running_loop().create_future(), histories)
         self._queue.put_nowait(ask)
         if self._has_ended:
             ask.answer.cancel()
@@ -227,7 +227,7 @@ class Loop:
             return
         if decision:
             batch.state = state
-            batch.histories += [] if ask.history is None else [ask.history]
+            batch.histories += ask.histories
         now_s = self.clock.now()
         for entry in decision:
             self._add(batch, entry, now_s)

@@ -16,6 +16,7 @@ from stratagem.common.history.columns import part_of
 from stratagem.common.history.packing import pack_columns, unpack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import ROOT
+from stratagem.coordinator.observe.live_history import SentRows, rows_in_flight
 from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -61,7 +62,8 @@ class HistoryQueries:
                 continue
             limit = root_segment if party == ROOT else None
             gathered = await self._read(request, party, limit)
-            await asyncio.to_thread(self._add_tail, gathered, run_id, party, request.series)
+            sent = self.app.history.sent(run_id, party)
+            await asyncio.to_thread(_add_tail, gathered, sent, request.series)
             for series in sorted({*gathered.ended, *gathered.in_flight}):
                 for block in await asyncio.to_thread(_blocks, request, party, series, gathered):
                     yield block
@@ -82,21 +84,17 @@ class HistoryQueries:
             gathered.last_segment = max([gathered.last_segment, *(row.segment for row in kept)])
         return gathered
 
-    def _add_tail(
-        self, gathered: _Gathered, run_id: RunId, party: Party, wanted: Sequence[str]
-    ) -> None:
-        """Add what the segment in flight has recorded; it may have ended while the rest was
-        read."""
-        tail = self.app.history.tail(run_id, party)
-        if tail is None or tail.segment <= gathered.last_segment:
-            return
-        rows = tail.rows()
-        gathered.stride = max(gathered.stride, tail.stride)
-        gathered.in_flight = {
-            series: columns
-            for series, columns in rows.items()
-            if _is_wanted(series.name, wanted or ["*"])
-        }
+
+def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[str]) -> None:
+    """Add what the segment in flight has recorded; it may have ended while the rest was read."""
+    if not sent or sent[0].segment <= gathered.last_segment:
+        return
+    gathered.stride = max([gathered.stride, *(each.stride for each in sent)])
+    gathered.in_flight = {
+        series: columns
+        for series, columns in rows_in_flight(sent).items()
+        if _is_wanted(series.name, wanted or ["*"])
+    }
 
 
 def _span_of(request: pb.GetHistoryRequest) -> StepSpan:

@@ -5,7 +5,7 @@ of the same rank. Must not know the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.pipeline.stage import Kept, StagePart
 from stratagem.worker.pipeline.stage_message import Address, Message
 from stratagem.worker.pipeline.stage_transport import StageTransport
+from stratagem.worker.pipeline.timing.stage_times import StageTimes
 from stratagem.worker.user_code.entrypoints import user_code
 
 
@@ -95,9 +96,10 @@ class RankPass:
         step: int,
         count: int,
         gauge: Gauge | None = None,
+        times: StageTimes | None = None,
     ) -> None:
         self._lane, self._parts, self._step, self._count = lane, parts, step, count
-        self._gauge = gauge
+        self._gauge, self._times = gauge, times
         self._kept: dict[tuple[int, int], Kept] = {}
         self._local: dict[Address, Message] = {}
 
@@ -117,21 +119,22 @@ class RankPass:
         for action in actions:
             part, key = self._parts[action.stage], (action.stage, action.micro_batch)
             if action.kind is TaskKind.FORWARD:
-                self._kept[key] = self._forward(part, action.micro_batch, work)
+                self._kept[key] = self._forward(part, action, work)
                 continue
             if action.kind is TaskKind.WEIGHT:
-                with user_code(work.activity):
+                with self._computing(action.stage), user_code(work.activity):
                     part.backward_weight(self._kept.pop(key))
                 continue
             is_whole = action.kind is TaskKind.BACKWARD
             kept = self._kept.pop(key) if is_whole else self._kept[key]
-            received = {
-                boundary.number: self._recv(boundary, action.micro_batch, backward=True)
-                for boundary in part.after
-                if kept.left[boundary.number]
-            }
+            with self._waiting(action.stage):
+                received = {
+                    boundary.number: self._recv(boundary, action.micro_batch, backward=True)
+                    for boundary in part.after
+                    if kept.left[boundary.number]
+                }
             failpoint("worker.stages.before_backward")
-            with self._timed(action.kind), user_code(work.activity):
+            with self._timed(action), user_code(work.activity):
                 sent = (part.backward if is_whole else part.backward_input)(kept, received)
             for boundary in part.before:
                 if boundary.number in sent:
@@ -149,7 +152,7 @@ class RankPass:
             for boundary in part.after:
                 if micro_batch >= window:
                     self._recv(boundary, micro_batch - window, backward=True)
-            self._forward(part, micro_batch, work)
+            self._forward(part, action, work)
             for boundary in part.before:
                 self._send(boundary, micro_batch, Message(), backward=True)
         for part in self._parts.values():
@@ -157,12 +160,14 @@ class RankPass:
                 for micro_batch in range(max(0, self._count - window), self._count):
                     self._recv(boundary, micro_batch, backward=True)
 
-    def _forward(self, part: StagePart, micro_batch: int, work: PassCallbacks) -> Kept:
-        received = {
-            boundary.number: self._recv(boundary, micro_batch, backward=False)
-            for boundary in part.before
-        }
-        with self._timed(TaskKind.FORWARD):
+    def _forward(self, part: StagePart, action: Action, work: PassCallbacks) -> Kept:
+        micro_batch = action.micro_batch
+        with self._waiting(action.stage):
+            received = {
+                boundary.number: self._recv(boundary, micro_batch, backward=False)
+                for boundary in part.before
+            }
+        with self._timed(action):
             work.begin(micro_batch)
             x, y, num_rows = None, None, 0
             if part.reads_input or part.is_last:
@@ -176,8 +181,20 @@ class RankPass:
             self._send(boundary, micro_batch, sent[boundary.number], backward=False)
         return kept
 
-    def _timed(self, kind: TaskKind) -> AbstractContextManager[None]:
-        return nullcontext() if self._gauge is None else self._gauge.time(kind)
+    def _timed(self, action: Action) -> AbstractContextManager[object]:
+        """Around the work of an action that a gauge wants to know of, too."""
+        if self._gauge is None:
+            return self._computing(action.stage)
+        both = ExitStack()
+        both.enter_context(self._computing(action.stage))
+        both.enter_context(self._gauge.time(action.kind))
+        return both
+
+    def _computing(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._times is None else self._times.computing(stage)
+
+    def _waiting(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._times is None else self._times.waiting(stage)
 
     def _address(self, boundary: Boundary, micro_batch: int, *, backward: bool) -> Address:
         return self._lane.address(self._step, boundary, self._count, micro_batch, backward=backward)

@@ -46,6 +46,7 @@ from stratagem.worker.pipeline.rank_setup import RunnerSetup
 from stratagem.worker.pipeline.schedule_choice import Schedules
 from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients, only_shard
 from stratagem.worker.pipeline.step_agreement import Agreement
+from stratagem.worker.pipeline.timing.stage_times import StageTimes
 
 
 class StageRunner:
@@ -90,6 +91,7 @@ class StageRunner:
         )
         is_pipelined = setup.micro_batch_size is not None
         self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
+        self._times = StageTimes(gather.device, lane.stages())
         self._num_passes = 0
         self._row_key: Key = ()  # of the latest step
         self._losses: list[float] = []  # of the latest step's micro-batches
@@ -161,6 +163,7 @@ class StageRunner:
         self._buffers.snapshot()
         self._setup.execution.begin_batch(len(indices))
         self._losses = []
+        self._times.begin()
         try:
             if self.schedules.can_settle:
                 self.schedules.settle(self._next_pass())
@@ -199,6 +202,8 @@ class StageRunner:
             num_skipped=int(not is_applied),
             learning_rates=learning_rates,
             micro_batch_losses=tuple(self._losses),
+            exchange_wait_s=sum(self._times.wait_s.values()),
+            parts=self._times.reports(),
         )
 
     def evaluator(self) -> Evaluator:
@@ -335,14 +340,17 @@ class StageRunner:
             return self._setup.execution.scale.up(value.mean * value.weight)
 
         lane, count, number = self._lane, len(micro_batches), self._next_pass()
-        one_pass = RankPass(lane, self._setup.parts, number, count, self.schedules.meter)
+        one_pass = RankPass(
+            lane, self._setup.parts, number, count, self.schedules.meter, self._times
+        )
         self._agreement.begin(number, count)
         lane.transport.begin(
             self._agreement.step, [*one_pass.awaited(), *self._agreement.awaited()]
         )
         if count:
             actions = self.schedules.of(count)[lane.rank]
-            one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
+            with self._times.working():
+                one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
         self._randomness.end()
         counted = self._agreement.share_loss(Counted(loss_sum, weight, tuple(losses)))
         self._losses += counted.losses

@@ -1,22 +1,26 @@
 """The step history of one segment on one member: what is recorded of each step, and its sending.
 
-Every member records, so that any of them can go on with what another one has begun; the first one
-of the party sends. What it sends begins with the segment's first step whenever a view begins: the
-member before it may be gone, and with it what only that one had sent.
+Every member records what all of them know alike, so that any of them can go on with what another
+one has begun; the first one of the party sends it. What a member alone knows, of its nodes or
+stages and of itself, it records and sends itself. What is sent begins with the segment's first step
+whenever a view begins: the member before may be gone, and with it what only that one had sent.
 """
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from stratagem.common.history import Recorder, Series, SeriesRows
+from stratagem.common.history import Recorder, Series
 from stratagem.common.history.packing import packed_parts
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import StepReport
 from stratagem.worker.engine.step.logged_sums import means
+from stratagem.worker.engine.step.step_report import PartReport
+from stratagem.worker.host.memory_use import memory_bytes
 from stratagem.worker.phases import TrainingPhase
 from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.plan_control import MemberView
 
 SEND_INTERVAL_S: Final = 0.5
 
@@ -31,56 +35,71 @@ _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 class StepHistory:
     """Records the steps of a segment under one view. Used by the torch thread."""
 
-    def __init__(self, work: ExecutionContext, stride: int, step: int, *, sends: bool) -> None:
-        """stride: 0 records nothing. step: steps applied. sends: whether this member sends."""
-        self._work, self._sends = work, sends
-        self._num_parts, self._sent_s = 0, time.monotonic()
+    def __init__(
+        self, work: ExecutionContext, plan: pb.TrainPlan, view: MemberView, step: int
+    ) -> None:
+        """step: steps applied."""
+        self._work, self._stride = work, int(plan.history_stride)
+        self._is_first = view.rank == 0
+        self._is_shared = plan.exchange != pb.EXCHANGE_METHOD_GOSSIP
+        """All members know the numbers of a step alike; nodes that gossip have their own."""
+        num_ranks = len(set(plan.ranks))
+        self._has_parts = not num_ranks or view.rank < num_ranks
+        """Of several pipelines the first one's stages stand for all."""
+        self._num_parts, self._sent_s = 0, -SEND_INTERVAL_S
         self._digest = hashlib.sha256()
         recording = work.job.recording
         self._observes = recording is None or recording.observed
         self._series: dict[str, Series] = {}
-        held = work.holding.recorder
-        if not stride:
-            work.holding.recorder = None
-        elif held is None or held.stride != stride:
-            work.holding.recorder = Recorder(stride, step)
-        else:
-            held.rewind()
-        if sends:
-            work.post(work.outbox.restart_history)
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        return self._work.holding.recorder
+        self._own = f"worker.{work.host.worker_id}"
+        holding = work.holding
+        if not self._stride:
+            holding.recorder, holding.own_recorders = None, {}
+            return
+        if holding.recorder is None or holding.recorder.stride != self._stride:
+            holding.recorder, holding.own_recorders = Recorder(self._stride, step), {}
+        for recorder in (holding.recorder, *holding.own_recorders.values()):
+            recorder.rewind()
+        work.post(work.outbox.restart_history)
 
     def add(self, report: StepReport, seconds: float) -> None:
         """Record an applied step that took so long; send what is complete, at intervals."""
-        recorder = self._recorder
+        recorder = self._work.holding.recorder
         if recorder is None:
             return
         if report.answered:
             recorder.add(self._shown_step(report), self._logged(report.answered))
         recorder.add(report.step, self._values(report, seconds))
-        if self._sends and time.monotonic() - self._sent_s >= SEND_INTERVAL_S:
+        is_due = time.monotonic() - self._sent_s >= SEND_INTERVAL_S
+        self._add_own(report, seconds, with_memory=is_due)
+        if is_due:
             self._sent_s = time.monotonic()
-            self._send(recorder.take())
+            self._send(is_end=False)
 
-    def end(self) -> tuple[int, str]:
+    def end(self, measured: Mapping[str, float]) -> tuple[int, str]:
         """Send all that is left, also of rows that the next segment goes on with; return how many
-        parts there are, and their digest."""
-        recorder = self._recorder
-        if recorder is None or not self._sends:
-            return 0, ""
+        parts there are, and their digest. measured: after the last step, by series, of all nodes
+        together."""
         holding = self._work.holding
-        if holding.answer.logged:  # of the last step, of which the others have not learned
+        recorder = holding.recorder
+        if recorder is None:
+            return 0, ""
+        if holding.answer.logged and self._is_first:
+            # of the last step, of which the others have not learned
             recorder.add(holding.shown_step, self._logged(holding.answer.logged))
-        self._send(recorder.end())
-        if recorder.dropped:
-            names = ", ".join(sorted(recorder.dropped)[:5])
-            text = f"the step history leaves out {len(recorder.dropped)} series, such as {names}"
-            self._work.warn([text])
-            recorder.dropped.clear()
+        if measured:
+            recorder.add(holding.applied_step or 0, self._named_values(measured))
+        self._send(is_end=True)
+        self._say_what_is_left_out()
         return self._num_parts, self._digest.hexdigest()
+
+    def _say_what_is_left_out(self) -> None:
+        for _, recorder in self._sent_recorders():
+            if recorder.dropped:
+                names = ", ".join(sorted(recorder.dropped)[:5])
+                num = len(recorder.dropped)
+                self._work.warn([f"the step history leaves out {num} series, such as {names}"])
+                recorder.dropped.clear()
 
     def _shown_step(self, report: StepReport) -> int:
         """Return the step that on_step was shown before this one: the last exact one."""
@@ -92,28 +111,78 @@ class StepHistory:
             yield self._named(f"train.{name}"), value
 
     def _values(self, report: StepReport, seconds: float) -> Iterator[tuple[Series, float]]:
-        is_predicted = report.phase == TrainingPhase.PREDICT
-        yield _PREDICTED if is_predicted else _LOSS, report.loss
-        yield _GRAD_NORM, report.grad_norm
-        for name, rate in report.learning_rates.items():
-            yield self._named(name), rate
-        yield from self._logged(means(report.logged))
+        """What all members know alike, and the first one's clock."""
+        if self._is_shared:
+            is_predicted = report.phase == TrainingPhase.PREDICT
+            yield _PREDICTED if is_predicted else _LOSS, report.loss
+            yield _GRAD_NORM, report.grad_norm
+            for name, rate in report.learning_rates.items():
+                yield self._named(name), rate
+            if report.logged:
+                yield from self._logged(means(report.logged))
+        if report.measured:
+            yield from self._named_values(report.measured)
         if self._observes:
             yield _WALL, time.time()
             yield _ROWS_PER_S, report.num_rows / max(seconds, 1e-9)
             yield _WAIT, report.exchange_wait_s
 
-    def _named(self, name: str) -> Series:
+    def _add_own(self, report: StepReport, seconds: float, *, with_memory: bool) -> None:
+        """Record what this member alone knows of a step."""
+        if not self._observes and not report.parts:
+            return
+        memory = {}
+        if with_memory:
+            memory["memory_bytes"] = float(memory_bytes(self._work.host.device))
+        if self._observes:
+            waited_s = report.exchange_wait_s
+            own = {"busy_s": max(seconds - waited_s, 0.0), "wait_s": waited_s, **memory}
+            values = {f"{self._own}.{name}": value for name, value in own.items()}
+            self._record("", report.step, self._named_values(values, observed=True))
+        for part in report.parts if self._has_parts else ():
+            self._record(part.party, report.step, self._of_part(part, memory))
+
+    def _of_part(
+        self, part: PartReport, memory: Mapping[str, float]
+    ) -> Iterator[tuple[Series, float]]:
+        yield from self._named_values(part.exact)
+        if self._observes and part.observed:
+            yield from self._named_values({**part.observed, **memory}, observed=True)
+
+    def _record(self, party: str, step: int, values: Iterable[tuple[Series, float]]) -> None:
+        recorders = self._work.holding.own_recorders
+        if party not in recorders:
+            recorders[party] = Recorder(self._stride, step - 1)
+        recorders[party].add(step, values)
+
+    def _named_values(
+        self, values: Mapping[str, float], *, observed: bool = False
+    ) -> Iterator[tuple[Series, float]]:
+        for name, value in values.items():
+            yield self._named(name, observed=observed), value
+
+    def _named(self, name: str, *, observed: bool = False) -> Series:
         series = self._series.get(name)
         if series is None:
-            series = self._series[name] = Series(name)
+            series = self._series[name] = Series(name, observed)
         return series
 
-    def _send(self, rows: SeriesRows) -> None:
-        recorder = self._recorder
-        assert recorder is not None
-        for packed in packed_parts(rows):
-            part = pb.HistoryPart(number=self._num_parts, from_step=recorder.from_step, rows=packed)
-            self._digest.update(packed)
-            self._num_parts += 1
-            self._work.post(self._work.outbox.add_history, part)
+    def _sent_recorders(self) -> Iterator[tuple[str, Recorder]]:
+        """Yield what this member sends, each with the part of the party that it is of."""
+        holding = self._work.holding
+        if self._is_first and holding.recorder is not None:
+            yield "", holding.recorder
+        yield from holding.own_recorders.items()
+
+    def _send(self, *, is_end: bool) -> None:
+        for party, recorder in self._sent_recorders():
+            for packed in packed_parts(recorder.end() if is_end else recorder.take()):
+                part = pb.HistoryPart(
+                    number=self._num_parts,
+                    from_step=recorder.from_step,
+                    rows=packed,
+                    party=party,
+                )
+                self._digest.update(packed)
+                self._num_parts += 1
+                self._work.post(self._work.outbox.add_history, part)

@@ -52,6 +52,11 @@ class Segment:
     step_began_s: float = 0.0
     num_rows: int = 0
     reported_s: float = 0.0
+    busy_s: float = 0.0
+    """That stages of a pipeline computed, in the steps since the latest progress."""
+    span_s: float = 0.0
+    num_timed: int = 0
+    """Steps since the latest progress."""
     engine: str = ""
     stop_reason: str = ""
     """Why the user's code has ended the training, if it has."""
@@ -121,7 +126,7 @@ def _take_steps(
     work.set_activity("training")
     trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
     listener = StepListener(work, view, trainer.callbacks)
-    segment.history = StepHistory(work, plan.history_stride, trainer.step, sends=view.rank == 0)
+    segment.history = StepHistory(work, plan, view, trainer.step)
     with StepRecorder(work) as recorder:
         while trainer.step < plan.to_step:
             _look_up(work, plan, view)
@@ -174,6 +179,9 @@ def _account(
     work.host.stats.add_step(seconds, report)
     if segment.history is not None:
         segment.history.add(report, seconds)
+    segment.busy_s += sum(part.observed.get("busy_s", 0.0) for part in report.parts)
+    segment.span_s += sum(part.observed.get("span_s", 0.0) for part in report.parts)
+    segment.num_timed += 1
     work.host.last_words.step(report.step)
     if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
         # An exact step was done together, so no member is behind any more.
@@ -196,7 +204,10 @@ def _account(
         phase=report.phase,
         metrics=report.progress_metrics,
         lr=next(iter(report.learning_rates.values()), 0.0),
+        busy_s=segment.busy_s / segment.num_timed,
+        span_s=segment.span_s / segment.num_timed,
     )
+    segment.busy_s, segment.span_s, segment.num_timed = 0.0, 0.0, 0
     work.post(work.outbox.progress, progress)
 
 
@@ -215,7 +226,7 @@ def _conclude(
         segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
         segment.summary = summary
         failpoint("worker.snapshot.taken")
-    num_history_parts, history_digest = segment.history.end() if segment.history else (0, "")
+    num_history_parts, history_digest = _end_history(plan, segment)
     parts, own = _evaluate(work, plan, view, segment, joined)
     return pb.TrainResult(
         step=trainer.step,
@@ -235,6 +246,15 @@ def _conclude(
         num_history_parts=num_history_parts,
         history_digest=history_digest,
     )
+
+
+def _end_history(plan: pb.TrainPlan, segment: Segment) -> tuple[int, str]:
+    """End what is recorded of the steps; return how many parts were sent, and their digest."""
+    if segment.history is None or segment.summary is None:
+        return 0, ""
+    names = ("consensus_distance",) if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP else ()
+    metrics = segment.summary.metrics
+    return segment.history.end({f"train.{name}": metrics[name] for name in names})
 
 
 def _evaluate(

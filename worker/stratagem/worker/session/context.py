@@ -110,6 +110,8 @@ class SessionState:
     tally: Tally = field(default_factory=Tally)
     recorder: Recorder | None = None
     """Records the steps that the tally sums up; travels with it."""
+    own_recorders: dict[str, Recorder] = field(default_factory=dict)
+    """Record what this member alone knows of them: by part of the party, "" for the party."""
     shown_step: int = -1
     """The latest step that on_step was shown here."""
     answer: StepAnswer = NO_ANSWER
@@ -141,7 +143,7 @@ class SessionState:
 
     def begin_sums(self, segment: int) -> None:
         """Begin a segment at its first step, with nothing summed up or recorded of it."""
-        self.tally, self.recorder = Tally(segment), None
+        self.tally, self.recorder, self.own_recorders = Tally(segment), None, {}
 
     def leave(self) -> None:
         """Give up the exchange; its membership is over for this session."""

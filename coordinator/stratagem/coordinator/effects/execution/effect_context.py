@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -128,14 +128,14 @@ class EffectContext:
         evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
-    async def report(self, run_id: RunId, fact: Fact, history: HistoryRow | None = None) -> bool:
+    async def report(self, run_id: RunId, fact: Fact, histories: Sequence[HistoryRow] = ()) -> bool:
         """Report a fact to the loop; one that came too late is dropped and logged with its reason.
 
-        history: the step history that is stored with the fact.
+        histories: of the steps that the fact ends, stored with it.
         Return True if it came in time.
         """
         try:
-            await self.loop.submit(Report(run_id, fact), history)
+            await self.loop.submit(Report(run_id, fact), histories)
         except StaleError as error:
             log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
             return False

@@ -6,6 +6,7 @@ the next one gives the survivors their new view: what they compute goes on untou
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from stratagem.common.numerics.batch_shards import assign_shards
@@ -14,7 +15,7 @@ from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import ROOT, SKIPPED_STEPS, PartyFailed, SegmentFinished
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import OnProgress, PlanListener, finish
+from stratagem.coordinator.effects.execution.execute_plan import PlanListener, finish
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
@@ -41,12 +42,14 @@ EXCHANGE = {
 
 async def run_segment(env: EffectContext, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
+    latest: dict[int, worker_pb2.Progress] = {}
     async with task_group() as group:
         server = None
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             server = group.create_task(serve_steps(env, effect))
         attending = [
-            group.create_task(_train(env, effect, rank)) for rank in range(len(effect.members))
+            group.create_task(_train(env, effect, rank, ShownProgress(env, effect, latest)))
+            for rank in range(len(effect.members))
         ]
         results = [await task for task in attending]
         if server is not None:
@@ -57,11 +60,12 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
 
 
 async def _train(
-    env: EffectContext, effect: RunSegment, rank: int
+    env: EffectContext, effect: RunSegment, rank: int, shown: "ShownProgress"
 ) -> worker_pb2.TrainResult | None:
-    result = await finish(
-        env, effect, effect.members[rank], _request(env, effect, rank), _listener(env, effect, rank)
+    listener = PlanListener(
+        lambda progress: shown.show(rank, progress), lambda part: take_in(env, effect, rank, part)
     )
+    result = await finish(env, effect, effect.members[rank], _request(env, effect, rank), listener)
     return None if result is None else result.train
 
 
@@ -98,29 +102,42 @@ def _members(env: EffectContext, effect: RunSegment) -> list[worker_pb2.Member]:
     ]
 
 
-def _listener(env: EffectContext, effect: RunSegment, rank: int) -> PlanListener:
-    shown = _shown(env, effect, rank)
-    if rank:
-        return PlanListener(shown)
-    return PlanListener(shown, lambda part: take_in(env, effect, part))
+@dataclass(frozen=True, slots=True)
+class ShownProgress:
+    """What is shown of a segment while it is trained. latest: the members' progress, by rank."""
 
+    env: EffectContext
+    effect: RunSegment
+    latest: dict[int, worker_pb2.Progress]
 
-def _shown(env: EffectContext, effect: RunSegment, rank: int) -> OnProgress:
-    def show(progress: worker_pb2.Progress) -> None:
-        if rank == 0 and effect.party == ROOT:  # the steps of parties below are no run's
-            latest = SegmentProgress(
-                progress.step,
-                progress.loss,
-                progress.rows_per_s,
-                progress.grad_norm,
-                effect.num_skipped + progress.num_skipped_steps,
-                progress.phase,
-                of_training(progress.metrics),
-                progress.lr,
-            )
-            env.feed.set_progress(effect.run_id, latest)
+    def show(self, rank: int, progress: worker_pb2.Progress) -> None:
+        """Take in what a member says, and show what the first one does."""
+        self.latest[rank] = progress
+        if rank or self.effect.party != ROOT:  # the steps of parties below are no run's
+            return
+        latest = SegmentProgress(
+            progress.step,
+            progress.loss,
+            progress.rows_per_s,
+            progress.grad_norm,
+            self.effect.num_skipped + progress.num_skipped_steps,
+            progress.phase,
+            of_training(progress.metrics),
+            progress.lr,
+            self._bubble(),
+        )
+        self.env.feed.set_progress(self.effect.run_id, latest)
 
-    return show
+    def _bubble(self) -> float | None:
+        """The share of the latest steps in which the ranks of a pipeline did not compute; None
+        until all of them have said how long they did."""
+        ranks = range(len(self.effect.members)) if self.effect.ranks else range(0)
+        known = [self.latest[rank] for rank in ranks if rank in self.latest]
+        longest_s = max((each.span_s for each in known), default=0.0)
+        if not longest_s or len(known) < len(ranks):
+            return None
+        busy_s = sum(each.busy_s for each in known)
+        return min(max(1.0 - busy_s / (len(known) * longest_s), 0.0), 1.0)
 
 
 def of_training(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -166,8 +183,10 @@ async def _report(
         stop_reason=first.stop_reason or stop_reason,
         streams=_streams(results),
     )
-    history = await finished_history(env, effect, _request(env, effect, 0), first)
-    await env.report(effect.run_id, fact, history)
+    histories = await finished_history(
+        env, effect, lambda rank: _request(env, effect, rank), results
+    )
+    await env.report(effect.run_id, fact, histories)
 
 
 async def _evaluated(

@@ -1,18 +1,29 @@
 """The step history of a segment: taken in while it is trained, complete when it ends.
 
-The first member sends it, since all members have recorded the same. What is missing at the end,
-because it was too much to be kept, is asked for by attaching once more.
+The first member sends what all members know alike; each one sends what it alone knows, of its nodes
+or stages and of itself. What is missing at the end, because it was too much to be kept, is asked
+for by attaching once more.
 """
+
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.history import stride_of
+from stratagem.common.base.ids import child_party
+from stratagem.common.history import Columns, Series, stride_of
 from stratagem.common.history.packing import pack
-from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
+from stratagem.common.history.recording import MAX_SERIES
+from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import PlanListener, attend
-from stratagem.coordinator.observe.live_history import HistoryParts, SegmentTail, merged
+from stratagem.coordinator.observe.live_history import (
+    HistoryParts,
+    PackedRows,
+    SegmentTail,
+    TailKey,
+    merged,
+)
 from stratagem.coordinator.store.journal.step_histories import HistoryRow
 from stratagem.v1 import worker_pb2
 
@@ -20,59 +31,100 @@ log = structlog.get_logger()
 
 
 def stride_for(env: EffectContext, effect: RunSegment) -> int:
-    """Return how many steps a row stands for; 0 where nothing is recorded: the job says so, nothing
-    is trained, or every node has a model, and so a loss, of its own."""
+    """Return how many steps a row stands for; 0 where nothing is recorded: the job says so, or
+    nothing is trained."""
     recording = env.job_of(effect.run_id, effect.party).recording
     is_off = recording is not None and not recording.steps
-    if is_off or not effect.num_steps or effect.exchange is ExchangeMethod.GOSSIP:
-        return 0
-    return stride_of(effect.num_steps)
+    return 0 if is_off or not effect.num_steps else stride_of(effect.num_steps)
 
 
-def take_in(env: EffectContext, effect: RunSegment, part: worker_pb2.HistoryPart) -> None:
-    """Keep a part that the first member has sent."""
-    begun = SegmentTail(effect.segment, stride_for(env, effect))
-    env.history.add(effect.run_id, effect.party, begun, part)
+def take_in(
+    env: EffectContext, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart
+) -> None:
+    """Keep a part that a member has sent."""
+    begun = SegmentTail(effect.segment, stride_for(env, effect), effect.membership)
+    env.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
 
 
 async def finished_history(
     env: EffectContext,
     effect: RunSegment,
+    request: Callable[[int], worker_pb2.ExecuteRequest],
+    results: Sequence[worker_pb2.TrainResult],
+) -> list[HistoryRow]:
+    """Return the history of a segment that has ended: a row of the party, and one of each part of
+    it that has any. What is not as a member says is left out.
+
+    request: by rank, to attach with once more. results: by rank.
+    """
+    stride = stride_for(env, effect)
+    if not stride:
+        return []
+    parts: list[PackedRows] = []
+    for rank, result in enumerate(results):
+        parts += await _parts_of(env, effect, rank, request(rank), result)
+    try:
+        return await env.in_thread(lambda: _rows(effect, stride, parts, results[0].step))
+    except InvalidInputError as error:
+        log.error(_UNREADABLE, reason=str(error), **_ids(effect))
+        return []
+
+
+_UNREADABLE = "the step history of a segment cannot be read"
+
+
+def _ids(effect: RunSegment) -> dict[str, object]:
+    return {"run_id": effect.run_id, "party": effect.party, "segment": effect.segment}
+
+
+async def _parts_of(
+    env: EffectContext,
+    effect: RunSegment,
+    rank: int,
     request: worker_pb2.ExecuteRequest,
     result: worker_pb2.TrainResult,
-) -> HistoryRow | None:
-    """Return the history of a segment that has ended; None where there is none, or it is not what
-    the member says.
-
-    request: of the first member, to attach with once more.
-    """
-    if not result.num_history_parts or not stride_for(env, effect):
-        return None
-    tail = env.history.tail(effect.run_id, effect.party)
+) -> list[PackedRows]:
+    """Return all that a member has recorded; nothing where that is not to be had."""
+    if not result.num_history_parts:
+        return []
+    tail = env.history.tail(TailKey(effect.run_id, effect.party, rank))
     parts = tail.sent if tail is not None and tail.segment == effect.segment else HistoryParts()
     if not parts.are_all(result):
         parts = HistoryParts()
-        await attend(env, effect.members[0], request, PlanListener(history=parts.add))
-    ids = {"run_id": effect.run_id, "party": effect.party, "segment": effect.segment}
-    if not parts.are_all(result):
-        log.error("the step history of a segment is not what its member says", **ids)
-        return None
-    try:
-        return await env.in_thread(
-            lambda: _row(effect, stride_for(env, effect), parts, result.step)
-        )
-    except InvalidInputError as error:
-        log.error("the step history of a segment cannot be read", reason=str(error), **ids)
-        return None
-
-
-def _row(effect: RunSegment, stride: int, parts: HistoryParts, step: int) -> HistoryRow:
-    rows = merged(parts.parts, stride)
-    for series, columns in rows.items():
-        if columns.step[0] <= parts.from_step or columns.step[-1] > step:
-            raise InvalidInputError.at(
-                series.name, f"has steps outside of {parts.from_step + 1} to {step}"
-            )
-    return HistoryRow(
-        effect.run_id, effect.party, effect.segment, stride, parts.from_step, step, pack(rows)
+        await attend(env, effect.members[rank], request, PlanListener(history=parts.add))
+    if parts.are_all(result):
+        return parts.parts
+    log.error(
+        "the step history of a segment is not what its member says", rank=rank, **_ids(effect)
     )
+    return []
+
+
+def _rows(
+    effect: RunSegment, stride: int, parts: Sequence[PackedRows], step: int
+) -> list[HistoryRow]:
+    return [
+        _row(effect, stride, name, rows, min(p.from_step for p in parts if p.party == name), step)
+        for name, rows in merged(parts, stride).items()
+    ]
+
+
+def _row(
+    effect: RunSegment,
+    stride: int,
+    name: str,
+    rows: dict[Series, Columns],
+    from_step: int,
+    step: int,
+) -> HistoryRow:
+    party = child_party(effect.party, name) if name else effect.party
+    for series, columns in rows.items():
+        if columns.step[0] <= from_step or columns.step[-1] > step:
+            raise InvalidInputError.at(
+                series.name, f"has steps outside of {from_step + 1} to {step}"
+            )
+    kept = dict(list(rows.items())[:MAX_SERIES])
+    if len(kept) < len(rows):
+        num_dropped = len(rows) - len(kept)
+        log.warning("the step history leaves out series", num_dropped=num_dropped, **_ids(effect))
+    return HistoryRow(effect.run_id, party, effect.segment, stride, from_step, step, pack(kept))

@@ -9,6 +9,18 @@ from stratagem.worker.engine.step.logged_sums import LoggedSums, added, means
 
 
 @dataclass(frozen=True, slots=True)
+class PartReport:
+    """What one member alone knows of a step: of a node or a stage that is its own."""
+
+    party: str
+    """Its name within the party that trains, such as "node/3"."""
+    exact: Mapping[str, float] = field(default_factory=dict)
+    """By series: the same bits whichever member has the part."""
+    observed: Mapping[str, float] = field(default_factory=dict)
+    """By series: what depends on clocks and machines."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One step that is done. `step` counts them, this one included."""
 
@@ -41,7 +53,12 @@ class StepReport:
     answered: Mapping[str, float] = field(default_factory=dict)
     """What on_step has logged of the step before, as all members have learned with this one."""
     exchange_wait_s: float = field(default=0.0, compare=False)
-    """From the end of this member's own passes until the sums of all were here."""
+    """Waiting for other members: from the end of this member's own passes until the sums of all
+    were here; under a pipeline, for what its stages need."""
+    parts: Sequence[PartReport] = field(default=(), compare=False)
+    """Of the nodes or stages of this member."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Numbers about all nodes together that were measured in this step, by series."""
 
     @property
     def numbers(self) -> dict[str, Any]:

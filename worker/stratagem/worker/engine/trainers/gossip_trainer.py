@@ -42,7 +42,12 @@ from stratagem.worker.engine.step.logged_sums import (
 )
 from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
-from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.step.step_report import (
+    PartReport,
+    SegmentSummary,
+    StepReport,
+    Tally,
+)
 from stratagem.worker.engine.step.turns import StepTurn
 from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
 from stratagem.worker.engine.trainers.node_mean import take_mean
@@ -186,6 +191,7 @@ class GossipTrainer:
         shards = split_rows(batch.num_rows, num_shards)
         lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
         own, rates = _Sums(), self._rates(lr_factor)
+        parts: list[PartReport] = []
         for number, node in self._nodes.items():
             if len(shards[number]):  # a node without rows only mixes
                 rows = self._rows.rows(batch, shards[number])
@@ -193,6 +199,7 @@ class GossipTrainer:
                 report = self._local_step(number, node, rows, lr_factor)
                 node.sums.add(report)
                 own.add(report)
+                parts.append(_part(number, report))
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
@@ -203,7 +210,8 @@ class GossipTrainer:
         self.step += 1
         self._num_segment_steps += 1
         failpoint("worker.gossip.after_mix")
-        if self._consensus_every is not None and self.step % self._consensus_every == 0:
+        is_due = self._consensus_every is not None and self.step % self._consensus_every == 0
+        if is_due:
             self._measured = {"consensus_distance": consensus_distance(exchange, tensors)}
         return StepReport(
             step=self.step,
@@ -220,6 +228,8 @@ class GossipTrainer:
             },
             learning_rates=rates,
             exchange_wait_s=wait_s,
+            parts=parts,
+            measured=_in_training(self._measured) if is_due else {},
         )
 
     def _rates(self, lr_factor: float) -> Mapping[str, float]:
@@ -350,6 +360,17 @@ def _node(setup: Setup, model: nn.Module, num_steps: int) -> _Node:
     local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
     saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
     return _Node(model, params, saved, local_step)
+
+
+def _part(number: int, report: LocalReport) -> PartReport:
+    """What is recorded of a node's step."""
+    counted = report.counted
+    numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
+    return PartReport(f"node/{number}", {**_in_training(numbers), **report.learning_rates})
+
+
+def _in_training(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {f"train.{name}": value for name, value in numbers.items()}
 
 
 def _prefix(number: int) -> str:

@@ -1,0 +1,1 @@
+"""How long the stages of a pipeline compute and wait."""
