@@ -17,10 +17,12 @@ ERASED: Final = "\r\x1b[K"
 
 
 def main() -> None:
-    """Run a command; Ctrl-C ends it without a traceback at any time."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _end)
+    """Run a command; SIGINT, as Ctrl-C sends it, ends it without a traceback at any time.
+
+    A shell without job control has what it starts with `&` begin with SIGINT ignored, and children
+    inherit that: a cluster in a script would hear neither Ctrl-C nor `kill -INT`.
+    """
+    signal.signal(signal.SIGINT, _end)
     is_awaited = sys.argv[1:2] in FOLLOWING and sys.stdout.isatty()
     if is_awaited:
         print("loading stratagem …", end="", flush=True)
@@ -33,7 +35,7 @@ def main() -> None:
     complain_of_warnings()
     answer_shells()
     try:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         app()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

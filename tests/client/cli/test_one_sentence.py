@@ -151,6 +151,21 @@ def test_a_new_journal_is_no_news(tmp_path: Path) -> None:
     assert "alembic" not in log
 
 
+def test_a_cluster_that_a_script_starts_in_the_background_hears_sigint(tmp_path: Path) -> None:
+    """A shell without job control has it begin with SIGINT ignored."""
+    up = ("up", "--workers", "1", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path))
+    in_background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *PROGRAM, *up]
+    with subprocess.Popen(
+        in_background, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert lines[1].endswith("stop with Ctrl-C or SIGTERM\n")
+    assert (process.returncode, errors) == (130, "")
+
+
 def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     """A model that another module defines, tied weights, and a batch larger than the data."""
     (tmp_path / "brought").mkdir()

@@ -57,7 +57,7 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
     tag: TagOption = None,
     web: WebOption = False,
 ) -> None:
-    """Run a coordinator and workers on this machine until Ctrl-C."""
+    """Run a coordinator and workers here, until Ctrl-C or SIGTERM."""
     with reporting():
         cluster = LocalCluster(
             workers=workers,
@@ -72,7 +72,7 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
         signal.signal(signal.SIGTERM, _interrupt)
         with cluster, page_beside(cluster.address, is_wanted=web):
             print(f"coordinator at {cluster.address}, {workers} workers, state in {data_dir}")
-            print("submit with: stratagem run JOB.yaml; stop with Ctrl-C", flush=True)
+            print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
             while True:
                 signal.pause()
 
@@ -113,7 +113,7 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
         typer.Option("--behind-proxy", help="A proxy in front of it speaks TLS to browsers."),
     ] = False,
 ) -> None:
-    """Show runs and workers on a page in the browser, until Ctrl-C.
+    """Show runs and workers in the browser, until Ctrl-C or SIGTERM.
 
     The page is a client like any other, in a process of its own: what it shows is what the
     coordinator lets you read, and nothing of a run depends on it. It prints the address to open,
