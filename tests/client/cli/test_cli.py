@@ -20,11 +20,17 @@ from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
 from stratagem.client.cli.options import tag_arguments
-from stratagem.client.cli.reporting import PlainConsole, complain_of_warnings, describe
+from stratagem.client.cli.reporting import (
+    PlainConsole,
+    complain_of_warnings,
+    describe,
+    make_console,
+)
 from stratagem.client.cli.run_commands import LocalRun
-from stratagem.client.cli.tables import amount_text, print_runs
+from stratagem.client.cli.tables import amount_text, print_runs, print_status
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
+from stratagem.client.sdk.views import run_status
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from stratagem.v1 import coordinator_pb2 as pb
@@ -418,6 +424,35 @@ def test_a_path_is_not_folded_where_the_output_is_no_terminal(
     fake.folder = "/data" + "/a-folder-with-a-long-name" * 20
     invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
     assert f"{fake.folder}/f" in invoke("status", "mine", "--coordinator", address).stdout.split()
+
+
+def test_a_table_has_no_blank_lines_or_ends_where_the_output_is_no_terminal(
+    address: str, job_file: Path
+) -> None:
+    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
+    lines = invoke("status", "mine", "--coordinator", address).stdout.splitlines()
+    assert [line for line in lines if line != line.rstrip() or not line] == []
+    assert any(line.startswith(" segment   step") for line in lines)
+
+
+def test_states_are_listed_with_short_paths_and_say_who_has_measured_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    digests = ["a" * 64, "b" * 64]
+    commits = [
+        pb.CommitInfo(segment=0, step=60, digest=digests[0], path=str(tmp_path / "blobs" / "a")),
+        pb.CommitInfo(segment=1, step=90, digest=digests[1], path="/elsewhere/b", is_final=True),
+    ]
+    commits[1].metrics.update({"test.loss": 0.5, "train.grad_norm": 7.0})
+    resumed = {**JOB, "initial": {"digest": digests[0], "resume": True}}
+    run = pb.RunInfo(
+        run_id="mine", phase=pb.RUN_PHASE_COMPLETED, job_json=json.dumps(resumed), commits=commits
+    )
+    print_status(make_console(), run_status(run))
+    begun, final = capsys.readouterr().out.splitlines()[-2:]
+    assert " ".join(begun.split()) == "0 60 of the run that it went on from blobs/a"
+    assert final.split() == ["1", "90", "final", "test.loss", "0.5", "/elsewhere/b"]
 
 
 def test_a_worker_without_a_line_is_told_of_those_that_have_some(

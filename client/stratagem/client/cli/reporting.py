@@ -15,6 +15,7 @@ import structlog
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from structlog.typing import EventDict, WrappedLogger
 
 from stratagem.common.base.errors import (
@@ -45,11 +46,22 @@ class PlainConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
+        if isinstance(renderable, Table) and not self.is_terminal:
+            yield from self._unpadded(super().render(renderable, options))
+            return
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment
             else:
                 yield Segment(printable(segment.text), segment.style)
+
+    def _unpadded(self, table: Iterable[Segment]) -> Iterator[Segment]:
+        """Yield the lines of a table without the blanks that fill it up to its width."""
+        for line in Segment.split_lines(table):
+            text = "".join(segment.text for segment in line).rstrip()
+            if text:
+                yield Segment(printable(text))
+                yield Segment.line()
 
 
 def make_console() -> Console:

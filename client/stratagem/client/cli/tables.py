@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
@@ -33,6 +34,8 @@ COLOURS: Final[Mapping[str, str]] = {
 }
 
 
+GRADIENT_NORMS: Final = frozenset({"train.grad_norm", "train.max_grad_norm"})
+"""Left out where states are listed: the newest stand with the run, and JSON has all."""
 MAX_CHANGES: Final = 8
 """Of a member's hyperparameters, that are shown; JSON has all."""
 
@@ -104,7 +107,7 @@ def print_status(console: Console, status: RunStatus) -> None:
     if status.error is not None:
         console.print(Text(status.error.traceback.rstrip(), style="red"))
     if status.commits:
-        console.print(_commits_table(status.commits))
+        console.print(_commits_table(status))
 
 
 def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
@@ -196,16 +199,31 @@ def _engine_text(status: RunStatus) -> str:
     return ", ".join(word for word in (status.engine, plane) if word)
 
 
-def _commits_table(commits: Iterable[Commit]) -> Table:
+def _commits_table(status: RunStatus) -> Table:
     table = _table("segment", "step", "kind", "metrics", "state")
-    for commit in commits:
+    for commit in status.commits:
         kinds = [
             name for name, is_so in (("best", commit.is_best), ("final", commit.is_final)) if is_so
         ]
-        where = commit.path or f"sha256:{commit.digest[:16]}"
-        metrics = metrics_text(commit.metrics)
+        where = _path_text(commit.path) or f"sha256:{commit.digest[:16]}"
+        measured = {n: v for n, v in commit.metrics.items() if n not in GRADIENT_NORMS}
+        metrics = metrics_text(measured) or _measured_elsewhere(status, commit)
         table.add_row(str(commit.segment), str(commit.step), ", ".join(kinds), metrics, where)
     return table
+
+
+def _measured_elsewhere(status: RunStatus, commit: Commit) -> str:
+    """Return what to say of a state without metrics: another run has measured what this one went on
+    from."""
+    begins_from = status.job.get("initial") or {}
+    is_resumed = begins_from.get("resume") and commit.digest == begins_from.get("digest")
+    return "of the run that it went on from" if is_resumed else ""
+
+
+def _path_text(path: str) -> str:
+    """Return a path as it can be copied in this folder, as short as that is."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _table(*columns: str) -> Table:
