@@ -32,6 +32,11 @@ def classes(num_rows: int = 50, num_test_rows: int = 23) -> dict[str, Rows]:
     return {"train": rows_of(num_rows), "test": rows_of(num_test_rows, seed=6)}
 
 
+def test_only() -> dict[str, Rows]:
+    """A data set that nothing can be trained on."""
+    return {"test": rows_of(23)}
+
+
 def tokens(num_rows: int = 20) -> dict[str, Rows]:
     """Sequences of six words, 40 % of whose targets are left out."""
     generator = torch.Generator().manual_seed(7)

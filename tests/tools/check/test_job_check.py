@@ -15,12 +15,19 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
-from tests.jobs import document, job, user_data, user_model
+from tests.jobs import NOT_TRAINED, document, job, user_data, user_model
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
 from tests.tools.planning.support import SITE, kind_job, replicas
 
 NOT_HERE = {"digest": "0" * 64}
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 1,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
 
 
@@ -112,6 +119,21 @@ def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: s
     assert any(about.startswith(field) and text in said for about, said in told.items()), told
 
 
+def test_data_without_rows_to_train_on_are_a_fault_that_is_said_as_the_run_says_it() -> None:
+    for strategy in ({"type": "Local"}, FEDERATED):
+        told = faults(job(data=user_data("test_only"), strategy=strategy))
+        assert told == {"data": 'has no split "train"; it has: test'}
+    weights = {"initial": {"digest": "0" * 64}, "evaluation": {"split": "test"}}
+    assert not faults(job(data=user_data("test_only"), **weights, **NOT_TRAINED))
+
+
+def test_a_sentence_is_said_once_however_many_checks_come_upon_it() -> None:
+    missing = "no_such_module:anything"
+    told = [f for f in found(job(model={"entrypoint": missing})) if f.level is Level.FAIL]
+    (only,) = told
+    assert (only.check, only.about) == ("code", "model.entrypoint")
+
+
 def test_all_faults_are_found_at_once() -> None:
     told = faults(job(model=user_model("gone"), **BAD_CODE))
     assert {"model.entrypoint", "data.collate", "evaluation.metrics[0]"} <= told.keys()
@@ -170,9 +192,7 @@ def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.Monk
     told = {f.about: f.found for f in check_file(spec, workers=[worker]) if f.check == "workers"}
     assert told[""] == "1 are alive: w"
     assert told["strategy.partitions[0].target"].startswith("no worker that is alive is")
-    clients = {"type": "Federated", "num_clients": 1, "rounds": 1}
-    clients |= {"aggregation": {"method": "FedAvg"}, "client_selection": {"method": "All"}}
-    local = document(data={"worker_local": "clinic"}, strategy=clients)
+    local = document(data={"worker_local": "clinic"}, strategy=FEDERATED)
     (_, lacking) = (f for f in check_file(local, workers=[worker]) if f.check == "workers")
     assert lacking.found == 'no worker that is alive has "clinic"'
     (_, code) = (

@@ -25,8 +25,11 @@ class CheckReport:
         self.findings.append(Finding(check, about, Level.WARN, found, advice))
 
     def fail(self, check: str, about: str, found: str, advice: str = "") -> None:
-        """Add a fault, for which the job would be refused or fail."""
-        self.findings.append(Finding(check, about, Level.FAIL, found, advice))
+        """Add a fault, for which the job would be refused or fail. Several checks may come upon the
+        same one: only the first says it."""
+        said = {(known.about, known.found) for known in self.findings if known.level is Level.FAIL}
+        if (about, found) not in said:
+            self.findings.append(Finding(check, about, Level.FAIL, found, advice))
 
     def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
         """Return what the action returns; None where it raises, whose faults are then added.

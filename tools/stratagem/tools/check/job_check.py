@@ -17,7 +17,7 @@ from stratagem.common.job import JobSpec, entry_points_by_field
 from stratagem.tools.check.check_report import CheckReport
 from stratagem.tools.check.tried_step import TriedStep, head_of, try_evaluation, try_step
 from stratagem.tools.planning.job_site import Site
-from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.datasets import Dataset, Gather, training_split
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.row_order import epoch_rows_of
 from stratagem.worker.data.sampler import BatchOrder
@@ -46,6 +46,9 @@ def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Findi
         checks.report.warn("step", "", f"not tried: {reason}")
         return checks.report.findings
     checks.together(model, data)
+    if "train" not in data and not job.only_evaluates:
+        checks.report.warn("step", "", "not tried: needs rows to train on")
+        return checks.report.findings
     tried = checks.step(data)
     if tried is not None:
         checks.evaluation(tried)
@@ -100,6 +103,8 @@ class _JobChecks:
         job, site = self.job, self.site
         data = self.report.attempt("data", "data", lambda: site.data_of(job))
         data = {split: self._known(split, dataset) for split, dataset in (data or {}).items()}
+        if data and not job.only_evaluates:
+            self.report.attempt("data", "data", lambda: training_split(data))
         for split, dataset in data.items():
             if len(dataset):
                 self.report.attempt("data", f"data.{split}", lambda: self._batch(split, dataset))  # noqa: B023

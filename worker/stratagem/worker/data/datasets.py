@@ -75,6 +75,14 @@ class Subset:
         return self.base.take(self.rows.index_select(0, indices))
 
 
+def training_split(data: Mapping[str, Dataset]) -> Dataset:
+    """Returns the split that is trained on. Raises InvalidInputError where there is none."""
+    if "train" not in data:
+        known = ", ".join(data) or "none"
+        raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
+    return data["train"]
+
+
 def at_the_base(dataset: Dataset, indices: Tensor) -> tuple[Dataset, Tensor]:
     """The data set that a client's rows are rows of, and their numbers there."""
     while isinstance(dataset, Subset):

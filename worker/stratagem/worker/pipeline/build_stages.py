@@ -10,6 +10,7 @@ from stratagem.common.model.stage_partition import plan_stages
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.data.datasets import training_split
 from stratagem.worker.data.row_order import epoch_rows_of
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
@@ -84,8 +85,8 @@ def build_stage_runner(
     otherwise load_state must come first."""
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=placement.numerics)
-    if "train" not in data and not job.only_evaluates:
-        raise InvalidInputError.at("data", f'has no split "train"; it has: {", ".join(data)}')
+    if not job.only_evaluates:
+        training_split(data)
     model = build_model(job, entrypoints, device=_CPU, fresh=fresh)
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)

@@ -19,7 +19,7 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSources
-from stratagem.worker.data.datasets import Dataset
+from stratagem.worker.data.datasets import Dataset, training_split
 from stratagem.worker.data.sampler import epoch_order
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
@@ -194,10 +194,7 @@ class ClientRunner:
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
     def _rows(self, client: ClientShare) -> Dataset:
-        splits = self._data.of(client)
-        if "train" not in splits:
-            raise InvalidInputError.at("data", 'has no split "train"')
-        train = splits["train"]
+        train = training_split(self._data.of(client))
         if len(train) == 0 and not isinstance(train, StreamDataset):
             raise _no_rows(client.number, client.num_clients)
         return train

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.data.datasets import training_split
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.step.forward_backward import Rows, part
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -29,10 +29,7 @@ class TrainingRows:
     """The split "train" in the order of a job's steps. Used by one thread."""
 
     def __init__(self, setup: Setup) -> None:
-        if "train" not in setup.data:
-            known = ", ".join(setup.data) or "none"
-            raise InvalidInputError.at("data", f'has no split "train"; it has: {known}')
-        job, self._seed, self._dataset = setup.job, setup.job.seed, setup.data["train"]
+        job, self._seed, self._dataset = setup.job, setup.job.seed, training_split(setup.data)
         self.window = job.window
         """How rows are cut into micro-batches."""
         self._order = setup.batch_order()
