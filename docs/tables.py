@@ -170,7 +170,8 @@ def _words(annotation: Any, metadata: Any = ()) -> tuple[str, str]:
 
 def _plain(annotation: Any, metadata: Any) -> tuple[str, str]:
     if get_origin(annotation) is Literal:
-        return "text", ", ".join(f"`{each}`" for each in get_args(annotation))
+        values = get_args(annotation)
+        return PLAIN_TYPES[type(values[0])], ", ".join(map(value_text, values))
     if annotation is SearchSpace:
         return "mapping", "see [Search space](#search-space)"
     if annotation is Every:
