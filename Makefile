@@ -11,6 +11,7 @@ TORCH_FREE := tests/coordinator/core tests/coordinator/strategies tests/client t
 	$(addprefix --ignore=,$(NEED_TORCH))
 VENV := .venv
 BIN := $(VENV)/bin
+PAGE := $(VENV)/page
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Whatever torch's CUDA builds need is torch's to pin.
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --universal --python-version 3.11 \
@@ -63,7 +64,14 @@ test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop
 
-browser-test: setup  ## the page and the site in a browser, which `.ci/browser` gets where none is
+# What checks the page comes from npm. Where that cannot be had, the tests that need it are skipped.
+$(PAGE)/.installed: $(addprefix tests/client/dashboard/page_tools/,package.json package-lock.json)
+	mkdir -p $(PAGE)
+	cp $^ $(PAGE)
+	npm ci --prefix $(PAGE) --ignore-scripts --no-audit --no-fund --silent && touch $@ \
+		|| echo "npm cannot be had here: neither the page's types nor its rules for all are checked"
+
+browser-test: setup $(PAGE)/.installed  ## the page and the site in a browser, which `.ci/browser` gets where none is
 	$(BIN)/python -m pytest -q -m browser tests/client tests/docs
 
 coverage: setup  ## what the core's own tests reach of the core and the strategies; less than now fails

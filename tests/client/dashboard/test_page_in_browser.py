@@ -1,6 +1,5 @@
 """The page in a real browser: what it shows is what the client says, and nothing of it is run."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,26 +8,12 @@ import pytest
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, rig
-from tests.patience import PATIENCE_S
+from tests.client.dashboard.page_tabs import expect, go, tab
 
 pytestmark = pytest.mark.browser
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
 SCRIPT = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 WIDTHS = (1280, 390)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip(f"no browser is here: none of {', '.join(NAMES)}")
-    with playwright.sync_playwright() as started:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-        opened = started.chromium.launch(executable_path=found, args=arguments)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +28,8 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRig]:
 
 @pytest.fixture(params=WIDTHS)
 def page(request: pytest.FixtureRequest, browser: Any, at: PageRig) -> Iterator[Any]:
-    """An opened page, of which nobody may complain."""
-    complaints: list[str] = []
-    context = browser.new_context(viewport={"width": request.param, "height": 800})
-    context.set_default_timeout(PATIENCE_S * 1000)
-    opened = context.new_page()
-    opened.on("console", lambda said: complaints.append(said.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-
-    def dismiss(dialog: Any) -> None:
-        complaints.append(dialog.message)
-        dialog.dismiss()
-
-    opened.on("dialog", dismiss)
-    opened.goto(at.url)
-    expect(opened.locator("#banner")).to_have_text("live")
-    yield opened
-    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth"), "too wide"
-    context.close()
-    assert complaints == []
-
-
-def expect(what: Any) -> Any:
-    playwright.expect.set_options(timeout=PATIENCE_S * 1000)
-    return playwright.expect(what)
+    with tab(browser, at.url, width=request.param) as opened:
+        yield opened
 
 
 def test_the_token_leaves_the_address_and_runs_are_listed(page: Any, at: PageRig) -> None:
@@ -106,7 +69,7 @@ def test_a_run_shows_its_status_and_each_event_once(page: Any, at: PageRig) -> N
 
 
 def test_text_of_others_is_text(page: Any) -> None:
-    page.goto(page.url.partition("#")[0] + "#/runs/ended")
+    go(page, "runs/ended")
     page.get_by_text("Job", exact=True).click()
     expect(page.locator("details pre").last).to_contain_text("onerror=alert(1)")
     page.get_by_text("Log", exact=True).click()

@@ -1,6 +1,8 @@
 // Elements from plain text: whatever a run, a worker or a log says is shown as text and never read
 // as markup.
 
+import { foremost, number } from "./format.js";
+
 /**
  * Makes an element; children are nodes or text.
  * @param {string} tag
@@ -38,6 +40,31 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/**
+ * Makes a number as people read it, which holds the number itself.
+ * @param {unknown} value
+ */
+export function exact(value) {
+  return el("data", { value: String(value) }, number(value));
+}
+
+/**
+ * Shows names and values, and keeps the elements of those that were there.
+ * @param {Element} place
+ * @param {[string, Node | string][]} values
+ */
+export function pairs(place, values) {
+  const known = new Map([...place.children].map((each) => [/** @type {HTMLElement} */ (each).dataset.name, each]));
+  const shown = values.filter(([, value]) => value !== "").map(([name, value]) => {
+    const pair = known.get(name) ?? el("div", { "data-name": name }, el("dt", {}, name), el("dd"));
+    const field = /** @type {Element} */ (pair.lastElementChild);
+    const is = value instanceof HTMLElement ? value.outerHTML : value;
+    if ((value instanceof Node ? field.innerHTML : field.textContent) !== is) fill(field, value);
+    return pair;
+  });
+  if (shown.some((pair, at) => place.children[at] !== pair) || place.children.length !== shown.length) fill(place, ...shown);
+}
+
 /** @type {{createHTML(text: string): unknown} | undefined} */
 let policy;
 
@@ -54,6 +81,14 @@ export function picture(text) {
   if (root.nodeName !== "svg") throw new Error("the server sent no picture");
   for (const each of root.querySelectorAll("script, foreignObject")) each.remove();
   return document.importNode(root, true);
+}
+
+/**
+ * Makes a line of metrics.
+ * @param {Record<string, unknown>} metrics
+ */
+export function measured(metrics) {
+  return el("span", { class: "metrics" }, ...foremost(metrics).map((name) => el("span", {}, el("span", { class: "quiet" }, name), " ", exact(metrics[name]))));
 }
 
 /**

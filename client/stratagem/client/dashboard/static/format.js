@@ -39,8 +39,17 @@ export function share(of) {
   return of.num_steps ? Math.min(1, of.step / of.num_steps) : 0;
 }
 
-/** @param {Record<string, unknown>} metrics @returns {string} */
-export function metrics(metrics) {
+/**
+ * What of the metrics fits a line.
+ * @param {Record<string, unknown>} metrics
+ * @returns {string[]} their names
+ */
+export function foremost(metrics) {
   const names = Object.keys(metrics).filter((name) => !name.startsWith("train.") || name === "train.loss");
-  return names.sort().reverse().slice(0, 3).map((name) => `${name} ${number(metrics[name])}`).join(" · ");
+  return names.sort().reverse().slice(0, 3);
+}
+
+/** @param {number} count @param {string} one @returns {string} */
+export function plural(count, one) {
+  return `${number(count)} ${one}${count === 1 ? "" : "s"}`;
 }

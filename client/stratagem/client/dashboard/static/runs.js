@@ -1,7 +1,7 @@
 // The list of runs: one line each, as they change; those in view only.
 
-import { el, fill, say, table } from "./dom.js";
-import { clock, duration, metrics, share } from "./format.js";
+import { el, exact, fill, measured, say, table } from "./dom.js";
+import { clock, duration, share } from "./format.js";
 import { Stream } from "./net.js";
 
 const WINDOW = 100;
@@ -23,7 +23,7 @@ export async function showRuns(place, common) {
   fill(place, el("div", { class: "tools" }, el("h1", {}, "Runs"),
     el("label", { class: "hidden", for: "filter" }, "Filter"), filter,
     el("label", { class: "hidden", for: "phase" }, "Phase"), phase, count),
-  table("Runs", ["Run", "Strategy", "Phase", "Progress", "Metrics", "Left", "Begun", "By"], body), more);
+  table("Runs", ["Run", "Strategy", "Phase", "Progress", "Metrics", "Time", "Begun", "By"], body), more);
 
   function wanted() {
     const text = filter.value.trim().toLowerCase();
@@ -41,7 +41,7 @@ export async function showRuns(place, common) {
       more.hidden = found.length <= limit;
       const shown = window_.map((brief) => {
         const known = rows.get(brief.run_id);
-        if (known?.brief === brief) return known.row;
+        if (known && known.brief === brief) return known.row;
         const row = line(brief, known?.row);
         rows.set(brief.run_id, { brief, row });
         return row;
@@ -73,15 +73,15 @@ function line(run, row = el("tr")) {
   const of = progress && progress.num_steps ? progress : run;
   const unit = progress?.unit && progress.unit !== "steps" ? ` ${progress.unit}` : "";
   const bar = /** @type {HTMLProgressElement} */ (el("progress", { max: 1, value: share(of), "aria-label": `progress of ${run.run_id}` }));
-  const left = progress && progress.eta_s !== null ? (progress.may_end_early ? "≤ " : "") + duration(progress.eta_s)
+  const left = progress && progress.eta_s !== null ? `${progress.may_end_early ? "at most " : ""}${duration(progress.eta_s)} left`
     : run.ended_at_s ? `took ${duration(run.ended_at_s - run.submitted_at_s)}` : "";
   fill(row,
     el("th", { scope: "row" }, el("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.run_id), el("span", { class: "quiet" }, run.name)),
     cell("Strategy", run.strategy),
     cell("Phase", el("span", { class: "phase", "data-phase": run.phase }, run.phase.toLowerCase()), run.phase === "RUNNING" || run.phase === "COMPLETED" ? "" : el("span", { class: "quiet why" }, run.reason)),
-    cell("Progress", run.num_steps || of.num_steps ? bar : "", of.num_steps ? el("span", { class: "quiet" }, `${of.step} of ${of.num_steps}${unit}`) : ""),
-    cell("Metrics", metrics({ ...run.metrics, ...(progress?.loss ? { "train.loss": progress.loss } : {}) })),
-    cell("Left", left),
+    cell("Progress", run.num_steps || of.num_steps ? bar : "", of.num_steps ? el("span", { class: "quiet" }, exact(of.step), " of ", exact(of.num_steps), unit) : ""),
+    cell("Metrics", measured({ ...run.metrics, ...(progress?.loss ? { "train.loss": progress.loss } : {}) })),
+    cell("Time", left),
     cell("Begun", clock(run.submitted_at_s)),
     cell("By", run.submitted_by));
   return row;

@@ -1,31 +1,66 @@
 // The workers: whether each lives, what it is, and what it works on; asked for again at intervals.
 
 import { el, fill, say, table } from "./dom.js";
-import { bytes, duration } from "./format.js";
+import { bytes, duration, plural } from "./format.js";
 import { ask, Stream } from "./net.js";
 
 const PAUSE_MS = 3000;
+const WINDOW = 100;
+const STATES = ["busy", "idle", "draining", "lost"];
 
 /** @param {HTMLElement} place @param {Record<string, (value: any) => void>} common */
 export async function showWorkers(place, common) {
-  const grid = el("div", { class: "grid", role: "img" });
+  const grid = el("div", { class: "grid", role: "img", "aria-label": "no worker" });
+  const legend = el("p", { class: "legend" });
   const body = el("tbody");
   const count = el("p", { class: "quiet", role: "status" });
-  fill(place, el("div", { class: "tools" }, el("h1", {}, "Workers"), count), grid,
-    table("Workers", ["Worker", "State", "Runs", "Device", "Memory", "Tags", "Data plane", "Address"], body));
+  const filter = /** @type {HTMLInputElement} */ (el("input", { type: "search", id: "filter", placeholder: "name, state, run or tag", input: draw }));
+  const more = el("button", { class: "plain", hidden: true, click: () => { limit += WINDOW; draw(); } }, "Show more");
+  /** @type {any[]} */
+  let workers = [];
+  let limit = WINDOW;
+  /** @type {Map<string, {of: string, row: HTMLElement}>} */
+  let rows = new Map();
+  fill(place, el("div", { class: "tools" }, el("h1", {}, "Workers"), el("label", { class: "hidden", for: "filter" }, "Filter"), filter, count),
+    el("div", { class: "states" }, grid, legend),
+    table("Workers", ["Worker", "State", "Runs", "Device", "Memory", "Tags", "Data plane", "Address"], body), more);
 
-  async function draw() {
-    const workers = await ask("/api/workers");
-    const alive = workers.filter((/** @type {any} */ worker) => worker.is_alive).length;
+  function draw() {
+    const alive = workers.filter((worker) => worker.is_alive).length;
     say(count, workers.length ? `${alive} of ${workers.length} alive` : "no worker is registered: stratagem worker --coordinator …");
-    grid.setAttribute("aria-label", `${alive} workers alive, ${workers.length - alive} lost`);
-    fill(grid, ...workers.slice(0, 2000).map((/** @type {any} */ worker) =>
-      el("span", { class: "dot", "data-state": stateOf(worker), title: `${worker.worker_id}: ${told(worker)}` })));
-    fill(body, ...workers.slice(0, 500).map(line));
+    drawGrid();
+    const text = filter.value.trim().toLowerCase();
+    const found = workers.filter((worker) => !text || [worker.worker_id, told(worker), ...worker.run_ids, ...worker.tags].join(" ").toLowerCase().includes(text));
+    more.hidden = found.length <= limit;
+    const known = rows;
+    rows = new Map(found.slice(0, limit).map((worker) => {
+      const of = JSON.stringify({ ...worker, silent_s: told(worker) });
+      const before = known.get(worker.worker_id);
+      return [worker.worker_id, before?.of === of ? before : { of, row: line(worker, before?.row) }];
+    }));
+    const shown = [...rows.values()].map((each) => each.row);
+    if (shown.some((row, at) => body.children[at] !== row) || body.children.length !== shown.length) fill(body, ...shown);
   }
 
-  await draw();
-  const timer = setInterval(() => !document.hidden && draw().catch(() => undefined), PAUSE_MS);
+  function drawGrid() {
+    const counts = STATES.map((state) => /** @type {[string, number]} */ ([state, workers.filter((worker) => stateOf(worker) === state).length])).filter(([, many]) => many);
+    const words = counts.map(([state, many]) => `${many} ${state}`).join(", ");
+    grid.setAttribute("aria-label", words || "no worker");
+    if (legend.dataset.of !== words) fill(legend, ...counts.map(([state, many]) => el("span", {}, el("span", { class: "dot", "data-state": state }), `${many} ${state}`)));
+    legend.dataset.of = words;
+    for (; grid.children.length > workers.length;) grid.lastElementChild?.remove();
+    for (; grid.children.length < workers.length;) grid.append(el("span", { class: "dot" }));
+    workers.forEach((worker, at) => {
+      const dot = /** @type {HTMLElement} */ (grid.children[at]);
+      const title = `${worker.worker_id}: ${told(worker)}`;
+      if (dot.title !== title) dot.title = title;
+      if (dot.dataset.state !== stateOf(worker)) dot.dataset.state = stateOf(worker);
+    });
+  }
+
+  const asked = async () => { workers = await ask("/api/workers"); draw(); };
+  await asked();
+  const timer = setInterval(() => !document.hidden && asked().catch(() => undefined), PAUSE_MS);
   const stream = new Stream("", 0, common);
   return { close: () => { clearInterval(timer); stream.close(); } };
 }
@@ -42,14 +77,15 @@ function told(worker) {
   return stateOf(worker) + (worker.reason ? `: ${worker.reason}` : "") + silent;
 }
 
-/** @param {any} worker */
-function line(worker) {
+/** @param {any} worker @param {HTMLElement} [row] */
+function line(worker, row = el("tr")) {
   const cell = (/** @type {string} */ name, /** @type {any} */ ...children) => el("td", { "data-name": name }, ...children);
   const runs = worker.run_ids.map((/** @type {string} */ id) => el("a", { href: `#/runs/${encodeURIComponent(id)}` }, id));
-  return el("tr", {}, el("th", { scope: "row" }, worker.worker_id),
+  fill(row, el("th", { scope: "row" }, worker.worker_id),
     cell("State", el("span", { class: "phase", "data-phase": stateOf(worker) }, told(worker))),
     cell("Runs", ...runs),
-    cell("Device", worker.device_name || worker.device, el("span", { class: "quiet" }, ` ${worker.num_threads} threads`)),
+    cell("Device", worker.device_name || worker.device, " ", el("span", { class: "quiet" }, plural(worker.num_threads, "thread"))),
     cell("Memory", worker.memory_bytes ? bytes(worker.memory_bytes) : ""),
     cell("Tags", worker.tags.join(", ")), cell("Data plane", worker.data_plane), cell("Address", worker.address));
+  return row;
 }

@@ -1,0 +1,59 @@
+// The parts of a run's page that are drawn anew when facts have changed them. What stays keeps its
+// elements: whoever reads a table or stands on a button is not thrown out.
+
+import { el, exact, fill, measured, picture, table } from "./dom.js";
+
+/** The commits that are kept. */
+export function commitTable() {
+  const body = el("tbody");
+  const none = el("p", { class: "quiet" }, "Nothing is committed yet.");
+  const whole = el("div", {}, el("h2", {}, "Commits"), table("Commits", ["Segment", "Step", "Kept as", "Metrics", "Digest"], body));
+  /** @param {any} run */
+  function show(run) {
+    none.hidden = run.commits.length > 0;
+    whole.hidden = !none.hidden;
+    fill(body, ...run.commits.map((/** @type {any} */ commit) => el("tr", {},
+      el("th", { scope: "row" }, exact(commit.segment)), el("td", { "data-name": "Step" }, exact(commit.step)),
+      el("td", { "data-name": "Kept as" }, [commit.is_best && "best", commit.is_final && "final", commit.member !== null && `member ${commit.member}`].filter(Boolean).join(", ")),
+      el("td", { "data-name": "Metrics" }, measured(commit.metrics)), el("td", { "data-name": "Digest" }, el("code", {}, commit.digest.slice(0, 16))))));
+  }
+  return { element: el("section", { "aria-label": "Commits" }, none, whole), show };
+}
+
+/**
+ * Shows pictures, each with the table of its numbers; those that were there are changed in place.
+ * @param {Element} place
+ * @param {{title: string, note: string, svg: string, headings: string[], rows: string[][]}[]} panels
+ */
+export function showFigures(place, panels) {
+  const known = new Map([...place.children].map((each) => [each.getAttribute("data-name"), each]));
+  const shown = panels.map((panel) => {
+    const figure = known.get(panel.title) ?? newFigure(panel.title);
+    const [, drawing, note, numbers] = figure.children;
+    fill(drawing, picture(panel.svg));
+    note.textContent = panel.note;
+    /** @type {HTMLElement} */ (numbers).hidden = !panel.rows.length;
+    const fillTable = () => {
+      const opened = /** @type {HTMLDetailsElement} */ (numbers).open;
+      const body = el("tbody", {}, ...(opened ? panel.rows : []).map((row) => el("tr", {}, el("th", { scope: "row" }, row[0]), ...row.slice(1).map((text) => el("td", {}, text)))));
+      const before = numbers.querySelector(".scroll");
+      const after = table(`${panel.title}: numbers`, panel.headings, body);
+      if (before) {
+        const at = before.scrollTop, focused = before === document.activeElement;
+        before.replaceWith(after);
+        after.scrollTop = at;
+        if (focused) after.focus();
+      } else numbers.append(after);
+    };
+    /** @type {HTMLDetailsElement} */ (numbers).ontoggle = fillTable;
+    fillTable();
+    return figure;
+  });
+  if (shown.some((figure, at) => place.children[at] !== figure) || place.children.length !== shown.length) fill(place, ...shown);
+}
+
+/** @param {string} title */
+function newFigure(title) {
+  return el("figure", { "data-name": title }, el("figcaption", {}, title), el("div", { class: "drawing" }),
+    el("p", { class: "quiet" }), el("details", { class: "table" }, el("summary", {}, "The same as numbers")));
+}
