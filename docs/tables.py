@@ -26,6 +26,10 @@ from stratagem.common.job.evaluation.followed_metric import StopSpec
 from stratagem.common.job.interval import Every
 from stratagem.common.job.objective.built_in_names import LOSSES, METRICS
 from stratagem.common.job.objective.turns_section import TurnSpec
+from stratagem.common.job.optimizer.hyperparameter_schedule import (
+    HyperparameterSchedule,
+    SettingSpec,
+)
 from stratagem.common.job.optimizer.optimizer_section import (
     GroupSpec,
     OptimizerSpec,
@@ -79,6 +83,8 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         phases_section.PredictorSpec,
         phases_section.AdaptationSpec,
         sections.PartitionSpec,
+        HyperparameterSchedule,
+        SettingSpec,
     )
 }
 STRATEGY_OBJECTS: Mapping[str, tuple[type[DocumentValue], ...]] = {

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from stratagem.client.cli.tables import print_status, to_json
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import JobSpec, member_job, with_fields
 from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.strategies.population.evolution import donors, draw, explored, stream
-from stratagem.coordinator.strategies.population.population_run import member_job
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.stream_dataset import StreamDataset

@@ -150,6 +150,15 @@ def with_turns(job: Job) -> Job:
     return {key: value for key, value in {**job, **sections}.items() if value is not None}
 
 
+SETTINGS: Job = {
+    "settings": [
+        {"from_step": 0, "seed": 5, "params": {"optimizer.lr": 0.1}},
+        {"from_step": 4, "seed": 6, "params": {"optimizer.lr": 0.3}},
+        {"from_step": 6, "seed": 7, "params": {"model.kwargs.dropout": 0.4}},
+    ],
+    "last_step": 10,
+}
+
 JOBS: dict[str, Job] = {
     "Local": crash_job(LOCAL),
     # Its metrics are shared: three of the four members have batches.
@@ -192,6 +201,7 @@ JOBS: dict[str, Job] = {
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))
     | {"search_space": {"turns.d.optimizer.lr": {"low": 0.001, "high": 0.1, "scale": "log"}}},
     "Population": population(data_parallel("AllReduce", 2)),
+    "Scheduled": crash_job(ALL_REDUCE) | {"hyperparameter_schedule": SETTINGS},
     # 10 million weights: more than one piece of the spool.
     "FedAvg-large": crash_job(federated(rounds=1), model="wide", width=600_000),
 }

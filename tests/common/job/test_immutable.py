@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job import JobSpec, entry_points, with_fields
+from stratagem.common.job import JobSpec, entry_points, member_job, with_fields
 from stratagem.common.schema.field_types import Kwargs
 from stratagem.common.schema.frozen import FrozenDict, FrozenList, frozen, thawed
 from stratagem.common.strategy import Custom, Strategy, describe
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.population.evolution import draw, explored, stream
-from stratagem.coordinator.strategies.population.population_run import member_job, space_of, spec_of
+from stratagem.coordinator.strategies.population.population_run import space_of, spec_of
 from tests.common.strategy.strategies import json_values
 
 pytestmark = pytest.mark.core

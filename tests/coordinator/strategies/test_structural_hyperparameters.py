@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import JobSpec, member_job, with_fields
 from stratagem.common.job.search_section import read_short_form
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import ExploreStrategy, Perturbation, Resample
@@ -27,7 +27,6 @@ from stratagem.coordinator.strategies.population.evolution import draw, explored
 from stratagem.coordinator.strategies.population.population_run import (
     PopulationRun,
     form,
-    member_job,
 )
 from stratagem.coordinator.strategies.population.structural_hyperparameters import (
     known_structure,

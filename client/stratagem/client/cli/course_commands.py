@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,7 @@ from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.query_commands import connected
 from stratagem.client.cli.reporting import make_console
 from stratagem.client.course.population import Population
+from stratagem.client.course.replay import replayed
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.wording import values_text
@@ -44,20 +46,37 @@ def population(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(
+            "--schedule", metavar="FILE", help="Write a job that trains the winner again."
+        ),
+    ] = None,
 ) -> None:
     """Show the generations of a population, and its winner.
 
     The lineage names, generation by generation, the member whose state the winner's comes from; the
     schedule all hyperparameters that this state was trained with.
+
+    --schedule writes it as a job without a population: `stratagem run FILE` ends with the winner's
+    state, to the bit. A FILE.json is JSON, any other YAML.
     """
     with connected(coordinator, proof) as client:
-        found = client.get(run_id).population()
+        run = client.get(run_id)
+        found = run.population()
         if not found.generations:
             raise NotFoundError(f"run {run_id} is no population, or has not begun")
+        if schedule is not None:
+            document = replayed(found, run.status().job).document()
+            is_json = schedule.suffix == ".json"
+            text = json.dumps(document) if is_json else yaml.safe_dump(document, sort_keys=False)
+            schedule.write_text(text, encoding="utf-8")
         if form is Format.JSON:
             print(json.dumps(_as_json(found), allow_nan=False))
         else:
             _print(make_console(), found)
+            if schedule is not None:
+                print_line(make_console(), f"schedule written to {schedule}")
 
 
 def _print(console: Console, found: Population) -> None:

@@ -117,11 +117,18 @@ class Population:
 
         What it has copied is its past, too. generation: as in `lineage`.
         """
+        return tuple((each.from_step, each.params) for each in self.past(member, generation))
+
+    def past(self, member: int, generation: int | None = None) -> tuple[Ancestor, ...]:
+        """Return the stretches of a member's past in which it was trained under one setting.
+
+        generation: as in `lineage`.
+        """
         past = self._found(member, generation).past
         return tuple(
-            (each.from_step, each.params)
+            each
             for before, each in zip((None, *past), past, strict=False)
-            if before is None or before.member != each.member
+            if before is None or (before.member, before.params) != (each.member, each.params)
         )
 
     def _found(self, member: int, generation: int | None) -> MemberInGeneration:

@@ -3,7 +3,14 @@
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression_section import CompressionSpec
-from stratagem.common.job.derived_jobs import entry_points, entry_points_by_field, with_fields
+from stratagem.common.job.derived_jobs import (
+    entry_points,
+    entry_points_by_field,
+    member_job,
+    scheduled_job,
+    seed_of,
+    with_fields,
+)
 from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.initial_state import InitialSpec
 from stratagem.common.job.interval import Every
@@ -65,6 +72,9 @@ __all__ = [
     "entry_points",
     "entry_points_by_field",
     "load_job",
+    "member_job",
     "parse_yaml",
+    "scheduled_job",
+    "seed_of",
     "with_fields",
 ]

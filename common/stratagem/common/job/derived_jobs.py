@@ -1,10 +1,15 @@
 """Derives values from a job: other jobs with some fields set, the code that it names."""
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job.optimizer.hyperparameter_schedule import SettingSpec
 from stratagem.common.job.spec import JobSpec
+from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import JSON
+from stratagem.common.strategy import Federated, Local, PopulationBased, dump_strategy
 from stratagem.common.strategy.search_space import Categorical, Ordinal, plain
 
 
@@ -35,6 +40,41 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
         else:
             place[last] = value
     return JobSpec.parse(document)
+
+
+def seed_of(name: str) -> int:
+    """Return the seed, which torch takes, of the part of a job with this name: seeds of different
+    names are independent."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+
+
+def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec:
+    """Return the job of a population's member: the run's job with its hyperparameters and a seed of
+    its own."""
+    spec, per_generation = job.strategy, job.steps_per_generation or 1
+    assert isinstance(spec, PopulationBased)
+    inner = spec.options.inner or Local()
+    total = spec.generations * per_generation
+    fields: dict[str, JSON] = {
+        "search_space": None,
+        "steps_per_generation": None,
+        "strategy": dump_strategy(inner),
+        "seed": seed_of(f"member/{job.seed}/{member}"),
+    }
+    if isinstance(inner, Federated):
+        fields["strategy"] = dump_strategy(replace(inner, rounds=total))
+        fields["evaluation.every"] = f"{per_generation} rounds"
+    else:
+        fields["steps"] = total
+        fields["evaluation.every"] = fields["checkpoint.every"] = f"{per_generation} steps"
+    return with_fields(job, {**fields, **params})
+
+
+def scheduled_job(job: JobSpec, setting: SettingSpec) -> JobSpec:
+    """Return what a job with a schedule of hyperparameters is while one setting holds: a job
+    without."""
+    own: dict[str, JSON] = {"hyperparameter_schedule": None, "seed": setting.seed}
+    return with_fields(job, {**own, **thawed(setting.params)})
 
 
 def _named(items: list[JSON], name: str) -> JSON:
@@ -81,8 +121,14 @@ def entry_points_by_field(job: JobSpec) -> dict[str, str]:
 
 
 def _drawn(job: JobSpec) -> dict[str, str | None]:
-    """The entry points that the members of a population may have, by where they are listed."""
+    """The entry points that the members of a population may have, and the settings of a schedule,
+    by where they are listed."""
     found: dict[str, str | None] = {}
+    schedule = job.hyperparameter_schedule
+    for place, setting in enumerate(schedule.settings if schedule else ()):
+        for path, value in setting.params.items():
+            if path.endswith(".entrypoint"):
+                found[f"hyperparameter_schedule.settings[{place}].params.{path}"] = str(value)
     for dimension in map(plain, job.search_space.dimensions if job.search_space else ()):
         if dimension.name.endswith(".entrypoint") and isinstance(dimension, Categorical | Ordinal):
             for place, name in enumerate(dimension.choices):

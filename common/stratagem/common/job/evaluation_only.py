@@ -27,6 +27,7 @@ _OF_TRAINING: Final = {
     "partition": "there are no clients to divide the rows among",
     "search_space": "there is nothing to tune",
     "steps_per_generation": "there are no steps",
+    "hyperparameter_schedule": "there are no steps",
 }
 
 

@@ -23,6 +23,10 @@ from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
 from stratagem.common.job.objective.step_checks import check_objective
 from stratagem.common.job.objective.turns_section import TurnSpec, check_turns
+from stratagem.common.job.optimizer.hyperparameter_schedule import (
+    HyperparameterSchedule,
+    check_schedule,
+)
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
@@ -81,8 +85,10 @@ class JobSpec(Section):
     A job whose execution computes no gradients trains nothing: it evaluates one state, has no
     optimizer, and its batches are those of the evaluation. step: an entry point (model, batch) that
     computes what is minimised, in place of loss; predict: one that returns (output, target) for
-    metrics; turns: several optimizers, which take turns within each step. placement_timeout_s: how
-    long the run may be without workers before it fails; no limit unless set.
+    metrics; turns: several optimizers, which take turns within each step. hyperparameter_schedule:
+    fields that change during the training, such as those of a population's winner.
+    placement_timeout_s: how long the run may be without workers before it fails; no limit unless
+    set.
     """
 
     name: Name
@@ -114,6 +120,7 @@ class JobSpec(Section):
     partition: PartitionSpec | None = None
     search_space: SearchSpaceField | None = None
     steps_per_generation: Count | None = None
+    hyperparameter_schedule: HyperparameterSchedule | None = None
     retention: Count = 2
     recording: RecordingSpec | None = None
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
@@ -152,6 +159,7 @@ class JobSpec(Section):
                 *_federated_only(self),
                 *_population_only(self),
                 *_units(self),
+                *check_schedule(self, _num_steps(self)),
                 *check_resumed(self.initial, self.strategy, _num_steps(self)),
                 *check_followed(self.strategy, self.evaluation, _plateau(self)),
                 *_graph_strategy(self),

@@ -17,6 +17,7 @@ GROUP = "stratagem.strategies"
 
 SILOS = "FederatedSilos"
 EVALUATION = "Evaluation"
+SCHEDULED = "Scheduled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,13 @@ class Strategies:
 def _name_of(job: JobSpec) -> str:
     """Return the name that a job's strategy has here: for Custom its coordinator's.
 
-    Federated clients that are parties of their own have an implementation of its own, and so has
-    every job that trains nothing.
+    Federated clients that are parties of their own have an implementation of its own, and so have
+    jobs whose hyperparameters change by step, and those that train nothing.
     """
     if _is_evaluated_in_shares(job):
         return EVALUATION
+    if job.hyperparameter_schedule is not None:
+        return SCHEDULED
     strategy = job.strategy
     if isinstance(strategy, Federated) and strategy.options.inner not in (None, Local()):
         return SILOS

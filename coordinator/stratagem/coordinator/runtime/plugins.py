@@ -12,9 +12,15 @@ import structlog
 
 from stratagem.common.base.exception_text import told
 from stratagem.coordinator.core.strategy_contract import VERSION, Strategy
-from stratagem.coordinator.core.strategy_table import EVALUATION, GROUP, SILOS, Strategies
+from stratagem.coordinator.core.strategy_table import (
+    EVALUATION,
+    GROUP,
+    SCHEDULED,
+    SILOS,
+    Strategies,
+)
 from stratagem.coordinator.strategies.federated import federated, silos
-from stratagem.coordinator.strategies.population import population
+from stratagem.coordinator.strategies.population import population, scheduled
 from stratagem.coordinator.strategies.synchronous import (
     data_parallel,
     evaluation_run,
@@ -30,6 +36,7 @@ BUILT_IN = Strategies(
         "ModelParallel": model_parallel.STRATEGY,
         "PopulationBased": population.STRATEGY,
         EVALUATION: evaluation_run.STRATEGY,
+        SCHEDULED: scheduled.STRATEGY,
         SILOS: silos.STRATEGY,
     }
 )

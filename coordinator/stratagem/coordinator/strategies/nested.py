@@ -5,7 +5,6 @@ decisions and effects, and lets each go as far as its horizon, in segments. What
 settle by itself (its failure, what follows when it has reached the horizon) is decided outside.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -55,12 +54,6 @@ def check_inside(child_job: Callable[[], JobSpec], strategies: Strategies) -> li
         return [Violation("strategy.options.inner", f"its job would be invalid: {reasons}")]
     inner = "strategy.options.inner"
     return [replace(v, field=v.field.replace("strategy", inner, 1)) for v in violations]
-
-
-def seed_of(name: str) -> int:
-    """Return the seed, which torch takes, of the child of this name: seeds of different names are
-    independent."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 
 
 def begin(party: Party, job: JobSpec, horizon: int, strategies: Strategies) -> Child:

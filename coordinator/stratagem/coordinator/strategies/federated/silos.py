@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import RunId, child_party
-from stratagem.common.job import GroupSpec, JobSpec, OptimizerSpec, ScheduleSpec, with_fields
+from stratagem.common.job import (
+    GroupSpec,
+    JobSpec,
+    OptimizerSpec,
+    ScheduleSpec,
+    seed_of,
+    with_fields,
+)
 from stratagem.common.job.optimizer.optimizer_section import UpdateRuleSpec
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
@@ -114,7 +121,7 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
         "weight_average": None,
         "epochs": epochs,
         "checkpoint.every": f"{epochs} epochs",
-        "seed": nested.seed_of(f"silo/{job.seed}/{client}/{round_num}"),
+        "seed": seed_of(f"silo/{job.seed}/{client}/{round_num}"),
     }
     if job.initial is not None and job.initial.resume:
         fields["initial"] = None  # its step is the federation's, and no silo's

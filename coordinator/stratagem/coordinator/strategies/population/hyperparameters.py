@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.job import JobSpec, check_optimizer
+from stratagem.common.job import JobSpec, check_optimizer, member_job
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy.search_space import (
     Categorical,
@@ -27,7 +27,7 @@ from stratagem.coordinator.strategies.population.evolution import (
     draw,
     stream,
 )
-from stratagem.coordinator.strategies.population.population_run import member_job, space_of
+from stratagem.coordinator.strategies.population.population_run import space_of
 from stratagem.coordinator.strategies.population.structural_hyperparameters import (
     BY_DEFINITION,
     spread,
@@ -66,7 +66,9 @@ def check_params(job: JobSpec) -> list[Violation]:
     space = space_of(job)
     names = [plain(dimension).name for dimension in space.dimensions]
     violations = [
-        violation for name in (*names, *space.frozen) for violation in _check_name(job, name)
+        violation
+        for name in (*names, *space.frozen)
+        for violation in check_name(job, name, "search_space")
     ]
     if violations:
         return violations
@@ -82,8 +84,9 @@ def check_params(job: JobSpec) -> list[Violation]:
     ]
 
 
-def _check_name(job: JobSpec, name: str) -> Iterator[Violation]:
-    where = f"search_space.{name}"
+def check_name(job: JobSpec, name: str, section: str) -> Iterator[Violation]:
+    """Yield why a field of the job cannot be another one for a state that goes on."""
+    where = f"{section}.{name}"
     if name.startswith(_PREFIXES) or _is_of_a_turn(job, name):
         return
     if not name.startswith(_PHASES):

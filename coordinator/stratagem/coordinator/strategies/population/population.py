@@ -17,7 +17,7 @@ from itertools import chain
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.wording import counted, values_text
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, member_job
 from stratagem.common.strategy import Federated, PopulationBased
 from stratagem.coordinator.core.effects import Build, Effect
 from stratagem.coordinator.core.facts import (
@@ -50,7 +50,6 @@ from stratagem.coordinator.strategies.population.population_run import (
     formed,
     inner_of,
     is_scored,
-    member_job,
     rejected,
     space_of,
     spec_of,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from stratagem.common.base.ids import Party, child_party
-from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job import JobSpec, member_job
 from stratagem.common.schema.json_text import JSON
-from stratagem.common.strategy import Federated, Local, PopulationBased, Strategy, dump_strategy
+from stratagem.common.strategy import Federated, Local, PopulationBased, Strategy
 from stratagem.common.strategy.search_space import SearchSpace
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import (
@@ -100,26 +100,6 @@ def inner_of(job: JobSpec) -> Strategy:
 def _segments(job: JobSpec) -> int:
     """Return the segments of one generation: a federated member commits every round."""
     return (job.steps_per_generation or 1) if isinstance(inner_of(job), Federated) else 1
-
-
-def member_job(job: JobSpec, member: int, params: Mapping[str, JSON]) -> JobSpec:
-    """Return the job of a member: the run's job with its hyperparameters and a seed of its own."""
-    spec, per_generation = spec_of(job), job.steps_per_generation or 1
-    inner = inner_of(job)
-    total = spec.generations * per_generation
-    fields: dict[str, JSON] = {
-        "search_space": None,
-        "steps_per_generation": None,
-        "strategy": dump_strategy(inner),
-        "seed": nested.seed_of(f"member/{job.seed}/{member}"),
-    }
-    if isinstance(inner, Federated):
-        fields["strategy"] = dump_strategy(replace(inner, rounds=total))
-        fields["evaluation.every"] = f"{per_generation} rounds"
-    else:
-        fields["steps"] = total
-        fields["evaluation.every"] = fields["checkpoint.every"] = f"{per_generation} steps"
-    return with_fields(job, {**fields, **params})
 
 
 # ---- decisions ----

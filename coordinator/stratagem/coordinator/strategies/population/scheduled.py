@@ -1,0 +1,133 @@
+"""A job whose hyperparameters and seed change by step, as those of a population's winner did.
+
+One party, the run's own, is trained by the job's strategy. Where a setting ends, the party goes on
+from the state that it has just committed, under the job of the next setting: as a member does that
+copies a state. What it trains is the same as that member's, to the bit. This follows from the
+facts of the party; there are none of its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.ids import Party
+from stratagem.common.base.wording import counted
+from stratagem.common.job import JobSpec, check_optimizer, scheduled_job
+from stratagem.common.job.optimizer.hyperparameter_schedule import HyperparameterSchedule
+from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.facts import Fact, RunCompleted
+from stratagem.coordinator.core.state import World
+from stratagem.coordinator.core.strategy_contract import VERSION, Child, Status, Strategy
+from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.population.hyperparameters import check_name
+from stratagem.coordinator.strategies.population.structural_hyperparameters import BY_DEFINITION
+from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+
+_SECTION = "hyperparameter_schedule"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRun:
+    """The run value: the party, and which setting it trains with."""
+
+    child: Child
+    setting: int = 0
+
+
+def _schedule(job: JobSpec) -> HyperparameterSchedule:
+    assert job.hyperparameter_schedule is not None
+    return job.hyperparameter_schedule
+
+
+def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
+    """Refuse settings that make no job, and those that a state cannot go on under."""
+    violations: list[Violation] = []
+    first = _schedule(job).settings[0]
+    for place, setting in enumerate(_schedule(job).settings):
+        where = f"{_SECTION}.settings[{place}].params"
+        for name, value in setting.params.items():
+            violations += check_name(job, name, where)
+            if name in BY_DEFINITION and value != first.params.get(name):
+                text = "must be that of the first setting: it decides what the optimizer keeps"
+                violations.append(Violation(f"{where}.{name}", text))
+        if not violations:
+            violations += _objections(job, place)
+    return violations or nested.check(scheduled_job(job, first), strategies)
+
+
+def _objections(job: JobSpec, place: int) -> Iterator[Violation]:
+    """Yield what is wrong with the job of a setting."""
+    where = f"{_SECTION}.settings[{place}].params"
+    try:
+        own = scheduled_job(job, _schedule(job).settings[place])
+    except InvalidInputError as error:
+        yield Violation(where, "; ".join(str(each) for each in error.violations) or str(error))
+        return
+    for spec in own.optimizers().values():
+        yield from (Violation(where, str(each)) for each in check_optimizer(spec))
+        if spec.plateau is not None:
+            yield Violation(where, "plateau is not allowed: it is followed under one setting only")
+
+
+def begin(job: JobSpec, party: Party, strategies: Strategies) -> ScheduledRun:
+    """Return the run before anything has happened."""
+    own = scheduled_job(job, _schedule(job).settings[0])
+    return ScheduledRun(nested.begin(party, own, _horizon(job, 0), strategies))
+
+
+def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fact | None:
+    """Return the party's own decision, and the end behind the last setting."""
+    if nested.is_at_horizon(value.child):
+        committed = nested.progress(value.child).committed
+        assert committed is not None
+        unit = "round" if isinstance(job.strategy, Federated) else "step"
+        return RunCompleted(reason=f"{counted(committed.step, unit)} committed")
+    child = value.child
+    return child.strategy.decide(child.job, child.value, world, now_s)
+
+
+def transition(job: JobSpec, value: ScheduledRun, fact: Fact, now_s: float) -> ScheduledRun:
+    """Fold a fact of the party, and let it go on under the next setting where one has ended."""
+    value = replace(value, child=nested.transition(value.child, fact, now_s))
+    following = value.setting + 1
+    if following == len(_schedule(job).settings) or not nested.is_at_horizon(value.child):
+        return value
+    own = scheduled_job(job, _schedule(job).settings[following])
+    latest = nested.progress(value.child)
+    assert latest.committed is not None
+    # Where rows come as a stream, the place in it is one of the seed before.
+    base = replace(latest.committed, streams="")
+    horizon = _horizon(job, following)
+    child = nested.rebased(value.child, own, base, latest.num_rows, horizon)
+    return ScheduledRun(child, following)
+
+
+def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
+    """Return the party's status; the training ends where the schedule does."""
+    child = value.child
+    shown = child.strategy.status(child.job, child.value, world)
+    if not shown.num_segments:
+        return shown
+    last, ends = len(_schedule(job).settings) - 1, _schedule(job).ends(shown.num_steps)
+    return replace(shown, num_steps=ends[-1], num_segments=_horizon(job, last))
+
+
+def _horizon(job: JobSpec, setting: int) -> int:
+    """Return the segment with which a setting ends; the job says that without its rows."""
+    plain = scheduled_job(job, _schedule(job).settings[setting])
+    segments = schedule_of(plain, {"train": 0})
+    return 1 + segments.ends().index(_schedule(job).ends(segments.num_steps)[setting])
+
+
+STRATEGY = Strategy(
+    version=VERSION,
+    check=check,
+    init=begin,
+    decide=decide,
+    transition=transition,
+    reject_reason=lambda _job, value, fact: nested.reject_reason(value.child, fact),
+    pending=lambda run_id, _job, value, _horizon: nested.pending(run_id, value.child),
+    status=status,
+    children=lambda value: (value.child,),
+)
