@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from stratagem.client.dashboard.page_app import drawn
 from stratagem.client.dashboard.page_rules import CONTENT_POLICY
 from stratagem.client.dashboard.page_server import PageOptions, PageServer
+from stratagem.client.report.run_values import ReportedRun
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe.run_logs import RunLogLine
@@ -88,6 +90,34 @@ def test_it_says_what_the_client_says(at: PageRig) -> None:
     assert indices("&newest&limit=3") == every[:-4:-1]
     assert indices(f"&newest&limit=3&before={every[-3]}") == every[-4:-7:-1]
     assert indices("&kinds=RunCancelled,RunSubmitted")[0] == 0
+
+
+def test_pictures_are_drawn_once_for_all_tabs_until_something_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawings: list[int] = []
+
+    def counted(run: ReportedRun, width: int) -> str:
+        drawings.append(run.course.num_events)
+        return drawn(run, width)
+
+    monkeypatch.setattr("stratagem.client.dashboard.page_app.drawn", counted)
+    with rig(tmp_path, operates=True) as at:
+        at.submit("r-1")
+        at.client.get("r-1").cancel()
+        browser, path = enter(at), "/api/panels?run=r-1&width=400"
+        first = browser.get(path).body
+        assert [browser.get(path).body for _ in range(3)] == [first] * 3
+        assert len(drawings) == 1
+        at.client.get("r-1").resume()
+        at.client.get("r-1").cancel()
+        assert browser.get(path).status == 200
+        assert drawings[1] == len(at.client.get("r-1").events()) > drawings[0]
+        at.client.get("r-1").delete()
+        assert browser.get(path).status == 404
+        at.submit("r-1", seed=2)  # another run of this name
+        assert browser.get(path).status == 200
+        assert drawings[-1] == len(at.client.get("r-1").events()) < drawings[1]
 
 
 def test_lines_of_a_log_cannot_move_the_cursor(at: PageRig) -> None:

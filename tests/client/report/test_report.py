@@ -73,7 +73,7 @@ def reported(run_id: str, **changes: Any) -> ReportedRun:
         reproducible=True,
         submitted_by="client alice",
     )
-    return ReportedRun(replace(status, **changes), events)
+    return ReportedRun.of(replace(status, **changes), events)
 
 
 class Tags(HTMLParser):
@@ -143,7 +143,7 @@ def test_what_others_have_named_is_never_markup() -> None:
     hostile = [replace(event, sentence=HOSTILE) for event in golden("golden-population")]
     job = {**run.job, "name": HOSTILE, "evaluation": {"split": HOSTILE, "best": HOSTILE}}
     changes = {"job": job, "name": HOSTILE, "error": error, "reason": HOSTILE}
-    shown = ReportedRun(reported("golden-population", **changes).status, hostile)
+    shown = ReportedRun.of(reported("golden-population", **changes).status, hostile)
     for text in (page(shown, HOSTILE), run_html(shown), Listed(hostile)._repr_html_()):
         assert not re.search(r"<script|[\x00-\x08\x0b-\x1f\u202e]", text)
         Tags(text)
@@ -285,4 +285,4 @@ def test_an_interrupt_ends_the_showing_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_events_of_newer_versions_are_left_out() -> None:
     run = reported("golden-allreduce")
     newer = Event(99, run.events[-1].time_s, "SomethingNew", "new", {"a": 1}, Phase.COMPLETED)
-    page(ReportedRun(run.status, [*run.events, newer]), MADE_AT)
+    page(ReportedRun.of(run.status, [*run.events, newer]), MADE_AT)

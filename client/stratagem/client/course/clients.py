@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.client.course.payloads import party_of
-from stratagem.client.course.rounds import ClientInRound, ClientState, Round, rounds
+from stratagem.client.course.rounds import ClientInRound, ClientState, Round, RoundsFolding
 from stratagem.client.course.shapes import EventLike
 
 
@@ -39,19 +39,26 @@ class FederatedClient:
 
 def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClient, ...]:
     """Return the clients of a federation, in order; empty for other runs."""
-    listed = list(events)
-    roster: dict[int, tuple[str, tuple[str, ...]]] = {}
-    for event in listed:
+    folding, roster = RoundsFolding(party), dict[int, Home]()
+    for event in events:
+        folding.fold(event)
         if event.kind == "RosterFormed" and party_of(event) == party:
-            for each in event.payload["clients"]:
-                roster[each["client"]] = (each["worker_id"], tuple(each.get("tags", ())))
-    return of_rounds(rounds(listed, party), roster)
+            roster |= homes(event)
+    return of_rounds(folding.rounds, roster)
 
 
-def of_rounds(
-    found: Sequence[Round], roster: Mapping[int, tuple[str, tuple[str, ...]]]
-) -> tuple[FederatedClient, ...]:
-    """Return the clients of these rounds and of a roster: where each lives, and its tags."""
+Home = tuple[str, tuple[str, ...]]
+"""The worker that a client lives on, and its tags."""
+
+
+def homes(event: EventLike) -> dict[int, Home]:
+    """Return the clients that a RosterFormed names."""
+    listed = event.payload["clients"]
+    return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
+
+
+def of_rounds(found: Sequence[Round], roster: Mapping[int, Home]) -> tuple[FederatedClient, ...]:
+    """Return the clients of these rounds and of a roster."""
     seen: dict[int, list[ClientInRound]] = {client: [] for client in roster}
     for each in found:
         for client in each.clients:
@@ -60,9 +67,7 @@ def of_rounds(
     return tuple(_client(number, seen[number], roster.get(number)) for number in sorted(seen))
 
 
-def _client(
-    number: int, seen: Sequence[ClientInRound], home: tuple[str, tuple[str, ...]] | None
-) -> FederatedClient:
+def _client(number: int, seen: Sequence[ClientInRound], home: Home | None) -> FederatedClient:
     states = Counter(each.state for each in seen)
     trained = [each for each in seen if each.num_samples]
     rejected = [each for each in seen if each.state is ClientState.REJECTED]

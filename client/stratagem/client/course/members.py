@@ -36,35 +36,59 @@ def members(events: Iterable[EventLike]) -> tuple[MemberInterval, ...]:
 
     An interval goes on where the next membership has the same process.
     """
-    ended: list[MemberInterval] = []
-    open_: dict[tuple[str, str, str], MemberInterval] = {}
-    died: dict[tuple[str, str], Mapping[str, Any]] = {}
+    folding = MembersFolding()
     for event in events:
-        fact, party = event.payload, party_of(event)
+        folding.fold(event)
+    return folding.intervals
+
+
+class MembersFolding:
+    """Who was a member when, while the events of a run are read."""
+
+    def __init__(self) -> None:
+        self._ended: list[MemberInterval] = []
+        self._open: dict[str, dict[tuple[str, str], MemberInterval]] = {}
+        """By party, then by worker and incarnation."""
+        self._died: dict[tuple[str, str], Mapping[str, Any]] = {}
+
+    @property
+    def intervals(self) -> tuple[MemberInterval, ...]:
+        """Return the intervals so far, in order of their beginning."""
+        found = (
+            *self._ended,
+            *(each for of_one in self._open.values() for each in of_one.values()),
+        )
+        return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
+
+    def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
         match event.kind:
             case "ProcessDied":
-                member = fact["member"]
-                died[member["worker_id"], member["incarnation"]] = fact
+                member = event.payload["member"]
+                self._died[member["worker_id"], member["incarnation"]] = event.payload
             case "MembersFormed":
-                now = _of_membership(event)
-                for key in list(open_):
-                    if key in now:
-                        del now[key]
-                    elif key[0] == party:
-                        ended.append(_ended(open_.pop(key), event.time_s, fact["reason"], died))
-                open_ |= now
+                party, now = party_of(event), _of_membership(event)
+                before = self._open.get(party, {})
+                self._end(
+                    party, [key for key in before if key not in now], event, event.payload["reason"]
+                )
+                self._open[party] = {**before, **{k: v for k, v in now.items() if k not in before}}
             case kind if kind in _ENDS:
-                for known in open_.values():
-                    ended.append(_ended(known, event.time_s, event.sentence, died))
-                open_ = {}
-    found = (*ended, *open_.values())
-    return tuple(sorted(found, key=lambda each: (each.began_s, each.party, each.rank)))
+                for party in list(self._open):
+                    self._end(party, list(self._open[party]), event, event.sentence)
+
+    def _end(
+        self, party: str, keys: Iterable[tuple[str, str]], event: EventLike, reason: str
+    ) -> None:
+        for key in keys:
+            interval = self._open[party].pop(key)
+            self._ended.append(_ended(interval, event.time_s, reason, self._died))
 
 
-def _of_membership(event: EventLike) -> dict[tuple[str, str, str], MemberInterval]:
+def _of_membership(event: EventLike) -> dict[tuple[str, str], MemberInterval]:
     party = party_of(event)
     return {
-        (party, each["worker_id"], each["incarnation"]): MemberInterval(
+        (each["worker_id"], each["incarnation"]): MemberInterval(
             *(party, each["worker_id"], each["incarnation"], rank, event.time_s, None, ""),
             is_lost=False,
         )

@@ -5,12 +5,10 @@ Facts of a party below the root name its path; those of the root have "".
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from stratagem.client.course.shapes import EventLike
-
-Item = TypeVar("Item")
 
 
 def number(value: Any) -> float:
@@ -38,12 +36,6 @@ def undone_from(event: EventLike) -> int | None:
         return None
     segment = event.payload.get("from_segment")
     return None if segment is None else int(segment)
-
-
-def kept(items: Iterable[Item], event: EventLike, place: Callable[[Item], int]) -> list[Item]:
-    """Return the items that the event does not undo, by the segment of each."""
-    last = undone_from(event)
-    return [item for item in items if last is None or place(item) <= last]
 
 
 def ended_by(status: Any) -> str:

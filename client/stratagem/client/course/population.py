@@ -149,20 +149,18 @@ def population(events: Iterable[EventLike], job: Mapping[str, Any]) -> Populatio
 
     job: of the run, as its status has it: it names the metric.
     """
-    folding = _Folding(Population(*_judged_by(job)))
+    folding = PopulationFolding(job)
     for event in events:
         folding.fold(event)
-    last = (job.get("strategy") or {}).get("generations") or len(folding.found)
-    begun = min(last, len(folding.found))  # none follows the last one
-    generations = (_generation(number, folding) for number in range(1, begun + 1))
-    return replace(folding.whole, generations=tuple(generations))
+    return folding.population
 
 
-class _Folding:
+class PopulationFolding:
     """What is known while the events of a population are read."""
 
-    def __init__(self, whole: Population) -> None:
-        self.whole = whole
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._last = (job.get("strategy") or {}).get("generations")
+        self.whole = Population(*_judged_by(job))
         self.found: list[dict[int, MemberInGeneration]] = []
         """By generation from 1 on, then by member."""
         self.closed: dict[int, Mapping[str, Any]] = {}
@@ -171,7 +169,15 @@ class _Folding:
         self.steps: dict[str, int] = {}
         """Of the newest commit, by party."""
 
+    @property
+    def population(self) -> Population:
+        """Return the generations that have begun."""
+        begun = min(self._last or len(self.found), len(self.found))  # none follows the last one
+        generations = (_generation(number, self) for number in range(1, begun + 1))
+        return replace(self.whole, generations=tuple(generations))
+
     def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
         fact = event.payload
         match event.kind:
             case "PopulationFormed":
@@ -228,7 +234,7 @@ class _Folding:
         return self.found[self.newest[member] - 1][member].past
 
 
-def _generation(number: int, folding: _Folding) -> Generation:
+def _generation(number: int, folding: PopulationFolding) -> Generation:
     members = folding.found[number - 1]
     closed = folding.closed.get(number, {})
     in_order = tuple(members[member] for member in sorted(members))

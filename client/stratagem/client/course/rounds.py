@@ -1,12 +1,12 @@
 """The rounds of a federated run: who was asked, who answered, who came late, and with what loss."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
-from stratagem.client.course.payloads import kept, number, numbers, party_of
+from stratagem.client.course.payloads import number, numbers, party_of, undone_from
 from stratagem.client.course.shapes import EventLike
 
 
@@ -79,60 +79,159 @@ def rounds(events: Iterable[EventLike], party: str = "") -> tuple[Round, ...]:
 
     What a resumption from an earlier commit has undone is left out.
     """
-    found: list[Round] = []
+    folding = RoundsFolding(party)
     for event in events:
-        found = kept(found, event, lambda each: each.number)
-        if party_of(event) == party:
-            _fold(found, event)
-    return tuple(found)
+        folding.fold(event)
+    return folding.rounds
 
 
-def _fold(found: list[Round], event: EventLike) -> None:
-    fact = event.payload
-    match event.kind:
-        case "ClientsSelected":
-            _select(found, event)
-        case "ClientsAssigned":
-            for each in fact["assignments"]:
-                member = each["member"] or {}
-                changes = {"worker_id": str(member.get("worker_id", ""))}
-                _change(found, fact, each["client"], assigned_s=event.time_s, **changes)
-        case "UpdateReceived":
-            _change(
-                *(found, fact, fact["client"]),
-                state=ClientState.DONE,
-                loss=number(fact["loss"]),
-                num_samples=fact["num_samples"],
-                seconds=number(fact["seconds"]),
-                sent_bytes=(fact.get("traffic") or {}).get("sent_bytes", 0),
-                answered_s=event.time_s,
-                cause="",
-                reason="",
-            )
-        case "UpdateRejected":
-            state, cause = ClientState.REJECTED, str(fact.get("cause", "unknown"))
-            why = {"cause": cause, "reason": str(fact["reason"])}
-            _change(found, fact, fact["client"], state=state, answered_s=event.time_s, **why)
-        case "RoundWaits":
-            for client in fact.get("asked_again", ()):
-                _change(found, fact, client, state=ClientState.SELECTED)
-        case "RoundClosed":
-            _close(found, event)
-        case "SegmentCommitted" | "Evaluated":
-            _place(found, fact["segment"], metrics=numbers(fact.get("metrics")))
+class RoundsFolding:
+    """The rounds of one federation while the events of its run are read."""
+
+    def __init__(self, party: str = "") -> None:
+        self._party = party
+        self._found: list[Round] = []
+        """Their clients are those of the last time that they were asked for."""
+        self._own: list[dict[int, ClientInRound]] = []
+        """Of each round, the clients that were selected for it."""
+        self._stale: list[tuple[ClientInRound, ...]] = []
+        """Of each round, the clients of earlier ones that count in it."""
+        self._changed: set[int] = set()
+        """Places of rounds whose clients have changed since."""
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Return the rounds so far."""
+        for at in self._changed:
+            clients = (*self._own[at].values(), *self._stale[at])
+            in_order = tuple(sorted(clients, key=lambda each: each.client))
+            self._found[at] = replace(self._found[at], clients=in_order)
+        self._changed.clear()
+        return tuple(self._found)
+
+    def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
+        last = undone_from(event)
+        if last is not None:
+            self._keep(sum(each.number <= last for each in self._found))
+        if event.kind in _KINDS and party_of(event) == self._party:
+            self._take(event, event.payload)
+
+    def _take(self, event: EventLike, fact: Mapping[str, Any]) -> None:
+        match event.kind:
+            case "ClientsSelected":
+                self._select(event)
+            case "ClientsAssigned":
+                for each in fact["assignments"]:
+                    member = each["member"] or {}
+                    changes = {"worker_id": str(member.get("worker_id", ""))}
+                    self._change(fact, each["client"], assigned_s=event.time_s, **changes)
+            case "UpdateReceived":
+                self._change(
+                    *(fact, fact["client"]),
+                    state=ClientState.DONE,
+                    loss=number(fact["loss"]),
+                    num_samples=fact["num_samples"],
+                    seconds=number(fact["seconds"]),
+                    sent_bytes=(fact.get("traffic") or {}).get("sent_bytes", 0),
+                    answered_s=event.time_s,
+                    cause="",
+                    reason="",
+                )
+            case "UpdateRejected":
+                state, cause = ClientState.REJECTED, str(fact.get("cause", "unknown"))
+                why = {"cause": cause, "reason": str(fact["reason"])}
+                self._change(fact, fact["client"], state=state, answered_s=event.time_s, **why)
+            case "RoundWaits":
+                for client in fact.get("asked_again", ()):
+                    self._change(fact, client, state=ClientState.SELECTED)
+            case "RoundClosed":
+                self._close(event)
+            case "SegmentCommitted" | "Evaluated":
+                at = self._place(fact["segment"])
+                if at is not None:
+                    metrics = {**self._found[at].metrics, **numbers(fact.get("metrics"))}
+                    self._found[at] = replace(self._found[at], metrics=metrics)
+
+    def _keep(self, count: int) -> None:
+        """Forget all rounds but the first ones."""
+        del self._found[count:], self._own[count:], self._stale[count:]
+        self._changed = {at for at in self._changed if at < count}
+
+    def _select(self, event: EventLike) -> None:
+        fact = event.payload
+        num = fact["round_num"]
+        if self._found and self._found[-1].number >= num:
+            self._keep(sum(each.number < num for each in self._found))
+        begun = Round(
+            number=num,
+            began_s=event.time_s,
+            clients=(),
+            num_needed=fact.get("num_needed"),
+            deadline_s=_deadline(event),
+        )
+        self._found.append(begun)
+        selected = sorted(fact["clients"])
+        self._own.append({each: ClientInRound(each, ClientState.SELECTED) for each in selected})
+        self._stale.append(())
+        self._changed.add(len(self._found) - 1)
+
+    def _change(self, fact: Mapping[str, Any], client: int, **changes: Any) -> None:
+        """Change what is known of a client in the round that the fact names."""
+        at = self._place(fact["round_num"])
+        known = None if at is None else self._own[at].get(client)
+        if at is None or known is None:
+            return
+        closed = self._found[at].seconds is not None
+        if closed and changes.get("state") is ClientState.DONE:  # it came after the close
+            changes["state"] = ClientState.LATE
+        self._own[at][client] = replace(known, **changes)
+        self._changed.add(at)
+
+    def _close(self, event: EventLike) -> None:
+        fact = event.payload
+        at = self._place(fact["round_num"])
+        if at is None:
+            return
+        accepted = {each["client"]: each for each in fact["accepted"]}
+        own = {
+            each.client: _closed(each, accepted.get(each.client)) for each in self._own[at].values()
+        }
+        self._own[at] = own
+        self._stale[at] = tuple(
+            self._late(number, each) for number, each in accepted.items() if number not in own
+        )
+        counted = [
+            each for each in (*own.values(), *self._stale[at]) if each.state is ClientState.DONE
+        ]
+        self._found[at] = replace(
+            self._found[at],
+            seconds=event.time_s - self._found[at].began_s,
+            loss=mean_loss(counted),
+            reason=str(fact["reason"]),
+            metrics=numbers(fact.get("metrics")),
+        )
+        self._changed.add(at)
+
+    def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
+        """Return a client of an earlier round, whose update counts in the newest one."""
+        staleness = accepted.get("staleness", 0)
+        earlier = self._place(self._found[-1].number - staleness)
+        trained = None if earlier is None else self._own[earlier].get(client)
+        trained = trained or ClientInRound(client, ClientState.DONE)
+        samples = accepted["num_samples"]
+        return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
+
+    def _place(self, number: int) -> int | None:
+        """Return where the round of a number is, if it is known: rounds follow each other."""
+        at = number - self._found[0].number if self._found else -1
+        return at if 0 <= at < len(self._found) and self._found[at].number == number else None
 
 
-def _select(found: list[Round], event: EventLike) -> None:
-    fact = event.payload
-    clients = tuple(ClientInRound(each, ClientState.SELECTED) for each in sorted(fact["clients"]))
-    begun = Round(
-        number=fact["round_num"],
-        began_s=event.time_s,
-        clients=clients,
-        num_needed=fact.get("num_needed"),
-        deadline_s=_deadline(event),
-    )
-    found[:] = [each for each in found if each.number < begun.number] + [begun]
+_KINDS: Final = frozenset((
+    "ClientsSelected", "ClientsAssigned", "UpdateReceived", "UpdateRejected", "RoundWaits",
+    "RoundClosed", "SegmentCommitted", "Evaluated",
+))  # fmt: skip
 
 
 def _deadline(event: EventLike) -> float | None:
@@ -140,40 +239,6 @@ def _deadline(event: EventLike) -> float | None:
     this version tells the time by the same clock."""
     deadline_s, leader_s = event.payload.get("deadline_s"), getattr(event, "leader_s", 0.0)
     return deadline_s - leader_s if deadline_s is not None and leader_s else None
-
-
-def _change(found: list[Round], fact: Mapping[str, Any], client: int, **changes: Any) -> None:
-    """Change what is known of a client in the round that the fact names."""
-    at = _index(found, fact["round_num"])
-    if at is None:
-        return
-    closed = found[at].seconds is not None
-    if closed and changes.get("state") is ClientState.DONE:  # it came after the close
-        changes["state"] = ClientState.LATE
-    clients = tuple(
-        replace(each, **changes) if each.client == client else each for each in found[at].clients
-    )
-    found[at] = replace(found[at], clients=clients)
-
-
-def _close(found: list[Round], event: EventLike) -> None:
-    fact = event.payload
-    at = _index(found, fact["round_num"])
-    if at is None:
-        return
-    accepted = {each["client"]: each for each in fact["accepted"]}
-    clients = tuple(_closed(each, accepted.get(each.client)) for each in found[at].clients)
-    own = {each.client for each in clients}
-    stale = [_stale(found, number, each) for number, each in accepted.items() if number not in own]
-    counted = [each for each in (*clients, *stale) if each.state is ClientState.DONE]
-    found[at] = replace(
-        found[at],
-        clients=tuple(sorted((*clients, *stale), key=lambda each: each.client)),
-        seconds=event.time_s - found[at].began_s,
-        loss=mean_loss(counted),
-        reason=str(fact["reason"]),
-        metrics=numbers(fact.get("metrics")),
-    )
 
 
 def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> ClientInRound:
@@ -186,31 +251,8 @@ def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> Client
     return replace(client, state=ClientState.LATE)
 
 
-def _stale(found: Sequence[Round], client: int, accepted: Mapping[str, Any]) -> ClientInRound:
-    """Return a client of an earlier round, whose update counts in the newest one."""
-    staleness = accepted.get("staleness", 0)
-    earlier = _index(found, found[-1].number - staleness)
-    known = () if earlier is None else found[earlier].clients
-    trained = next((each for each in known if each.client == client), None)
-    trained = trained or ClientInRound(client, ClientState.DONE)
-    samples = accepted["num_samples"]
-    return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
-
-
 def mean_loss(clients: Iterable[ClientInRound]) -> float:
     """Return the mean loss of updates, weighted by their samples; NaN of none."""
     known = [(each.num_samples, each.loss) for each in clients if each.num_samples]
     samples = sum(num for num, _ in known)
     return sum(num * loss for num, loss in known) / samples if samples else math.nan
-
-
-def _place(found: list[Round], number: int, *, metrics: Mapping[str, float]) -> None:
-    at = _index(found, number)
-    if at is not None:
-        found[at] = replace(found[at], metrics={**found[at].metrics, **metrics})
-
-
-def _index(found: Sequence[Round], number: int) -> int | None:
-    """Return where the round of a number is, if it is known: rounds follow each other."""
-    at = number - found[0].number if found else -1
-    return at if 0 <= at < len(found) and found[at].number == number else None

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class EventLike(Protocol):
     """Something that has happened to a run; see Event of the SDK."""
@@ -43,3 +46,18 @@ class RunLike(Protocol):
     def commits(self) -> Sequence[CommitLike]: ...
     @property
     def job(self) -> Mapping[str, Any]: ...
+
+
+class SeriesLike(Protocol):
+    """Values of one series over the steps of a run; see StepSeries of the SDK."""
+
+    @property
+    def step(self) -> NDArray[np.int64]: ...
+    @property
+    def last(self) -> NDArray[np.float64]: ...
+    @property
+    def min(self) -> NDArray[np.float64]: ...
+    @property
+    def max(self) -> NDArray[np.float64]: ...
+    @property
+    def provisional(self) -> NDArray[np.bool_]: ...

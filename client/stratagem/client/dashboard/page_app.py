@@ -19,6 +19,7 @@ from stratagem.client.dashboard.page_rules import PageAddress
 from stratagem.client.dashboard.page_sessions import PageSessions
 from stratagem.client.dashboard.page_stream import TabStream
 from stratagem.client.dashboard.page_values import as_json
+from stratagem.client.dashboard.run_books import RunBooks
 from stratagem.client.pictures.drawing.colours import stylesheet
 from stratagem.client.report.panels import curve_panels, strategy_panels, time_line_panel
 from stratagem.client.report.run_values import ReportedRun
@@ -70,7 +71,7 @@ class Page:
 
     def __init__(self, settings: PageSettings, client: AsyncClient) -> None:
         self._settings, self._client = settings, client
-        self._watch = CoordinatorWatch(client)
+        self._watch, self._books = CoordinatorWatch(client), RunBooks(client)
 
     def app(self) -> PageGate:
         """Return the application, behind its gate."""
@@ -152,8 +153,8 @@ class Page:
     async def panels(self, request: Request) -> Response:
         """Return the pictures of a run, drawn for a width, each with the table of its numbers."""
         width = min(max(_number(request, "width", 720), MIN_WIDTH), MAX_WIDTH)
-        run = await self._client.get(request.query_params.get("run", ""))
-        return _json(await asyncio.to_thread(drawn, await run.shown(), width))
+        text = await self._books.drawn(request.query_params.get("run", ""), width, drawn)
+        return Response(text, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """Return events of a run: from one on, or the newest first, before one."""
@@ -202,11 +203,11 @@ class Page:
         return _json({})
 
 
-def drawn(run: ReportedRun, width: int) -> list[dict[str, Any]]:
+def drawn(run: ReportedRun, width: int) -> str:
     """Return the pictures of a run as the page takes them."""
     panels = [*curve_panels(run), *strategy_panels(run), time_line_panel(run)]
     pictures = [(panel, panel.draw(width)) for panel in panels]
-    return [
+    return as_json([
         {
             "title": panel.title,
             "note": panel.note,
@@ -215,7 +216,7 @@ def drawn(run: ReportedRun, width: int) -> list[dict[str, Any]]:
             "rows": picture.table.rows,
         }
         for panel, picture in pictures
-    ]
+    ])  # fmt: skip
 
 
 Handler = Callable[[Request], Awaitable[Response]]

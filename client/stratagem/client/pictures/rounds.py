@@ -19,6 +19,8 @@ from stratagem.client.pictures.picture import NumberTable, Picture, thinned
 
 COLOURS = {"done": "good", "late": "warn", "rejected": "bad", "selected": "grid"}
 """Of the parts of a bar, from the bottom up."""
+MIN_PIXELS = 2.0
+"""That a column takes; where there is less room for a round, several are drawn as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,11 @@ class RoundBar:
 
 
 def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture:
-    """Return three plots above each other with one axis of rounds."""
+    """Return three plots above each other with one axis of rounds.
+
+    Of more rounds than there is room for, several share a column: of losses it has the last one and
+    their range, of clients the mean number, of times the longest.
+    """
     present = [state for state in COLOURS if any(bar.counts.get(state) for bar in bars)]
     signs = [(line_sign("s1"), "loss")]
     signs += [(box_sign(COLOURS[state]), state) for state in present]
@@ -51,8 +57,9 @@ def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture
     left, right = 52.0, width - 14.0
     x = Axis(first - 0.5, last + 0.5, left, right)
     boxes = [Box(left, top + a, right, top + b) for a, b in ((10, 110), (134, 214), (238, 298))]
-    parts = [shown, *_losses(bars, x, boxes[0]), *_clients(bars, x, boxes[1])]
-    parts += _times(bars, x, boxes[2])
+    columns = _columns(bars, math.ceil(len(bars) * MIN_PIXELS / (right - left)))
+    parts = [shown, *_losses(columns, x, boxes[0]), *_clients(columns, x, boxes[1])]
+    parts += _times(columns, x, boxes[2])
     count = max(2, round((right - left) / 80))
     parts += x_values(x, boxes[2], whole_steps(first, last, count), "round")
     rows = [
@@ -95,62 +102,105 @@ def _named(box: Box, name: str) -> str:
     return label(box.left, box.top - 6, name, fill="muted", size=SMALL + 1)
 
 
-def _losses(bars: Sequence[RoundBar], x: Axis, box: Box) -> Iterator[str]:
-    y = axis_of([bar.loss for bar in bars], box.bottom, box.top)
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """The rounds that are drawn in one place."""
+
+    number: float
+    name: str
+    loss: float
+    """Of the last one."""
+    low: float
+    high: float
+    counts: dict[str, float]
+    """Clients by state, of one round in the mean."""
+    num_needed: int | None
+    """The greatest one, as those that follow."""
+    seconds: float | None
+    deadline: float | None
+
+
+def _columns(bars: Sequence[RoundBar], size: int) -> list[_Column]:
+    """Return the rounds, so many in each column."""
+    return [_column(bars[at : at + size]) for at in range(0, len(bars), max(size, 1))]
+
+
+def _column(bars: Sequence[RoundBar]) -> _Column:
+    first, last = bars[0].number, bars[-1].number
+    losses = [bar.loss for bar in bars if math.isfinite(bar.loss)] or [math.nan]
+    counts = {state: sum(bar.counts.get(state, 0) for bar in bars) for state in COLOURS}
+    return _Column(
+        (first + last) / 2,
+        f"round {first}" if len(bars) == 1 else f"rounds {first} to {last}",
+        *(losses[-1], min(losses), max(losses)),
+        {state: count / len(bars) for state, count in counts.items()},
+        max((bar.num_needed for bar in bars if bar.num_needed is not None), default=None),
+        max((bar.seconds for bar in bars if bar.seconds is not None), default=None),
+        max((bar.deadline for bar in bars if bar.deadline is not None), default=None),
+    )
+
+
+def _losses(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
+    finite = [each for each in columns if math.isfinite(each.loss)]
+    y = axis_of([v for each in finite for v in (each.low, each.high)], box.bottom, box.top)
     yield from y_grid(y, box, count=3)
-    points = [(x(bar.number), y(bar.loss), bar) for bar in bars if math.isfinite(bar.loss)]
-    line = path_of([(at, up) for at, up, _ in points])
+    if any(each.high > each.low for each in finite):
+        outline = [(x(each.number), y(each.high)) for each in finite]
+        outline += [(x(each.number), y(each.low)) for each in reversed(finite)]
+        yield element("path", d=f"{path_of(outline)}Z", fill="s1", fill_opacity="0.20")
+    line = path_of([(x(each.number), y(each.loss)) for each in finite])
     yield element("path", d=line, fill="none", stroke="s1", stroke_width=1.8)
-    if len(points) <= 120:
-        for at, up, bar in points:
-            text = hint(f"round {bar.number}: loss {short(bar.loss)}")
-            yield element("circle", text, cx=at, cy=up, r=2.8, fill="s1")
+    if len(finite) <= 120:
+        for each in finite:
+            text = hint(f"{each.name}: loss {short(each.loss)}")
+            yield element("circle", text, cx=x(each.number), cy=y(each.loss), r=2.8, fill="s1")
 
 
-def _clients(bars: Sequence[RoundBar], x: Axis, box: Box) -> Iterator[str]:
+def _clients(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
     yield _named(box, "clients")
-    most = max((max(sum(b.counts.values()), b.num_needed or 0) for b in bars), default=1)
+    most = max((max(sum(c.counts.values()), c.num_needed or 0) for c in columns), default=1)
     y = Axis(0.0, max(most, 1) * 1.05, box.bottom, box.top)
     for value in whole_steps(0, most, 3):
         yield element("line", x1=box.left, x2=box.right, y1=y(value), y2=y(value), stroke="grid")
         shown: dict[str, Any] = {"fill": "muted", "anchor": "end", "size": SMALL + 1}
         yield label(box.left - 6, y(value) + 4, short(value), **shown)
-    wide = _wide(x)
-    for bar in bars:
-        below = 0
+    wide = _wide(x, len(columns))
+    for column in columns:
+        below = 0.0
         for state, colour in COLOURS.items():
-            count = bar.counts.get(state, 0)
+            count = column.counts.get(state, 0)
             if count:
                 top, bottom = y(below + count), y(below)
-                shape: dict[str, Any] = {"x": x(bar.number) - wide / 2, "y": top, "width": wide}
-                text = hint(f"round {bar.number}: {count} {state}")
+                shape: dict[str, Any] = {"x": x(column.number) - wide / 2, "y": top, "width": wide}
+                text = hint(f"{column.name}: {short(count)} {state}")
                 high = max(bottom - top - 0.6, 0.6)
                 yield element("rect", text, **shape, height=high, fill=colour)
             below += count
-        if bar.num_needed is not None:
-            yield _tick(x(bar.number), y(bar.num_needed), wide, "ink", f"{bar.num_needed} needed")
+        if column.num_needed is not None:
+            text_of = f"{column.num_needed} needed"
+            yield _tick(x(column.number), y(column.num_needed), wide, "ink", text_of)
 
 
-def _times(bars: Sequence[RoundBar], x: Axis, box: Box) -> Iterator[str]:
+def _times(columns: Sequence[_Column], x: Axis, box: Box) -> Iterator[str]:
     yield _named(box, "time of a round")
-    values = [v for bar in bars for v in (bar.seconds, bar.deadline) if v is not None]
+    values = [v for each in columns for v in (each.seconds, each.deadline) if v is not None]
     y = Axis(0.0, max(values, default=1.0) * 1.08 or 1.0, box.bottom, box.top)
     yield from y_grid(y, box, count=2, form=duration)
-    wide = _wide(x)
-    for bar in bars:
-        if bar.seconds is not None:
-            top = y(bar.seconds)
-            text = hint(f"round {bar.number}: {duration(bar.seconds)}")
-            shape: dict[str, Any] = {"x": x(bar.number) - wide / 2, "y": top, "width": wide}
+    wide = _wide(x, len(columns))
+    for column in columns:
+        if column.seconds is not None:
+            top = y(column.seconds)
+            text = hint(f"{column.name}: {duration(column.seconds)}")
+            shape: dict[str, Any] = {"x": x(column.number) - wide / 2, "y": top, "width": wide}
             high = max(box.bottom - top, 0.6)
             yield element("rect", text, **shape, height=high, fill="s6", fill_opacity="0.75")
-        if bar.deadline is not None:
-            text_of = f"deadline {duration(bar.deadline)}"
-            yield _tick(x(bar.number), y(bar.deadline), wide, "bad", text_of)
+        if column.deadline is not None:
+            text_of = f"deadline {duration(column.deadline)}"
+            yield _tick(x(column.number), y(column.deadline), wide, "bad", text_of)
 
 
-def _wide(x: Axis) -> float:
-    return min(max((x.end - x.start) / max(x.high - x.low, 1) * 0.72, 0.8), 34.0)
+def _wide(x: Axis, num_columns: int) -> float:
+    return min(max((x.end - x.start) / max(num_columns, 1) * 0.72, 0.8), 34.0)
 
 
 def _tick(x: float, y: float, wide: float, colour: str, text: str) -> str:

@@ -13,13 +13,23 @@ from stratagem.client.pictures.picture import NumberTable, Picture, thinned
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What took from one time to another, in seconds from the beginning; or an instant."""
+    """What took from one time to another, in seconds from the beginning; or an instant; or several
+    of them, one behind or on another."""
 
     lane: str
     start: float
     end: float
     kind: str
     text: str = ""
+    """Of several, what the first one was."""
+    count: int = 1
+    lasted: float | None = None
+    """Of several, how long all of them took."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took, or all of them did."""
+        return self.end - self.start if self.lasted is None else self.lasted
 
 
 def time_line(
@@ -33,6 +43,7 @@ def time_line(
         Bar(
             *(places[span.lane], span.start, span.end, series_colour(colours[span.kind])),
             f"{span.text or span.kind}, {duration(span.end - span.start)}",
+            count=span.count,
         )
         for span in spans
     ]
@@ -42,9 +53,11 @@ def time_line(
     counts: defaultdict[tuple[str, str], int] = defaultdict(int)
     times: defaultdict[tuple[str, str], float] = defaultdict(float)
     for span in spans:
-        counts[span.lane, span.kind] += 1
-        times[span.lane, span.kind] += span.end - span.start
+        counts[span.lane, span.kind] += span.count
+        times[span.lane, span.kind] += span.seconds
     rows = [(*key, str(count), duration(times[key])) for key, count in counts.items()]
     table = NumberTable(("lane", "what", "times", "in all"), thinned(rows))
-    words = f"{len(spans)} in {len(names)} lanes within {duration(last)}: {', '.join(kinds)}"
+    words = (
+        f"{sum(counts.values())} in {len(names)} lanes within {duration(last)}: {', '.join(kinds)}"
+    )
     return Picture(title, words, width, height, content, table)

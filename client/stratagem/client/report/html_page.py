@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from stratagem.client.course.members import members
 from stratagem.client.course.payloads import number, party_of
-from stratagem.client.course.population import population, winner_text
+from stratagem.client.course.population import winner_text
 from stratagem.client.pictures.drawing.colours import stylesheet
 from stratagem.client.pictures.drawing.scales import duration, short
 from stratagem.client.pictures.drawing.svg import escaped
@@ -171,7 +170,7 @@ def _submitted(run: ReportedRun) -> str:
 
 def _workers(run: ReportedRun) -> Sequence[str]:
     """Return all workers that were members, or have trained clients."""
-    seen = dict.fromkeys(each.worker_id for each in members(run.events))
+    seen = dict.fromkeys(each.worker_id for each in run.course.members.intervals)
     for event in run.events:
         if event.kind == "ClientsAssigned":
             assigned = (each["member"] for each in event.payload["assignments"])
@@ -180,7 +179,7 @@ def _workers(run: ReportedRun) -> Sequence[str]:
 
 
 def _lost(run: ReportedRun) -> Sequence[str]:
-    return [each.worker_id for each in members(run.events) if each.is_lost]
+    return [each.worker_id for each in run.course.members.intervals if each.is_lost]
 
 
 def _sent(run: ReportedRun) -> str:
@@ -198,7 +197,7 @@ def _schedule(run: ReportedRun) -> str:
     """Return what the winner of a population was trained with, step by step."""
     if run.strategy.get("type") != "PopulationBased":
         return ""
-    found = population(run.events, run.job)
+    found = run.course.population.population
     best = found.best
     if best is None:
         return ""

@@ -1,11 +1,10 @@
 """The curves of a run from its facts: one value for each segment or round that has ended."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from stratagem.client.course.payloads import kept, number, numbers, party_of
-from stratagem.client.course.shapes import EventLike
+from stratagem.client.course.payloads import number, numbers, party_of, undone_from
+from stratagem.client.course.shapes import EventLike, SeriesLike
 from stratagem.client.pictures.curve import Line
-from stratagem.client.report.run_values import SeriesLike
 
 _TRAIN = "train.loss"
 _RATE = "train.lr"
@@ -20,40 +19,52 @@ Point = tuple[int, float, float]
 """Segment, step, value."""
 
 
-def lines_of(events: Iterable[EventLike], party: str = "") -> dict[str, Line]:
-    """Return the metrics of a party's segments and rounds by name; a round's step is its number.
+class LinesFolding:
+    """The metrics of a party's segments and rounds while the events of its run are read; a round's
+    step is its number.
 
     What a resumption from an earlier commit has undone is left out. Values of training are lines,
     those of evaluations dots.
     """
-    found: dict[str, dict[int, Point]] = {}
-    steps: dict[int, int] = {}
-    for event in events:
-        for name, points in found.items():
-            found[name] = {p[0]: p for p in kept(points.values(), event, lambda each: each[0])}
-        if party_of(event) != party:
-            continue
+
+    def __init__(self, party: str = "") -> None:
+        self._party = party
+        self._found: dict[str, dict[int, Point]] = {}
+        """By metric, then by segment."""
+        self._steps: dict[int, int] = {}
+        """Of each segment."""
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """Return the lines so far, by name."""
+        return {name: _line(name, points) for name, points in self._found.items()}
+
+    def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
+        last = undone_from(event)
+        if last is not None:
+            for name, points in self._found.items():
+                self._found[name] = {n: point for n, point in points.items() if n <= last}
+        if party_of(event) != self._party:
+            return
         fact = event.payload
         match event.kind:
             case "SegmentFinished" | "SegmentCommitted":
-                steps[fact["segment"]] = fact["step"]
-                _add(found, fact["segment"], fact["step"], fact)
+                self._steps[fact["segment"]] = fact["step"]
+                self._add(fact["segment"], fact["step"], fact)
             case "Evaluated":
-                _add(found, fact["segment"], steps.get(fact["segment"], fact["segment"]), fact)
+                segment = fact["segment"]
+                self._add(segment, self._steps.get(segment, segment), fact)
             case "GenerationClosed":
-                _add(found, fact["generation"], fact["step"], fact)
-    return {name: _line(name, points) for name, points in found.items()}
+                self._add(fact["generation"], fact["step"], fact)
 
-
-def _add(
-    found: dict[str, dict[int, Point]], segment: int, step: int, fact: Mapping[str, object]
-) -> None:
-    values = numbers(fact.get("metrics"))
-    if step and "loss" in fact:
-        values[_TRAIN] = number(fact["loss"])
-    for name, value in values.items():
-        if not name.startswith(_COUNTED):
-            found.setdefault(name, {})[segment] = (segment, step, value)
+    def _add(self, segment: int, step: int, fact: Mapping[str, object]) -> None:
+        values = numbers(fact.get("metrics"))
+        if step and "loss" in fact:
+            values[_TRAIN] = number(fact["loss"])
+        for name, value in values.items():
+            if not name.startswith(_COUNTED):
+                self._found.setdefault(name, {})[segment] = (segment, step, value)
 
 
 def with_history(lines: Mapping[str, Line], history: Mapping[str, SeriesLike]) -> dict[str, Line]:

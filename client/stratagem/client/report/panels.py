@@ -1,15 +1,13 @@
 """The pictures of a run by its strategy, each made for the width that it is asked for."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stratagem.client.course.clients import clients
-from stratagem.client.course.members import members
-from stratagem.client.course.population import Population, population
-from stratagem.client.course.rounds import ClientState, Round, rounds
-from stratagem.client.course.shapes import EventLike
+from stratagem.client.course.population import Population
+from stratagem.client.course.rounds import ClientState, Round
 from stratagem.client.pictures.client_grid import ClientCell, client_grid
 from stratagem.client.pictures.curve import CurveMark, Line, MarkKind, curve
 from stratagem.client.pictures.drawing.scales import duration
@@ -23,17 +21,15 @@ from stratagem.client.pictures.rounds import RoundBar
 from stratagem.client.pictures.rounds import rounds as rounds_picture
 from stratagem.client.pictures.scores import scores
 from stratagem.client.pictures.stages import stages
-from stratagem.client.pictures.time_line import Span, time_line
+from stratagem.client.pictures.time_line import time_line
 from stratagem.client.pictures.topology import topology
-from stratagem.client.report.lines import groups, lines_of, with_history
+from stratagem.client.report.lines import groups, with_history
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.report.stage_plan import planned_tasks
 from stratagem.common.base.wording import values_text
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
 
 MAX_CURVES = 8
-MAX_LANES = 12
-"""Parties that have a lane of their own; more share one."""
 
 
 def _by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int], Picture]:
@@ -56,7 +52,7 @@ class Panel:
 def curve_panels(run: ReportedRun) -> list[Panel]:
     """Return the curves of a run: losses first, then one for each other metric."""
     marks, unit = _marks(run), _unit(run)
-    lines = with_history(lines_of(run.events), run.history)
+    lines = with_history(run.course.root.lines, run.history)
     return [
         _curve(name, of_one, marks if at == 0 else (), unit)
         for at, (name, of_one) in enumerate(groups(lines)[:MAX_CURVES])
@@ -82,25 +78,22 @@ def _marks(run: ReportedRun) -> list[CurveMark]:
     """Return deaths and joins of the root's members after the first step, at the step that was
     reached when they happened."""
     found: list[CurveMark] = []
-    reached: list[tuple[float, int]] = [
-        (event.time_s, event.payload["step"])
-        for event in run.events
-        if event.kind == "SegmentFinished" and not event.payload.get("party")
-    ]
-    for stay in members(run.events):
+    times = [time_s for time_s, _ in run.course.root.reached]
+
+    def step_at(time_s: float) -> int:
+        at = bisect_right(times, time_s)
+        return run.course.root.reached[at - 1][1] if at else 0
+
+    for stay in run.course.members.intervals:
         if stay.party:
             continue
-        began = _step_at(reached, stay.began_s)
+        began = step_at(stay.began_s)
         if began:
             found.append(CurveMark(began, MarkKind.JOIN, f"{stay.worker_id} joined"))
         if stay.is_lost and stay.ended_s is not None:
-            step = _step_at(reached, stay.ended_s) if stay.step is None else stay.step
+            step = step_at(stay.ended_s) if stay.step is None else stay.step
             found.append(CurveMark(step, MarkKind.DEATH, f"{stay.worker_id} lost: {stay.ending}"))
     return found
-
-
-def _step_at(reached: Sequence[tuple[float, int]], time_s: float) -> int:
-    return max((step for at, step in reached if at <= time_s), default=0)
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
@@ -127,7 +120,7 @@ def _members(run: ReportedRun) -> list[Panel]:
             each.ending,
             each.is_lost,
         )
-        for each in members(run.events)
+        for each in run.course.members.intervals
     ]
     if not stays:
         return []
@@ -142,7 +135,7 @@ def _topology(run: ReportedRun) -> list[Panel]:
     aggregation = run.strategy.get("aggregation") or {}
     if aggregation.get("method") != "Decentralized":
         return []
-    names = _newest_members(run)
+    names = run.course.root.worker_ids
     try:
         graph = graph_of(aggregation["topology"], len(names), run.job.get("seed", 0))
     except ValueError:  # of so many nodes there is none while workers are away
@@ -157,15 +150,9 @@ def _topology(run: ReportedRun) -> list[Panel]:
     return [Panel("topology", "Topology", draw, note)]
 
 
-def _newest_members(run: ReportedRun) -> list[str]:
-    formed = [event for event in run.events if event.kind == "MembersFormed"]
-    listed = [event.payload["members"] for event in formed if not event.payload["party"]]
-    newest = next((each for each in reversed(listed) if each), ())
-    return [member["worker_id"] for member in newest]
-
-
 def _stages(run: ReportedRun) -> list[Panel]:
-    names, tasks = planned_tasks(run.events, run.job)
+    root = run.course.root
+    names, tasks = planned_tasks(root.ranks, root.engine, run.job)
     if not tasks:
         return []
 
@@ -184,7 +171,8 @@ def _stages(run: ReportedRun) -> list[Panel]:
 
 def federated_panels(run: ReportedRun, party: str = "") -> list[Panel]:
     """Return clients, rounds, and how long clients took."""
-    found, known = rounds(run.events, party), clients(run.events, party)
+    course = run.course.parties[party]
+    found, known = course.rounds, course.clients
     cells = [
         ClientCell(
             *(str(each.client), each.state or "", each.loss, each.num_samples),
@@ -226,7 +214,7 @@ def _bar(found: Round) -> RoundBar:
 
 def population_panels(run: ReportedRun) -> list[Panel]:
     """Return lineage, scores, and hyperparameters against the score."""
-    found = population(run.events, run.job)
+    found = run.course.population.population
     if not found.generations:
         return []
     nodes, best = _nodes(found), found.best
@@ -299,45 +287,9 @@ def _trials(found: Population) -> tuple[list[Trial], list[str]]:
 
 def time_line_panel(run: ReportedRun) -> Panel:
     """Return what happened when, in a lane for each kind of thing."""
-    parties = {event.payload["party"] for event in run.events if event.kind == "SegmentFinished"}
-    many = len(parties) > MAX_LANES
-    found = (_span(event, run.began_s, in_one=many) for event in run.events)
-    spans = [span for span in found if span is not None]
+    spans = run.course.time_marks.spans
 
     def draw(width: int) -> Picture:
         return time_line(spans, title="Time line", width=width, end=run.seconds)
 
     return Panel("time-line", "Time line", draw)
-
-
-_INSTANTS = {
-    "MembersFormed": "members",
-    "ProcessDied": "members",
-    "SegmentCommitted": "commits",
-    "Evaluated": "commits",
-    "RoundClosed": "rounds",
-    "UpdateRejected": "rounds",
-    "GenerationClosed": "generations",
-}
-_WORDS = {
-    "MembersFormed": "members formed",
-    "ProcessDied": "process died",
-    "SegmentCommitted": "commit",
-    "Evaluated": "evaluation",
-    "RoundClosed": "round closed",
-    "UpdateRejected": "update rejected",
-    "GenerationClosed": "generation closed",
-}
-
-
-def _span(event: EventLike, began_s: float, *, in_one: bool) -> Span | None:
-    at = event.time_s - began_s
-    if event.kind == "SegmentFinished":
-        start = max(at - float(event.payload["seconds"]), 0.0)
-        lane = "training" if in_one else event.payload["party"] or "training"
-        return Span(lane, start, at, "training", event.sentence)
-    if event.kind == "UpdateReceived":
-        start = max(at - float(event.payload["seconds"]), 0.0)
-        return Span("clients", start, at, "client", event.sentence)
-    lane = _INSTANTS.get(event.kind)
-    return Span(lane, at, at, _WORDS[event.kind], event.sentence) if lane else None

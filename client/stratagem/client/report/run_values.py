@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stratagem.client.course.shapes import EventLike, RunLike
+from stratagem.client.course.shapes import EventLike, RunLike, SeriesLike
+from stratagem.client.report.run_course import RunCourse
 
 
 class ErrorLike(Protocol):
@@ -63,29 +61,26 @@ class StatusLike(RunLike, Protocol):
     def error(self) -> ErrorLike | None: ...
 
 
-class SeriesLike(Protocol):
-    """Values of one series over the steps of a run; see StepSeries of the SDK."""
-
-    @property
-    def step(self) -> NDArray[np.int64]: ...
-    @property
-    def last(self) -> NDArray[np.float64]: ...
-    @property
-    def min(self) -> NDArray[np.float64]: ...
-    @property
-    def max(self) -> NDArray[np.float64]: ...
-    @property
-    def provisional(self) -> NDArray[np.bool_]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
     """A run as it is shown."""
 
     status: StatusLike
-    events: Sequence[EventLike]
+    course: RunCourse
     history: Mapping[str, SeriesLike] = field(default_factory=dict)
     """Of its steps, by series; without it curves have a value for each segment."""
+    events: Sequence[EventLike] = ()
+    """All of them, for a report; pictures need none."""
+
+    @classmethod
+    def of(
+        cls,
+        status: StatusLike,
+        events: Sequence[EventLike],
+        history: Mapping[str, SeriesLike] | None = None,
+    ) -> Self:
+        """Return a run with these events."""
+        return cls(status, RunCourse.of(events, status.job), history or {}, events)
 
     @property
     def job(self) -> Mapping[str, Any]:
@@ -100,12 +95,13 @@ class ReportedRun:
     @property
     def began_s(self) -> float:
         """Return the wall time of the first event."""
-        return self.events[0].time_s if self.events else self.status.submitted_at_s
+        began_s = self.course.began_s
+        return self.status.submitted_at_s if began_s is None else began_s
 
     @property
     def seconds(self) -> float:
         """Return the time from the first to the newest event."""
-        return self.events[-1].time_s - self.began_s if self.events else 0.0
+        return self.course.newest_s - self.began_s if self.course.num_events else 0.0
 
 
 def time_text(time_s: float) -> str:

@@ -1,11 +1,9 @@
 """The order in which a pipeline works on the micro-batches of a step, as it is planned."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from stratagem.client.course.payloads import party_of
-from stratagem.client.course.shapes import EventLike
 from stratagem.client.pictures.stages import Task
 from stratagem.common.pipeline.schedule_simulation import consumers, required
 from stratagem.common.pipeline.schedules import SCHEDULES, Action, Schedule, TaskKind, choose
@@ -21,13 +19,13 @@ _TAKES: Final = {
 
 
 def planned_tasks(
-    events: Iterable[EventLike], job: Mapping[str, Any]
+    ranks: Sequence[int], engine: str, job: Mapping[str, Any]
 ) -> tuple[list[str], list[Task]]:
     """Return the ranks of one replica, and what they do when; nothing where that is not known.
 
+    ranks: of each stage in the newest membership. engine: the newest one, which names the schedule.
     Times are in forward passes of one stage; hops take none, and all stages are equal.
     """
-    ranks, engine = _placed(events)
     sizes = (job.get("strategy") or {}).get("communication") or {}
     size, batch = sizes.get("micro_batch_size"), job.get("batch_size")
     if not ranks or not size or not batch:
@@ -40,20 +38,6 @@ def planned_tasks(
     return [f"rank {rank}" for rank in range(max(ranks) + 1)], _played(
         choose(named, ranks, count), len(ranks)
     )
-
-
-def _placed(events: Iterable[EventLike]) -> tuple[Sequence[int], str]:
-    """Return the rank of each stage in the newest membership, and the newest engine."""
-    ranks: Sequence[int] = ()
-    engine = ""
-    for event in events:
-        if party_of(event):
-            continue
-        if event.kind == "MembersFormed" and event.payload["members"]:
-            ranks = tuple(event.payload.get("ranks") or ())
-        if event.kind == "SegmentFinished":
-            engine = str(event.payload["engine"])
-    return ranks, engine
 
 
 def _played(schedule: Schedule, num_stages: int) -> list[Task]:

@@ -317,7 +317,7 @@ class AsyncRun:
     async def shown(self, max_rows: int = 2048) -> ReportedRun:
         """Return all that pictures of the run are made of; max_rows: of each curve."""
         history = await self.history(RECORDED, max_rows=max_rows)
-        return ReportedRun(await self.status(), await self.events(), history)
+        return ReportedRun.of(await self.status(), await self.events(), history)
 
     async def report(self, path: str | PathLike[str]) -> Path:
         """Write the run as it is now as one page of HTML, without scripts: curves, a panel by

@@ -1,0 +1,248 @@
+"""What the page costs: its answers about long runs, its memory, and what it asks the coordinator.
+
+    python benchmarks/dashboard.py
+    python benchmarks/dashboard.py --facts 20000 --workers 100 --tabs 3
+
+A coordinator process has two runs of so many facts in its journal: one of segments, one of rounds
+(of journals that clusters have written, repeated). Simulated workers of benchmarks/load.py are
+registered. A page process is asked for every route: first, and again. Then a run on a simulated
+worker commits twice a second, and so many tabs look at it as a browser does: an event stream each,
+and after what has changed the run and its pictures. The coordinator's CPU with them and without
+them is in shares of one core.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.load import JOB  # noqa: E402
+from benchmarks.replay import long_run  # noqa: E402
+from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
+from stratagem.client.sdk.blocking_client import Client  # noqa: E402
+from stratagem.common.base.ids import RunId  # noqa: E402
+from stratagem.coordinator.runtime.loop import Loop  # noqa: E402
+from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
+from stratagem.coordinator.store.journal import fact_codec  # noqa: E402
+from stratagem.coordinator.store.journal.journal import Journal, Record  # noqa: E402
+from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
+from stratagem.coordinator.store.journal.summaries import RunSummary  # noqa: E402
+from tests.client.dashboard.page_rig import Browser  # noqa: E402
+from tests.free_ports import free_port  # noqa: E402
+from tests.golden.replay import FOLDER, load  # noqa: E402
+
+BATCH = 2000
+SETTLE_S = 3.0
+REFRESH_S = 0.3
+"""After what has changed a tab asks again, as static/run.js does."""
+WIDTH = 760
+
+
+def segments(run: list[Record], num_facts: int) -> Iterator[Record]:
+    """A run whose first segment is repeated."""
+    first = next(n for n, each in enumerate(run) if each.kind == "SegmentFinished")
+    records = run[:first]
+    for number in range(1, (num_facts - first - 2) // 2 + 1):
+        for each in run[first : first + 2]:
+            payload = json.loads(each.payload) | {"segment": number, "step": 2 * number}
+            payload["metrics"] = payload["metrics"] | {"test.loss": 1 / number}
+            wall_s = run[first].wall_s + 0.1 * number
+            records.append(replace(each, payload=json.dumps(payload), wall_s=wall_s))
+    for seq, each in enumerate((*records, *run[-2:])):
+        payload_text = each.payload
+        if each.kind == "RunSubmitted":
+            submitted = json.loads(payload_text)
+            job = json.loads(submitted["job_json"]) | {"steps": num_facts}
+            payload_text = json.dumps(submitted | {"job_json": json.dumps(job)})
+        yield replace(each, run_id=RunId("segments"), seq=seq, payload=payload_text, idem_key=None)
+
+
+def fill(place: Path, num_facts: int) -> None:
+    """Write the journal with both runs, and their summaries: a coordinator that replays so many
+    facts takes a minute, which is not what is measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        golden = load(FOLDER / "0.2.0.sql", Path(folder) / "golden.sqlite")
+        local, rounds = (
+            [each.record for each in golden.read(RunId(run))]
+            for run in ("golden-local", "golden-fedavg")
+        )
+        golden.close()
+        runs = [list(segments(local, 20)), list(long_run(rounds, "rounds", 3))]
+        short = Journal.open(str(Path(folder) / "short.sqlite"))
+        write(short, [record for run in runs for record in run])
+        summaries = asyncio.run(summed_up(short, num_facts))
+    records = [*segments(local, num_facts), *long_run(rounds, "rounds", (num_facts - 6) // 8)]
+    place.parent.mkdir(parents=True)
+    journal = Journal.open(str(place))
+    write(journal, records, summaries)
+    journal.close()
+
+
+def write(journal: Journal, records: list[Record], summaries: Sequence[RunSummary] = ()) -> None:
+    lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)
+    for start in range(0, len(records), BATCH):
+        journal.append(lead.term, records[start : start + BATCH])
+    journal.append(lead.term, [], summaries)
+    journal.release(lead.term)
+
+
+async def summed_up(journal: Journal, num_facts: int) -> list[RunSummary]:
+    """The summaries of the runs of a journal, as if each had so many facts."""
+    loop = Loop(journal, journal.take_lead(Holder.of_this_process(), ttl_s=10), BUILT_IN)
+    await loop.replay(lambda _: None)
+    views = await loop.recorded.views(loop.state.ended)
+    found = []
+    for run_id, run in loop.state.ended.items():
+        count = num_facts if run_id == "segments" else (num_facts - 6) // 8 * 8 + 6
+        shown = views[run_id].model_copy(update={"num_facts": count})
+        found.append(fact_codec.summary(replace(run, num_facts=count), shown))
+    await loop.close()
+    return found
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+@contextmanager
+def page(coordinator: str) -> Iterator[tuple[Browser, int]]:
+    """A page process: its browser, and its pid."""
+    port = free_port()
+    arguments = ["dashboard", "--coordinator", coordinator, "--listen", f"127.0.0.1:{port}"]
+    with child("-m", "stratagem.program", *arguments) as process:
+        assert process.stdout is not None
+        token = process.stdout.readline().partition("#token=")[2].strip()
+        browser = Browser(port)
+        deadline_s = time.monotonic() + 30
+        while True:
+            try:
+                answer = browser.ask("POST", "/api/session", token)
+                break
+            except ConnectionError:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+        browser.cookie = answer.headers["set-cookie"].partition(";")[0]
+        yield browser, process.pid
+
+
+def routes(browser: Browser, pid: int, num_workers: int) -> None:
+    print("| route | first s | again s | KB |\n|---|---|---|---|")
+    paths = ["/api/runs", "/api/workers"]
+    for run in ("segments", "rounds"):
+        query = f"run={run}"
+        paths += [f"/api/runs/{run}", f"/api/panels?{query}&width={WIDTH}"]
+        paths += [f"/api/panels?{query}&width=356", f"/api/events?{query}&newest&limit=100"]
+        paths += [f"/api/logs?{query}"]
+    for path in paths:
+        took_s = []
+        for _ in range(2):
+            began_s = time.perf_counter()
+            answer = browser.get(path)
+            took_s.append(time.perf_counter() - began_s)
+            assert answer.status == 200, answer.body
+        if path == "/api/workers":
+            assert len(answer.value) == num_workers
+        size = len(answer.body) / 1000
+        print(f"| {path} | {took_s[0]:.3f} | {took_s[1]:.3f} | {size:.0f} |", flush=True)
+    print(f"\nmemory of the page's process: {memory_mb(pid):.0f} MB")
+
+
+def tab(browser: Browser, run: str, is_over: threading.Event) -> None:
+    """Look at a run until it is over: as static/run.js, without drawing."""
+    browser.get(f"/api/runs/{run}")
+    newest = browser.get(f"/api/events?run={run}&newest&limit=100").value
+    browser.get(f"/api/panels?run={run}&width={WIDTH}")
+    asked_s = time.monotonic()
+    for kind, _, _ in browser.events(f"/api/stream?run={run}&from={newest[0]['index'] + 1}"):
+        if is_over.is_set():
+            return
+        if kind == "fact" and time.monotonic() - asked_s > REFRESH_S:
+            browser.get(f"/api/runs/{run}")
+            browser.get(f"/api/panels?run={run}&width={WIDTH}")
+            asked_s = time.monotonic()
+
+
+def live(client: Client, coordinator: int, browser: Browser, num_tabs: int, seconds: float) -> None:
+    client.submit(JOB, "live")
+    time.sleep(SETTLE_S)
+    alone = cpu_share(coordinator, seconds)
+    is_over = threading.Event()
+    tabs = [
+        threading.Thread(target=tab, args=(browser, "live", is_over), daemon=True)
+        for _ in range(num_tabs)
+    ]
+    for each in tabs:
+        each.start()
+    time.sleep(SETTLE_S)
+    watched = cpu_share(coordinator, seconds)
+    is_over.set()
+    for each in tabs:
+        each.join()
+    print(
+        f"coordinator's CPU, a run that commits twice a second: {alone:.1%} of a core; with "
+        f"{num_tabs} pages {watched:.1%}, which is {watched - alone:.1%} more"
+    )
+
+
+def cpu_share(pid: int, seconds: float) -> float:
+    cpu_s, began_s = cpu(pid), time.monotonic()
+    time.sleep(seconds)
+    return (cpu(pid) - cpu_s) / (time.monotonic() - began_s)
+
+
+def cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--facts", type=int, default=100_000, help="of each run")
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--tabs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each share of CPU")
+    chosen = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        fill(folder / "coordinator" / "journal.sqlite", chosen.facts)
+        cluster = stack.enter_context(LocalCluster(workers=0, data_dir=folder))
+        client: Any = stack.enter_context(cluster.client())
+        script = str(ROOT / "benchmarks" / "load.py")
+        workers = stack.enter_context(
+            child(script, "--simulate", cluster.address, str(chosen.workers))
+        )
+        assert workers.stdout is not None
+        workers.stdout.readline()
+        browser, pid = stack.enter_context(page(cluster.address))
+        routes(browser, pid, chosen.workers)
+        coordinator = cluster.processes["coordinator"].pid
+        assert coordinator is not None
+        live(client, coordinator, browser, chosen.tabs, chosen.seconds)
+        print(f"memory of the page's process: {memory_mb(pid):.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the pictures of a run are made of, read from its events one by one.
+
+A run that goes on is read on: nothing of what was read is read again, and no event is kept.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from stratagem.client.course.clients import FederatedClient, Home, homes, of_rounds
+from stratagem.client.course.members import MembersFolding
+from stratagem.client.course.payloads import party_of
+from stratagem.client.course.population import PopulationFolding
+from stratagem.client.course.rounds import Round, RoundsFolding
+from stratagem.client.course.shapes import EventLike
+from stratagem.client.pictures.curve import Line
+from stratagem.client.report.lines import LinesFolding
+from stratagem.client.report.time_marks import TimeMarks
+
+
+class PartyCourse:
+    """What has happened in one party of a run."""
+
+    def __init__(self, party: str) -> None:
+        self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
+        self._roster: dict[int, Home] = {}
+        self.ranks: tuple[int, ...] = ()
+        """Of each stage of a pipeline, in the newest membership."""
+        self.worker_ids: tuple[str, ...] = ()
+        """Of the newest membership with members."""
+        self.engine = ""
+        self.reached: list[tuple[float, int]] = []
+        """Wall time and step of the ends of segments; neither ever decreases."""
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """Return what was measured, by name of the metric."""
+        return self._lines.lines
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Return the rounds of a federation."""
+        return self._rounds.rounds
+
+    @property
+    def clients(self) -> tuple[FederatedClient, ...]:
+        """Return the clients of a federation."""
+        return of_rounds(self.rounds, self._roster)
+
+    def fold(self, event: EventLike) -> None:
+        """Take the next event of the run."""
+        self._lines.fold(event)
+        self._rounds.fold(event)
+
+    def fold_own(self, event: EventLike) -> None:
+        """Take the next event that is about this party."""
+        match event.kind:
+            case "RosterFormed":
+                self._roster |= homes(event)
+            case "MembersFormed" if event.payload["members"]:
+                self.ranks = tuple(event.payload.get("ranks") or ())
+                members = event.payload["members"]
+                self.worker_ids = tuple(member["worker_id"] for member in members)
+            case "SegmentFinished":
+                self.engine = str(event.payload["engine"])
+                at, step = self.reached[-1] if self.reached else (0.0, 0)
+                self.reached.append((max(at, event.time_s), max(step, event.payload["step"])))
+
+
+class RunCourse:
+    """What has happened to a run, for its pictures."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        """job: of the run, as its status has it."""
+        self.num_events = 0
+        self.began_s: float | None = None
+        """Wall time of the first event; None: there is none yet."""
+        self.newest_s = 0.0
+        """Wall time of the newest event."""
+        self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
+        """By path, in order of first mention; "" is the root."""
+        self.members, self.population = MembersFolding(), PopulationFolding(job)
+        self.time_marks = TimeMarks()
+
+    @classmethod
+    def of(cls, events: Iterable[EventLike], job: Mapping[str, Any]) -> Self:
+        """Return the course of a run with these events."""
+        course = cls(job)
+        course.take(events)
+        return course
+
+    def take(self, events: Iterable[EventLike]) -> None:
+        """Read on, with the events that follow those that were read."""
+        for event in events:
+            self._fold(event)
+
+    @property
+    def root(self) -> PartyCourse:
+        """Return what has happened in the party that is the whole run."""
+        return self.parties[""]
+
+    def _fold(self, event: EventLike) -> None:
+        self.num_events += 1
+        self.began_s = event.time_s if self.began_s is None else self.began_s
+        self.newest_s = event.time_s
+        party = party_of(event)
+        if party not in self.parties:
+            self.parties[party] = PartyCourse(party)
+        concerned: Sequence[PartyCourse] = [self.parties[party]]
+        if event.kind == "RunResumed":
+            concerned = list(self.parties.values())
+        for each in concerned:
+            each.fold(event)
+        self.parties[party].fold_own(event)
+        self.members.fold(event)
+        self.population.fold(event)
+        self.time_marks.fold(event, self.began_s)

@@ -1,0 +1,86 @@
+"""A run that is read on, event by event, is the run that is read at once; few marks tell all."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from stratagem.client.course.clients import clients
+from stratagem.client.course.members import members
+from stratagem.client.course.population import population
+from stratagem.client.course.rounds import rounds
+from stratagem.client.pictures.rounds import RoundBar
+from stratagem.client.pictures.rounds import rounds as rounds_picture
+from stratagem.client.pictures.time_line import Span, time_line
+from stratagem.client.report.run_course import RunCourse
+from stratagem.client.report.time_marks import MAX_MARKS, TimeMarks, merged
+from tests.client.course.recorded import golden, job_of
+
+RUNS = ("golden-local", "golden-killed", "golden-resumed", "golden-fedavg", "golden-quorum",
+        "golden-silos", "golden-population", "golden-pipeline")  # fmt: skip
+
+
+@pytest.mark.parametrize("run_id", RUNS)
+def test_a_run_that_is_looked_at_after_each_event_is_what_all_events_say(run_id: str) -> None:
+    events, course = golden(run_id), RunCourse(job_of(golden(run_id)))
+    for event in events:
+        course.take((event,))
+        for party in course.parties.values():  # what was asked for must not stay as it was
+            assert party.rounds is not None
+            assert party.lines is not None
+        assert course.members.intervals is not None
+        assert course.population.population is not None
+    whole = RunCourse.of(events, job_of(events))
+    assert course.num_events == len(events)
+    assert course.members.intervals == members(events)
+    assert course.population.population == population(events, job_of(events))
+    assert course.time_marks.spans == whole.time_marks.spans
+    parties = {str(event.payload.get("party") or "") for event in events} | {""}
+    assert set(course.parties) == parties
+    for name, party in course.parties.items():
+        assert party.lines == whole.parties[name].lines
+        assert party.rounds == rounds(events, name)
+        assert party.clients == clients(events, name)
+
+
+def test_marks_of_a_long_run_are_few_and_count_all() -> None:
+    event = next(each for each in golden("golden-local") if each.kind == "SegmentFinished")
+    count, marks = 5 * MAX_MARKS, TimeMarks()
+    for number in range(count):
+        payload = {**event.payload, "seconds": 0.25}
+        marks.fold(replace(event, time_s=1000.0 + number, payload=payload), 1000.0)
+    spans = marks.spans
+    assert len(spans) <= 2 * MAX_MARKS
+    assert sum(span.count for span in spans) == count
+    assert sum(span.seconds for span in spans) == pytest.approx(0.25 * count, abs=0.3)
+    picture = time_line(spans, title="Time line", end=float(count))
+    assert picture.table.rows[0][:3] == ("training", "training", f"{count}")
+    assert picture.svg.count("<rect") < 2000
+
+
+def test_marks_that_overlap_become_one_and_wide_ones_behind_each_other_do_not() -> None:
+    found = merged(
+        [Span("clients", at, at + 10.0, "client") for at in (0.0, 0.0, 4.0, 10.0, 20.0)], 0.01
+    )
+    assert [(span.start, span.end, span.count) for span in found] == [
+        (0.0, 20.0, 4),
+        (20.0, 30.0, 1),
+    ]
+    assert sum(span.seconds for span in found) == 50.0
+
+
+def test_a_picture_of_many_rounds_has_no_more_bars_than_columns_and_keeps_a_spike() -> None:
+    chance = random.Random(7)
+    bars = [
+        RoundBar(number, chance.random(), {"done": 9, "rejected": int(number == 700)}, 8, 2.0, 3.0)
+        for number in range(1, 10_001)
+    ]
+    bars[4321] = replace(bars[4321], loss=50.0, seconds=40.0)
+    picture = rounds_picture(bars, title="Rounds", width=720)
+    assert len(picture.svg) < 400_000
+    assert "40 s" in picture.svg
+    assert "rejected</title>" in picture.svg, "one of a column is seen"
+    assert "9 done" in picture.svg
+    few = rounds_picture(bars[:20], title="Rounds", width=720)
+    assert "round 20: 9 done" in few.svg
+    assert "rounds " not in few.svg.partition("<desc>")[2].partition("</desc>")[2]
