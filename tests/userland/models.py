@@ -386,3 +386,20 @@ class FunctionalDropout(nn.Module):
         x = batch["x"] + batch["jitter"] if isinstance(batch, dict) else batch
         out: Tensor = self.inner(nn.functional.dropout(x, 0.3, self.training))
         return out
+
+
+class SometimesNoisy(nn.Module):
+    """Draws in every mode, but for some batches only, and changes its input. One of its modules has
+    a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = FunctionalDropout(), FunctionalDropout()
+        self.first.register_forward_pre_hook(lambda _, args: args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.first(x) + self.second(x)
+        if x.sum() > 0:
+            mixed = mixed + torch.randn_like(mixed)
+        x.zero_()
+        return mixed

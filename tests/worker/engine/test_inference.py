@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
@@ -73,6 +74,31 @@ def test_any_number_of_members_equals_the_loop(num_test_rows: int, num_members: 
 def test_settings_apply_as_in_the_loop(execution: dict[str, Any]) -> None:
     spec = evaluating("batch_norm_mlp", execution=execution)
     assert metrics_of(spec, inference_of(spec), num_shards=1) == evaluation_loop(spec, ALLOWED)
+
+
+@pytest.mark.parametrize("num_members", [1, 3])
+def test_a_batch_in_which_something_draws_has_the_seeds_of_the_loop(num_members: int) -> None:
+    spec = evaluating("SometimesNoisy")
+    members = [inference_of(spec) for _ in range(num_members)]
+    expected = evaluation_loop(spec, ALLOWED)["test.loss"]  # metrics have a pass of their own there
+    for _ in range(2):
+        assert metrics_of(spec, *members, num_shards=num_members)["test.loss"] == expected
+
+
+def test_modules_are_not_seeded_in_an_evaluation_that_draws_nothing() -> None:
+    trainer, other = trainer_of(job("dropout_mlp")), trainer_of(job("dropout_mlp"))
+    num_hooks: list[int] = []
+
+    def count(module: nn.Module, *_: object) -> None:
+        num_hooks.append(len(trainer.model.get_submodule("2")._forward_pre_hooks))
+
+    trainer.model.get_submodule("0").register_forward_hook(count)
+    for _ in range(2):
+        num_hooks.clear()
+        evaluated(trainer)
+        assert set(num_hooks) == {0}
+        assert train(trainer, 1, 2) == train(other, 1, 2)
+        assert num_hooks[-1] == 1
 
 
 def test_it_measures_what_training_measures() -> None:

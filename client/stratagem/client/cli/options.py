@@ -54,6 +54,16 @@ LocalOption = Annotated[
         help="Use no server: start a coordinator and N workers for this command.",
     ),
 ]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="T",
+        min=1,
+        show_default="the cores divided by the workers",
+        help="Threads of each worker. Runs have the same bits only with the same number.",
+    ),
+]
 TagOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -25,6 +25,7 @@ from stratagem.client.cli.options import (
     LogToOption,
     RunArgument,
     TagOption,
+    ThreadsOption,
     WebOption,
     tag_arguments,
 )
@@ -42,7 +43,7 @@ from stratagem.client.cli.query_commands import client_of, connected
 from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.course.population import winner_text
 from stratagem.client.dashboard.page_start import page_beside
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.local_cluster import LocalCluster, threads_each
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client, RunHandle
 from stratagem.client.sdk.torch_process import import_folders
@@ -98,6 +99,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
     data_dir: DataDirOption = DATA_DIR,
     form: FormatOption = Format.TEXT,
     tag: TagOption = None,
+    threads: ThreadsOption = None,
     log_to: LogToOption = None,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
@@ -126,6 +128,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             raise InvalidInputError("--report is of the end of the run; leave out --detach")
         if local is None and tag:
             raise InvalidInputError("--tag is of local workers; give --local N")
+        if local is None and threads:
+            raise InvalidInputError("--threads is of local workers; give --local N")
         if detach and log_to:
             raise InvalidInputError(
                 "--detach follows nothing that could be logged; "
@@ -151,7 +155,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
         folders = tuple(map(str, import_folders(job_path)))
         allow_code = "none" if job.code is None else "any"
-        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code)
+        each = threads or threads_each(local)
+        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each)
         with (
             _local_client(known, local, data_dir, view) as client,
             page_beside(client.address, is_wanted=web),
@@ -159,7 +164,10 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             known.save(data_dir, chosen)
             with view.doing(f"submitting {chosen}"):
                 handle = submitted(client)
-            _follow_local(_Following(handle, view, output, report=report, sinks=sinks), local)
+            following = _Following(
+                handle, view, output, report=report, sinks=sinks, threads=known.threads
+            )
+            _follow_local(following, local)
 
 
 def attach(
@@ -252,7 +260,8 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
     `resume RUN --set epochs=20`. The length of the training, the optimizer's numbers, its schedule
     and the evaluation may be others; model, data, batch size, seed and strategy stay.
 
-    With --local N for a run that was started with --local, in the same folder.
+    With --local N for a run that was started with --local, in the same folder. Each worker has as
+    many threads as then, so the bits stay, however many workers there are now.
     """
     with reporting():
         if new_run_id is not None and not overrides:
@@ -269,7 +278,8 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
         with _local_client(known, local, data_dir, view) as client:
             handle, from_index = asked.begin(client)
             known.save(data_dir, handle.run_id)
-            _follow_local(_Following(handle, view, from_index=from_index), local)
+            following = _Following(handle, view, from_index=from_index, threads=known.threads)
+            _follow_local(following, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +341,8 @@ class _Following:
     """Where a page about the run is written at its end, however it ends."""
     sinks: Mapping[str, Sink] = field(default_factory=dict)
     """By the text that names it."""
+    threads: int | None = None
+    """Of each worker, where this command has started them."""
 
     def say_why(self) -> None:
         """Why the job's parallelism became the strategy that it is."""
@@ -352,7 +364,7 @@ class _Following:
         if self.output is not None:
             result.download(self.output)
         if form is Format.TEXT:
-            tables.print_status(console, result.status)
+            tables.print_status(console, result.status, self.threads)
             if winner := winner_text(result.status):
                 print_line(console, f"best: {winner}")
             if self.output is not None:
@@ -403,6 +415,9 @@ class LocalRun:
     import_path: tuple[str, ...]
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
+    threads: int | None = None
+    """Of each worker, however many there are when it goes on: the bits depend on it. None: unknown,
+    of an earlier version."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -437,6 +452,7 @@ def _local_client(known: LocalRun, workers: int, data_dir: Path, view: _View) ->
         allow=known.allow,
         allow_code=known.allow_code,
         import_path=tuple(Path(folder) for folder in known.import_path),
+        threads=known.threads,
         worker_arguments=tag_arguments(known.tags, workers),
     )
     what = f"starting a coordinator and {counted(workers, 'worker')} on this machine"

@@ -14,6 +14,7 @@ from stratagem.client.cli.options import (
     CoordinatorOption,
     DataDirOption,
     TagOption,
+    ThreadsOption,
     WebOption,
     tag_arguments,
 )
@@ -51,9 +52,7 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
             help="A folder of your modules; this one if none is given; repeatable.",
         ),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="Per worker.")
-    ] = None,
+    threads: ThreadsOption = None,
     tag: TagOption = None,
     web: WebOption = False,
 ) -> None:

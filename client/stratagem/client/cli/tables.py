@@ -85,8 +85,8 @@ def generation_text(amounts: RunStatus | Progress) -> str:
     return f"generation {amounts.segment}/{amounts.num_segments}"
 
 
-def print_status(console: Console, status: RunStatus) -> None:
-    """Print everything about one run."""
+def print_status(console: Console, status: RunStatus, threads: int | None = None) -> None:
+    """Print everything about one run. threads: of each of its workers, where that is known."""
     rows = [
         ("run", f"{status.run_id} ({status.name})"),
         ("phase", _phase_text(status)),
@@ -97,6 +97,7 @@ def print_status(console: Console, status: RunStatus) -> None:
         ("metrics", metrics_text(status.metrics)),
         *_population_rows(status),
         ("workers", ", ".join(status.worker_ids)),
+        ("threads", _threads_text(threads) if threads else ""),
         ("submitted", _submitted_text(status)),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
         ("result", "" if status.reproducible else "replayable from its journal, not reproducible"),
@@ -108,6 +109,11 @@ def print_status(console: Console, status: RunStatus) -> None:
         console.print(Text(status.error.traceback.rstrip(), style="red"))
     if status.commits:
         console.print(_commits_table(status))
+
+
+def _threads_text(threads: int) -> str:
+    """Return what the number of threads means to who compares runs."""
+    return f"{threads} of each worker; runs with other numbers of threads have other bits"
 
 
 def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:

@@ -45,6 +45,13 @@ def local_names(num_workers: int) -> tuple[str, ...]:
     return tuple(f"worker-{number}" for number in range(num_workers))
 
 
+def threads_each(num_workers: int) -> int:
+    """Return how many threads each worker of a local cluster has unless its maker says: the cores
+    divided by the workers, at least one."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // max(1, num_workers))
+
+
 @dataclass(slots=True, kw_only=True)
 class LocalCluster:
     """Starts on `start()` or on entering the context, ends on `close()` or on leaving it."""
@@ -61,7 +68,7 @@ class LocalCluster:
     data_root: Sequence[Path] = (Path("/"),)
     """Folders below which `data.path` of a job may be; anywhere, as the jobs are the caller's."""
     threads: int | None = None
-    """Threads per worker; None: the cores divided by the workers, at least one."""
+    """Threads per worker; None: those of `threads_each`."""
     listen: str = "127.0.0.1:0"
     failpoints: bool = False
     """Gives every process the failpoint folder data_dir/failpoints/<process name>."""
@@ -238,8 +245,7 @@ class LocalCluster:
         return self._command(COORDINATOR, argv)
 
     def _worker(self, name: str) -> Command:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads = self.threads or max(1, cores // self.workers)
+        threads = self.threads or threads_each(self.workers)
 
         def argv(addresses: Mapping[str, str]) -> list[str]:
             return [

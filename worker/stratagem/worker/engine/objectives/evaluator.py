@@ -130,15 +130,26 @@ class Evaluator:
 
         keep: gets the output and the number of rows.
         """
-        x, y, num_rows = self.load(split, batch)
         wants_output = bool(self.metrics) or self.own is not None or keep is not None
-        with user_code(f"evaluating {split}"):
-            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
-        part = self._part(split, batch, found, num_rows)
+        found, part = self._evaluated(split, batch, wants_output=wants_output)
+        if self.randomness.has_failed():
+            found, part = self._evaluated(split, batch, wants_output=wants_output)
         if keep is not None:
-            keep(found.output, num_rows)
+            keep(found.output, self.rows_in(split, batch))
         self.randomness.end()
         return part
+
+    def _evaluated(
+        self, split: str, batch: int, *, wants_output: bool
+    ) -> tuple[Assessment, EvaluationPart]:
+        self.execution.begin_batch(self.rows_in(split, batch))
+        # What a model draws in train mode would only be found out after each first batch.
+        begin = self.randomness.begin if self.model.training else self.randomness.begin_trial
+        begin("evaluate", split, batch)
+        x, y, num_rows = self._gathered(split, batch)
+        with user_code(f"evaluating {split}"):
+            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
+        return found, self._part(split, batch, found, num_rows)
 
     def begin(self, split: str, batch: int) -> Tensor:
         """Begins a batch: what is drawn from now on is drawn for it. Returns its rows."""
@@ -148,7 +159,11 @@ class Evaluator:
 
     def load(self, split: str, batch: int) -> tuple[Any, Any, int]:
         """Begins a batch; returns (x, y, number of rows) of it."""
-        rows, activity = self.begin(split, batch), f"evaluating {split}"
+        self.begin(split, batch)
+        return self._gathered(split, batch)
+
+    def _gathered(self, split: str, batch: int) -> tuple[Any, Any, int]:
+        rows, activity = self._rows(split, batch), f"evaluating {split}"
         return *self.gather(self.dataset(split), rows, activity, _keys(split, batch)), len(rows)
 
     def expect(self, batches: Iterable[Batch]) -> None:
