@@ -76,9 +76,10 @@ def test_an_exception_in_the_users_model_is_shown_with_its_worker(tmp_path: Path
 
 def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     job = write_job(tmp_path, epochs=1_000_000, checkpoint={"every": "5 epochs"})
-    state = ["--local", "1", "--data-dir", str(tmp_path / "state")]
+    state = ["--data-dir", str(tmp_path / "state")]
+    local = ["--local", "1", "--threads", "5", *state]
     process = subprocess.Popen(
-        [*PROGRAM, "run", str(job), "--run-id", "mine", "--verbose", *state],
+        [*PROGRAM, "run", str(job), "--run-id", "mine", "--verbose", *local],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,7 +99,8 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     assert said[-1].startswith("stopped; step ")
     assert said[-1].endswith("is kept; go on with: stratagem resume mine --local 1")
     resumed = subprocess.Popen(
-        [*PROGRAM, "resume", "mine", "--verbose", *state],
+        # Only workers with as many threads can go on with it.
+        [*PROGRAM, "resume", "mine", "--verbose", "--local", "2", *state],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -542,7 +542,7 @@ def test_only_what_the_job_names_is_allowed() -> None:
 
 
 def test_a_local_run_is_remembered_for_resume(tmp_path: Path) -> None:
-    known = LocalRun(("a:b",), ("/x",), ("worker-0=gpu",))
+    known = LocalRun(("a:b",), ("/x",), ("worker-0=gpu",), threads=3)
     known.save(tmp_path, "mine")
     assert LocalRun.load(tmp_path, "mine") == known
     done = invoke("resume", "other", "--local", "1", "--data-dir", tmp_path)
@@ -558,6 +558,8 @@ def test_tags_are_of_one_local_worker_or_of_all(job_file: Path) -> None:
             tag_arguments([tag], 2)
     done = invoke("run", job_file, "--tag", "gpu")
     assert done.stderr == "error: --tag is of local workers; give --local N\n"
+    done = invoke("run", job_file, "--threads", "2")
+    assert done.stderr == "error: --threads is of local workers; give --local N\n"
 
 
 def test_modules_are_found_beside_the_job_and_here(tmp_path: Path) -> None:

@@ -172,9 +172,10 @@ def test_a_local_run_of_what_a_package_offers(tmp_path: Path) -> None:
     (tmp_path / "brought" / "__init__.py").write_text("from brought.inside import rows, tied\n")
     (tmp_path / "brought" / "inside.py").write_text(INSIDE)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
-    logged = ("--log-to", "csv:rows.csv")
-    status, out, errors = said_by_process("run", "job.yaml", "--local", 1, *logged, cwd=tmp_path)
+    given = ("--local", 1, "--threads", 2, "--log-to", "csv:rows.csv")
+    status, out, errors = said_by_process("run", "job.yaml", *given, cwd=tmp_path)
     assert (status, errors) == (0, []), out
+    assert "threads   2 of each worker; runs with other numbers of threads have other bits" in out
     rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
     losses = [row["step"] for row in rows if row["series"] == "train.loss"]
     assert losses == [str(step) for step in range(1, len(losses) + 1)] != []

@@ -126,10 +126,9 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             raise InvalidInputError("--detach needs a coordinator that stays; leave out --local")
         if detach and report is not None:
             raise InvalidInputError("--report is of the end of the run; leave out --detach")
-        if local is None and tag:
-            raise InvalidInputError("--tag is of local workers; give --local N")
-        if local is None and threads:
-            raise InvalidInputError("--threads is of local workers; give --local N")
+        for option, given in (("--tag", tag), ("--threads", threads)):
+            if local is None and given:
+                raise InvalidInputError(f"{option} is of local workers; give --local N")
         if detach and log_to:
             raise InvalidInputError(
                 "--detach follows nothing that could be logged; "
@@ -164,10 +163,8 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             known.save(data_dir, chosen)
             with view.doing(f"submitting {chosen}"):
                 handle = submitted(client)
-            following = _Following(
-                handle, view, output, report=report, sinks=sinks, threads=known.threads
-            )
-            _follow_local(following, local)
+            following = _Following(handle, view, output, report=report, sinks=sinks)
+            _follow_local(replace(following, threads=known.threads), local)
 
 
 def attach(
