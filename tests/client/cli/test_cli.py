@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import typer
 import yaml
 from rich.cells import cell_len
 from rich.text import Text
@@ -31,6 +33,7 @@ from stratagem.client.cli.tables import amount_text, print_runs, print_status
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import run_status
+from stratagem.client.terminal import completion
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from stratagem.v1 import coordinator_pb2 as pb
@@ -298,7 +301,19 @@ def test_a_list_on_a_terminal_is_cut(client: Client) -> None:
     assert len(out.getvalue().splitlines()) == 2
 
 
-def test_a_shell_completes_commands_and_run_ids(address: str, job_file: Path) -> None:
+PATIENT = f"""#!{sys.executable}
+from stratagem.client.terminal import completion
+from stratagem.program.__main__ import main
+
+completion.PATIENCE_S = {PATIENCE_S}
+main()
+"""
+"""The program, where it does not matter how fast a coordinator answers."""
+
+
+def test_a_shell_completes_commands_and_run_ids(
+    address: str, job_file: Path, tmp_path: Path
+) -> None:
     for run_id in ("mine-1", "mine-2", "other"):
         invoke("run", job_file, "--coordinator", address, "--run-id", run_id, "--detach")
 
@@ -314,13 +329,27 @@ def test_a_shell_completes_commands_and_run_ids(address: str, job_file: Path) ->
         assert done.stderr == ""
         return done.stdout.split()
 
-    program = Path(sys.executable).with_name("stratagem")
+    program = tmp_path / "stratagem"
+    program.write_text(PATIENT)
+    program.chmod(0o755)
     assert completed("stratagem stat", address) == ["status"]
     assert completed("stratagem status mi", address) == ["mine-2", "mine-1"]
     assert completed(f"stratagem stop --coordinator {address} o", "nowhere:1") == ["other"]
     assert completed("stratagem status mi", "127.0.0.1:9") == []
     for shell in ("zsh", "fish"):
         assert "_STRATAGEM_COMPLETE=" in invoke("completion", shell).stdout
+
+
+def test_a_coordinator_that_does_not_answer_in_time_completes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(completion, "PATIENCE_S", 0.01)
+        given = {"coordinator": f"127.0.0.1:{silent.getsockname()[1]}"}
+        context = typer.Context(typer.main.get_command(app), info_name="stratagem")
+        context.params = given
+        assert completion.run_ids(context, "") == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
@@ -493,6 +522,17 @@ def test_ctrl_c_detaches_from_a_coordinator(
             f"see it again with: stratagem attach mine --coordinator {address}",
         ]
     assert fake.runs["mine"].phase == 3  # still running
+
+
+def test_a_call_that_ctrl_c_has_kept_from_its_start_is_not_told_of() -> None:
+    program = (
+        "from stratagem.client.cli.reporting import complain_of_warnings\n"
+        "async def call(): pass\n"
+        "complain_of_warnings()\n"
+        "call()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("imported", ["stratagem.common", "numpy.version"])

@@ -74,6 +74,13 @@ def test_a_run_of_steps() -> None:
     )
 
 
+def test_a_pipeline_says_how_much_of_a_step_its_workers_wait() -> None:
+    assert line_of(finished(1, metrics={}), steps(150, bubble=0.184)).endswith(
+        "1,210 rows/s  bubble 18%"
+    )
+    assert "bubble" not in line_of(finished(1), steps(150))
+
+
 def test_epoch_learning_rate_and_time_left() -> None:
     at = steps(150, epoch=1.25, lr=0.042, eta_s=130.0, elapsed_s=9.0)
     assert line_of(finished(1, metrics={}), at) == (

@@ -7,6 +7,7 @@ wording of failures; a failure that is the user's to mend is shown without a tra
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn
@@ -77,6 +78,8 @@ def complain(text: str) -> None:
 def complain_of_warnings() -> None:
     """Show warnings of the SDK as complaints on stderr; stdout, where structlog would print, is for
     results. For a process that is the command line, and nothing else."""
+    # Ctrl-C may come between the making of a call and its start; that is no fault to tell of.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     structlog.configure(
         processors=[_complaint],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),

@@ -171,6 +171,8 @@ def _of_speed(latest: Progress) -> Iterator[Field]:
         yield Field(f"lr {latest.lr:.3g}")
     if latest.rows_per_s:
         yield Field(f"{latest.rows_per_s:,.0f} rows/s")
+    if latest.bubble is not None:
+        yield Field(f"bubble {latest.bubble:.0%}")
     if latest.num_skipped_steps:
         yield Field(f"{latest.num_skipped_steps} steps skipped", style="yellow")
 
