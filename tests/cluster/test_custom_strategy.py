@@ -19,6 +19,7 @@ from tests.repository import ROOT
 pytestmark = pytest.mark.cluster
 
 PACKAGE = ROOT / "examples" / "custom_strategy"
+PROGRAM = "stratagem.coordinator"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,10 @@ def custom_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         data_dir=tmp_path_factory.mktemp("custom"),
         import_path=[ROOT],
         allow=[ALLOW],
-        environment={"PYTHONPATH": str(site)},
+        programs={
+            "coordinator": ["/usr/bin/env", f"PYTHONPATH={site}", sys.executable, "-m", PROGRAM],
+            "worker": [sys.executable, "-m", "stratagem.worker"],
+        },
     )
     with cluster, cluster.client() as client:
         yield client

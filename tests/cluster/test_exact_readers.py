@@ -16,7 +16,7 @@ from tests.cluster.jobs import (
 )
 from tests.jobs import job, user_data
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 
 SECTIONS: dict[str, Any] = {
     "evaluation": {"split": "test", "metrics": ["accuracy"], "batch_size": 5},
@@ -30,7 +30,7 @@ def jobs(data: dict[str, Any]) -> dict[str, JobSpec]:
     best = {**SECTIONS["evaluation"], "best": "loss", "mode": "min"}
     nothing = dict.fromkeys(("optimizer", "checkpoint", "steps", "batch_size", "accumulation"))
     return {
-        "AllReduce": job("dropout_mlp", strategy=data_parallel(3), **sections),
+        "AllReduce": job("dropout_mlp", strategy=data_parallel(2), **sections),
         "ParameterServer": job(
             "dropout_mlp", strategy=data_parallel(2, "ParameterServer"), **sections
         ),
@@ -38,7 +38,7 @@ def jobs(data: dict[str, Any]) -> dict[str, JobSpec]:
         "Federated": federated("dropout_mlp", num_clients=3, **sections, batch_size=6),
         "PopulationBased": population(model="dropout_mlp", **{**sections, "evaluation": best}),
         "evaluation only": job(
-            strategy=data_parallel(3), execution={"gradient": "None"}, **{**sections, **nothing}
+            strategy=data_parallel(2), execution={"gradient": "None"}, **{**sections, **nothing}
         ),
     }
 

@@ -54,6 +54,7 @@ def readers_of(cluster: LocalCluster, worker: str) -> list[psutil.Process]:
     return [each for each in process.children() if "stratagem.worker.data.reader" in each.cmdline()]
 
 
+@pytest.mark.sweep
 def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
     exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
 ) -> None:

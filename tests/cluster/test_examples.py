@@ -60,6 +60,7 @@ def test_an_example_runs(examples_client: Client, path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
+@pytest.mark.interop
 def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(examples_client: Client) -> None:
     pytest.importorskip("torchmetrics", reason="needs the extra interop")
     example = importlib.import_module("examples.torchmetrics_digits")

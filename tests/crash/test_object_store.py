@@ -63,7 +63,7 @@ def _s3_rig(endpoint: str) -> Iterator[Rig]:
         threads=1,
         failpoints=True,
         import_path=(ROOT,),
-        environment={**environ_of(endpoint, "crash"), "PYTHONPATH": str(ROOT)},
+        environment=environ_of(endpoint, "crash"),
         programs={
             "coordinator": [sys.executable, "-m", "tests.crash.forgetful"],
             "worker": [sys.executable, "-m", "stratagem.worker"],

@@ -28,11 +28,12 @@ print(json.dumps({
     "said": sys.stdin.read(),
     "descriptors": len(os.listdir("/proc/self/fd")),
     "session": os.getsid(0) == os.getpid(),
-    "has_torch": "torch" in sys.modules,
+    "preloaded": [name for name in ("torch", "wave") if name in sys.modules],
     "name": __name__,
 }))
 sys.exit(7)
 """
+TORCH = ["torch"] if sys.platform == "linux" else []
 WAIT = "import signal; print('waits', flush=True); signal.pause()"
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="forks are Linux's")
 
@@ -71,7 +72,7 @@ def test_a_fork_sees_what_an_executed_program_sees(tmp_path: Path) -> None:
         process = started(tmp_path, argv, {**environment, **early, **more}, b"hello")
         facts.append(report(tmp_path, process))
     forked, executed = facts
-    assert (forked.pop("has_torch"), executed.pop("has_torch")) == (sys.platform == "linux", False)
+    assert (forked.pop("preloaded"), executed.pop("preloaded")) == (TORCH, [])
     executed["others"].remove("OMP_PROC_BIND")
     assert forked == executed
     assert forked["argv"] == ["one", "two words"]
@@ -86,7 +87,7 @@ def test_a_module_is_run_as_by_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert facts["argv"] == ["one"]
     assert facts["path"] == facts["folder"] == str(tmp_path)
     assert facts["name"] == "__main__"
-    assert facts["has_torch"]
+    assert facts["preloaded"] == TORCH
 
 
 def test_signals_and_how_it_ended(tmp_path: Path) -> None:
@@ -109,7 +110,8 @@ def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[preloaded_programs._ForkServer]:
-    """Not the one that other tests' clusters are forks of."""
+    """Not the one that other tests' clusters are forks of, and loaded sooner."""
+    monkeypatch.setattr(preloaded_programs, "PRELOADED", ("wave",))
     servers: dict[preloaded_programs.Early, preloaded_programs._ForkServer] = {}
     monkeypatch.setattr(preloaded_programs, "_servers", servers)
     server = preloaded_programs._server_for(os.environ)
@@ -127,7 +129,7 @@ def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(
     assert server is not None
     server.kill()
     assert orphan.wait(PATIENCE_S) == -signal.SIGKILL
-    assert report_of_the_next(tmp_path)["has_torch"]
+    assert report_of_the_next(tmp_path)["preloaded"] == ["wave"]
     assert own_server._process is not server
 
 
@@ -142,6 +144,7 @@ def test_nothing_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys
 from stratagem.client.local import preloaded_programs as preloaded
+preloaded.PRELOADED = ("wave",)
 with open({str(tmp_path / "log")!r}, "ab") as log:
     process = preloaded.start({argv!r}, os.environ, log, with_input=False)
 print(process.pid, flush=True)
