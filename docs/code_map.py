@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from docs.tables import table
@@ -14,6 +14,7 @@ GENERATED = "stratagem/v1"
 SENTENCE = re.compile(r"(.+?)(?:\. |\.?$)")
 
 
+@cache
 def first_sentence(path: Path) -> str:
     """Of a module's docstring, on one line, without its full stop; "" where there is none."""
     said = ast.get_docstring(ast.parse(path.read_text())) or ""

@@ -74,6 +74,7 @@ def test_an_exception_in_the_users_model_is_shown_with_its_worker(tmp_path: Path
     assert "in hook" in report
 
 
+@pytest.mark.sweep
 def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     job = write_job(tmp_path, epochs=1_000_000, checkpoint={"every": "5 epochs"})
     state = ["--data-dir", str(tmp_path / "state")]

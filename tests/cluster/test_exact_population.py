@@ -252,8 +252,15 @@ STRUCTURAL: dict[str, Any] = {
 FOUND = {"model.kwargs.width", "model.kwargs.depth", "optimizer.amsgrad"}
 
 
-@pytest.mark.parametrize("exploit", ["Truncation", "Binary"])
-@pytest.mark.parametrize("explore", ["Perturbation", "Resample"])
+@pytest.mark.parametrize(
+    ("exploit", "explore"),
+    [
+        ("Truncation", "Perturbation"),
+        ("Binary", "Resample"),
+        pytest.param("Truncation", "Resample", marks=pytest.mark.sweep),
+        pytest.param("Binary", "Perturbation", marks=pytest.mark.sweep),
+    ],
+)
 def test_what_decides_the_layout_goes_with_the_state(
     client: Client, exploit: str, explore: str
 ) -> None:

@@ -82,10 +82,11 @@ def test_a_reader_and_a_worker_with_readers_killed_change_no_bit(
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2).state)
 
 
-def test_federated_clients_have_the_bits_of_the_loop(client: Client) -> None:
+@pytest.mark.parametrize("readers", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_federated_clients_have_the_bits_of_the_loop(client: Client, readers: int) -> None:
     spec = federated(
         "dropout_mlp",
-        data={**user_data("augmented"), "collate": COLLATE, "readers": 1},
+        data={**user_data("augmented"), "collate": COLLATE, "readers": readers},
         batch_size=5,
     )
     assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)

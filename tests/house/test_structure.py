@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.common.process.failpoints import FAILPOINTS
 from tests.generate_stubs import generate
-from tests.house.source import product_files
+from tests.house.source import product_files, tree
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
@@ -35,7 +35,7 @@ def modules(part: str) -> list[Path]:
 
 def imported(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -54,7 +54,7 @@ def test_imports_point_down(part: str) -> None:
 
 def test_nobody_draws_from_the_generator_that_user_code_draws_from() -> None:
     for path in product_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random":
                 allowed = {"Random", "seed", "getstate", "setstate"}
                 assert node.attr in allowed, f"{path}: {ast.unparse(node)}"
@@ -89,7 +89,7 @@ def test_files_and_functions_stay_small() -> None:
     for path in product_files():
         text = path.read_text()
         assert len(text.splitlines()) <= MAX_FILE_LINES, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert lines <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {lines} lines"
@@ -99,7 +99,7 @@ def test_every_module_says_what_it_owns() -> None:
     for path in product_files():
         text = path.read_text()
         if text.strip():
-            assert ast.get_docstring(ast.parse(text)), path
+            assert ast.get_docstring(tree(path)), path
 
 
 def test_failpoints_are_placed_exactly_once() -> None:

@@ -251,6 +251,7 @@ def test_a_worker_has_no_more_readers_than_it_allows() -> None:
     assert second.pids == []
 
 
+@pytest.mark.sweep
 def test_runs_share_the_readers_of_a_worker_and_the_last_one_reads_without(
     function: DataFunction, data: dict[str, RowDataset]
 ) -> None:

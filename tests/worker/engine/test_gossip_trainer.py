@@ -20,7 +20,10 @@ ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cos
 
 @pytest.mark.parametrize("precision", ["Single", "Full"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_nodes",
+    [1, pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)],
+)
 @pytest.mark.parametrize("model", ["mlp", "dropout_mlp", "batch_norm_mlp", "everything"])
 def test_equals_the_gossip_loop_to_the_bit(
     model: str, num_nodes: int, optimizer: dict[str, Any], precision: str

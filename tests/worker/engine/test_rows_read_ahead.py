@@ -118,7 +118,7 @@ def test_stages_that_read(ranks: tuple[int, ...]) -> None:
     assert [each.num_read > 0 for each in readers] == [rank != 1 for rank in sorted({*ranks})]
 
 
-@pytest.mark.parametrize("num_readers", [1, 2])
+@pytest.mark.parametrize("num_readers", [1, pytest.param(2, marks=pytest.mark.sweep)])
 def test_processes_give_the_same_bits(num_readers: int) -> None:
     """Also of a data set that is drawn when it is made."""
     spec = job("FunctionalDropout", **CHANGES)
