@@ -28,9 +28,9 @@ from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import MAX_ROWS, Recorder, Series, stride_of
 from stratagem.common.history.packing import pack, pack_columns
 from stratagem.coordinator.store.journal import step_histories
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
 from stratagem.v1 import worker_pb2
 from stratagem.worker.engine import StepReport
 from stratagem.worker.plans.step_history import StepHistory

@@ -421,6 +421,11 @@ def test_members_that_are_data_parallel(client: Client) -> None:
     assert_same_bits(first.state, second.state)
     sizes = {len(event.payload["members"]) for event in first.of("MembersFormed")}
     assert sizes == {2}
+    histories = [each.run.history("train.*", "*") for each in (first, second)]
+    assert {series.party for series in histories[0].values()} == {"member0", "member1", "member2"}
+    for name, series in histories[0].items():
+        assert (series.stride, series.step.tolist()) == (1, [*range(1, 7)])
+        assert series.columns.to_bytes() == histories[1][name].columns.to_bytes()
     solo = train(client, population(size=3, generations=2))
     assert copies_of(solo) == copies_of(first)
     for name, tensor in solo.state.items():

@@ -43,10 +43,11 @@ def silos_loop(
     monkeypatch: pytest.MonkeyPatch,
     num_rounds: int | None = None,
     set_rates: SetRates | None = None,
+    losses: dict[int, list[float]] | None = None,
 ) -> dict[str, Tensor]:
     """Rounds of sharded loops that start from the global state, averaged by rows in float64.
 
-    set_rates: sets the rates of a round, counted from 0.
+    set_rates: sets the rates of a round, counted from 0. losses: gets those of each client's steps.
     """
     strategy = spec.strategy
     assert isinstance(strategy, Federated)
@@ -79,6 +80,8 @@ def silos_loop(
                 trained = sharded_loop(
                     job, ALLOWED, num_shards, micro_batch_size=of_pipeline, set_rates=of_round
                 )
+                if losses is not None:
+                    losses.setdefault(client, []).extend(trained.losses)
             updates.append(reference.Update(num_rows, dict(trained.state)))
         means = {name: reference._mean_of(name, updates, CURRENT) for name in world}
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
@@ -122,6 +125,20 @@ def test_bits_of_averaged_sharded_loops(
     formed = [e.payload for e in outcome.of("MembersFormed") if e.payload["party"]]
     assert {len(each["members"]) for each in formed} == {2}
     assert len({m["worker_id"] for each in formed for m in each["members"]}) == 4
+
+
+def test_the_history_of_a_silo_counts_the_steps_of_all_rounds(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: dict[int, list[float]] = {}
+    spec = silos(rounds=3, options={"local_epochs": 2})
+    silos_loop(spec, monkeypatch, losses=losses)
+    run = client.submit(spec)
+    run.result()
+    for number in (0, 1):
+        loss = run.history("train.loss", f"client{number}")[f"client{number}:train.loss"]
+        assert loss.step.tolist() == [*range(1, len(losses[number]) + 1)]
+        assert loss.last.tolist() == losses[number]
 
 
 def test_rates_that_fall_on_a_plateau(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

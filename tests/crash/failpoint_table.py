@@ -22,6 +22,7 @@ REACHED_BY = {
     "coordinator.run.released": ALL,
     "coordinator.journal.before_commit": (*ALL, "Population"),
     "coordinator.journal.after_commit": (*ALL, "Population", "Scheduled"),
+    "coordinator.history.merging": ("AllReduce", "Gossip", "Silos"),
     "coordinator.blobs.before_rename": (*ALL, "FedYogi"),
     "coordinator.blobs.after_rename": (*ALL, "FedYogi"),
     "coordinator.spool.after_checkpoint": ("FedAvg-large",),

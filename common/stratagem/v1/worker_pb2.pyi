@@ -290,6 +290,7 @@ class TrainPlan(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
     HISTORY_STRIDE_FIELD_NUMBER: _builtins.int
+    HISTORY_FROM_STEP_FIELD_NUMBER: _builtins.int
     to_step: _builtins.int
     """The segment ends when this many optimizer steps have been applied since the run began."""
     num_shards: _builtins.int
@@ -303,6 +304,8 @@ class TrainPlan(_message.Message):
     """How often a plateau of the job's schedule has lowered the learning rates before this segment."""
     history_stride: _builtins.int
     """Steps in a row of the step history, a power of two; 0: none is recorded."""
+    history_from_step: _builtins.int
+    """Steps that the history has before those of this plan: of a client that begins each round anew."""
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
@@ -333,10 +336,11 @@ class TrainPlan(_message.Message):
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         num_lr_reductions: _builtins.int = ...,
         history_stride: _builtins.int = ...,
+        history_from_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "history_stride", b"history_stride", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "history_from_step", b"history_from_step", "history_stride", b"history_stride", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,10 +55,7 @@ def test_parts_are_whole_until_one_is_missing() -> None:
         live.add(FIRST, SegmentTail(1, 1), part)
     live.add(FIRST, SegmentTail(2, 1), parts[0])
     assert live.parties(RUN) == [ROOT]
-    live.end(RUN, ROOT, 1)
-    assert (kept := live.tail(FIRST)) is not None
-    assert kept.segment == 2
-    live.end(RUN, ROOT, 2)
+    live.end(RUN, ROOT)
     assert live.tail(FIRST) is None
 
 
@@ -119,5 +116,5 @@ def test_what_is_a_members_own_goes_with_it_and_the_newest_membership_counts() -
     }
     add(1, 2, "../../x", 1.0)
     assert live.parties(RUN) == ["node/2"], "what is no party is not kept"
-    live.end(RUN, ROOT, 1)
+    live.end(RUN, ROOT)
     assert live.parties(RUN) == []

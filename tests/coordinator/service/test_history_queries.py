@@ -8,15 +8,18 @@ import pytest
 
 from stratagem.client.history.step_history import History
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import Party, RunId
+from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.history import Recorder, Series
 from stratagem.common.history.packing import pack
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.core.commands import SubmitRun
+from stratagem.coordinator.core.commands import JournalEntry, SubmitRun
+from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.observe.live_history import SegmentTail, TailKey
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.coordinator.service.history_queries import HistoryQueries
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.fact_codec import Committed
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
+from stratagem.coordinator.store.journal.step_histories import StepSpan
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import worker_pb2
 from tests.coordinator.core.jobs import LOCAL, job_text
@@ -97,6 +100,63 @@ async def test_what_a_run_has_returned_from_is_not_shown(app: App) -> None:
     again = (await asked(app, root_segment=2))["train.loss"]
     assert again.count.sum() == 30
     assert again.step[again.provisional].tolist() == [24, 28, 30], "it is trained again"
+
+
+async def test_a_run_that_returns_to_a_commit_forgets_what_all_parties_did_behind_it(
+    app: App,
+) -> None:
+    recorded, silo = app.loop.recorded, Party("client2")
+    await recorded.append((), (), [stored(silo, 1), stored(silo, 2)])
+    await recorded.merge_histories(RUN, {RUN})
+    resumed = JournalEntry(RUN, RunResumed(from_segment=1, step=10, digest=Digest("d")))
+    await recorded.append([Committed(resumed, 9, 0.0, 0.0)], ())
+    history = await asked(app, root_segment=9, parties=["*"], series=["train.loss"])
+    assert {each.party: each.step[-1] for each in history.values() if each.party} == {
+        "member/3": 10,
+        "client2": 10,
+    }
+    loss = history["train.loss"]
+    assert loss.step[~loss.provisional].tolist() == [4, 8, 10]
+
+
+async def test_merging_changes_no_row_that_is_shown(app: App) -> None:
+    recorded = app.loop.recorded
+    await recorded.append((), (), [stored(MEMBER, segment) for segment in range(2, 68)])
+
+    async def seen() -> dict[str, bytes]:
+        found = await asked(app, parties=["*"], series=["train.*"])
+        return {name: each.columns.to_bytes() for name, each in found.items()}
+
+    async def segments(party: Party) -> list[int]:
+        return [row.segment for row in await recorded.history(RUN, party, StepSpan(), -1)]
+
+    before = await seen()
+    await recorded.merge_histories(None, ())
+    assert (await segments(MEMBER), await segments(ROOT)) == ([64, 65, 66, 67], [1, 2, 3])
+    assert await seen() == before
+    await recorded.merge_histories(RUN, {RUN})
+    assert (await segments(MEMBER), await segments(ROOT)) == ([67], [3])
+    assert await seen() == before
+    app.history.forget(RUN)
+    assert (await asked(app, root_segment=2))["train.loss"].step[-1] == 20
+
+
+async def test_what_is_merged_while_it_is_read_comes_once(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = app.loop.recorded
+    await recorded.append((), (), [stored(MEMBER, segment) for segment in range(2, 71)])
+    read = recorded.history
+
+    async def merged_behind_the_first_page(*args: Any) -> list[HistoryRow]:
+        monkeypatch.setattr(recorded, "history", read)
+        page = await read(*args)
+        await recorded.merge_histories(None, {RUN})
+        return page
+
+    monkeypatch.setattr(recorded, "history", merged_behind_the_first_page)
+    loss = (await asked(app, parties=[MEMBER]))[f"{MEMBER}:train.loss"]
+    assert (loss.count.sum(), loss.step[-1]) == (700, 700)
 
 
 async def test_a_segment_that_has_ended_meanwhile_comes_once(app: App) -> None:

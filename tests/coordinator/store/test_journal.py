@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.history import Recorder, Series
-from stratagem.common.history.packing import pack
+from stratagem.common.history import Recorder, Series, joined
+from stratagem.common.history.packing import pack, unpack
 from stratagem.coordinator.store.journal import journal
+from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
 from stratagem.coordinator.store.journal.journal import DuplicateKeyError, Journal
 from stratagem.coordinator.store.journal.lead import FencedError
 from stratagem.coordinator.store.journal.lead_holder import Holder
-from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
+from stratagem.coordinator.store.journal.step_histories import StepSpan
 from stratagem.coordinator.store.journal.summaries import RunSummary
 from tests.coordinator.store.journals import ELSEWHERE, US, A, B, events, lead, record
 from tests.programs import run
@@ -216,6 +217,67 @@ def test_a_step_history_is_written_with_its_events_or_not_at_all(
     other.delete_run(term, A)
     assert (other.history_parties(A), other.history(A, Party(""), ALL, -1, 9)) == ([], [])
     other.close()
+
+
+def recorded(segment: int, party: str = "") -> HistoryRow:
+    """Five steps a segment at a stride of four, so that segments share rows of what is shown."""
+    recorder, first = Recorder(4, 5 * segment - 5), 5 * segment - 4
+    for step in range(first, first + 5):
+        recorder.add(step, [(Series("train.loss"), step / 3)])
+    to_step = 5 * segment
+    return HistoryRow(A, Party(party), segment, 4, to_step - 5, to_step, pack(recorder.end()))
+
+
+def shown_of(log: Journal, party: str = "") -> bytes:
+    rows = log.history(A, Party(party), ALL, -1, 99)
+    parts = [unpack(row.rows)[Series("train.loss")] for row in rows]
+    return joined(parts, 4).to_bytes()
+
+
+def segments_of(log: Journal, party: str = "") -> list[int]:
+    return [row.segment for row in log.history(A, Party(party), ALL, -1, 99)]
+
+
+def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
+    log: Journal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    term = lead(log, US)
+    log.append(term, [record(A, 0)], histories=[recorded(i) for i in range(1, 9)])
+    log.append(term, [record(A, 1)], histories=[recorded(i, "client1") for i in (2, 4)])
+    before = {party: shown_of(log, party) for party in ("", "client1")}
+    singles = log.single_histories(A, Party(""), 6)
+    assert [row.segment for row in singles] == [1, 2, 3, 4, 5, 6]
+    block = one_row(singles)
+    assert block is not None
+    assert log.merge_histories(term, singles, block)
+    assert not log.merge_histories(term, singles, block), "they are no longer there"
+    assert segments_of(log) == [6, 7, 8]
+    assert shown_of(log) == before[""]
+    counts = [(each.party, each.num_rows, each.num_single) for each in log.history_counts()]
+    assert counts == [("", 3, 2), ("client1", 2, 2)]
+
+    log.append(term, [record(A, 2)], histories=[recorded(5)])  # done again, out of the block
+    assert segments_of(log) == [4, 5, 7, 8]
+    log.append(term, [record(A, 3)], histories=[recorded(6)])
+    assert shown_of(log) == before[""]
+    log.append(term, [record(A, 4)], returns={A: 3})
+    (kept,) = log.history(A, Party(""), ALL, -1, 99)
+    assert (kept.segment, kept.to_step, kept.ends) == (3, 15, ((1, 5), (2, 10), (3, 15)))
+    assert segments_of(log, "client1") == [2]
+    again = [recorded(i) for i in range(4, 9)]
+    log.append(term, [record(A, 5)], histories=[*again, recorded(4, "client1")])
+    assert {party: shown_of(log, party) for party in before} == before
+    assert "recorded other values" not in capsys.readouterr().out
+
+
+def test_what_one_row_cannot_hold_stays_as_it_is() -> None:
+    rows = []
+    for number in range(2):
+        recorder = Recorder(1, number)
+        recorder.add(number + 1, [(Series(f"{number}.{i}"), 1.0) for i in range(200)])
+        rows.append(HistoryRow(A, Party(""), number, 1, number, number + 1, pack(recorder.end())))
+    assert one_row(rows) is None, "more series than a history has"
+    assert one_row([recorded(1), replace(recorded(2), stride=8)]) is None
 
 
 def test_a_summary_is_written_with_its_events_or_not_at_all(log: Journal, place: str) -> None:

@@ -32,6 +32,7 @@ FAILPOINTS: Final = (
     "coordinator.run.released",
     "coordinator.journal.before_commit",
     "coordinator.journal.after_commit",
+    "coordinator.history.merging",
     "coordinator.blobs.before_rename",
     "coordinator.blobs.after_rename",
     "coordinator.objects.after_part",

@@ -255,7 +255,7 @@ class App:
                 self.env.forget_member(fact.member)
             case SegmentFinished():
                 self.feed.set_progress(run_id, None)
-                self.history.end(run_id, fact.party, fact.segment)
+                self.history.end(run_id, fact.party)
             case RoundClosed():
                 self.feed.set_progress(run_id, None)
             case SegmentCommitted():
@@ -283,6 +283,8 @@ class App:
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
             self.history.forget(run_id)
+            merging = self._house.merge_histories(run_id)
+            self._chores.do(merging, f"merge the step history of run {run_id}")
 
     def _forget_lines(self, run_id: RunId) -> None:
         self.logs.delete(run_id)

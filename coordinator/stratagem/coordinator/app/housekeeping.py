@@ -1,5 +1,5 @@
-"""Deletes what has expired (lost workers, ended runs, old logs): a chore of the leader that nothing
-waits for.
+"""Deletes what has expired (lost workers, ended runs, old logs) and merges what was recorded of
+steps: chores of the leader that nothing waits for.
 
 Owns when it is done; what may be forgotten of workers and runs is decided by the core.
 """
@@ -41,6 +41,7 @@ class House:
             await self.forget_workers()
             await self.expire_runs()
             await self.delete_logs()
+            await self.merge_histories()
             await asyncio.sleep(pause_s)
 
     async def forget_workers(self) -> None:
@@ -70,6 +71,12 @@ class House:
                     except OSError as error:  # nothing waits for it, and it is tried again
                         reason = error.strerror
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
+
+    async def merge_histories(self, run_id: RunId | None = None) -> None:
+        """Merge rows of the step history, of one run or of all."""
+        state = self.loop.state
+        ended = {run.run_id for run in state.runs.values() if run.ended is not None}
+        await self.loop.recorded.merge_histories(run_id, ended | state.ended.keys())
 
     def _is_over(self, run_id: RunId, before_s: float) -> bool:
         run = self.loop.state.find(run_id)

@@ -77,6 +77,10 @@ class RunSegment:
     num_steps: int = field(default=0, compare=False)
     """Steps of the party's whole training: rows of its history stand for more where there are
     more."""
+    rounds_before: int = field(default=0, compare=False)
+    """Of a client that is a party: rounds before this one, each of one segment and as many steps.
+    Its history counts the steps of all."""
+    num_rounds: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,11 +179,10 @@ class LiveHistory:
         ]
         return [each for each in found if each.segment == found[0].segment]
 
-    def end(self, run_id: RunId, party: Party, segment: int) -> None:
-        """Drop the tails of a segment that has ended."""
-        for key, tail in list(self._tails.items()):
-            if (key.run_id, key.party) == (run_id, party) and tail.segment <= segment:
-                del self._tails[key], self._num_bytes[key]
+    def end(self, run_id: RunId, party: Party) -> None:
+        """Drop the tails of a party whose segment has ended."""
+        for key in [key for key in self._tails if (key.run_id, key.party) == (run_id, party)]:
+            del self._tails[key], self._num_bytes[key]
 
     def forget(self, run_id: RunId) -> None:
         """Drop the tails of a run that has ended."""

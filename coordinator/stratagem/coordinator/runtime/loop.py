@@ -40,9 +40,9 @@ from stratagem.coordinator.observe.log_ids import ids_of
 from stratagem.coordinator.runtime.leader_clock import LeaderClock
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.fact_log import Recorded
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64

@@ -17,7 +17,8 @@ from stratagem.common.history.packing import pack_columns, unpack
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import ROOT
 from stratagem.coordinator.observe.live_history import SentRows, rows_in_flight
-from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
+from stratagem.coordinator.store.journal.history_rows import HistoryRow, behind, cut_to
+from stratagem.coordinator.store.journal.step_histories import StepSpan
 from stratagem.v1 import coordinator_pb2 as pb
 
 MAX_ROWS: Final = 65_536
@@ -60,7 +61,7 @@ class HistoryQueries:
         for party in known:
             if not _is_wanted(party, request.parties or [ROOT]):
                 continue
-            limit = root_segment if party == ROOT else None
+            limit = root_segment if _counts_as_root(party) else None
             gathered = await self._read(request, party, limit)
             sent = self.app.history.sent(run_id, party)
             await asyncio.to_thread(_add_tail, gathered, sent, request.series)
@@ -71,18 +72,31 @@ class HistoryQueries:
     async def _read(
         self, request: pb.GetHistoryRequest, party: Party, limit: int | None
     ) -> _Gathered:
-        gathered, behind = _Gathered(), -1
+        gathered, last, step = _Gathered(), -1, 0
         run_id, span = RunId(request.run_id), _span_of(request)
-        while page := await self.app.loop.recorded.history(run_id, party, span, behind):
-            behind = page[-1].segment
-            kept = [row for row in page if limit is None or row.segment <= limit]
-            for rows in await asyncio.to_thread(_unpacked, kept):
+        while page := await self.app.loop.recorded.history(run_id, party, span, last):
+            last = page[-1].segment
+            kept = page if limit is None else await asyncio.to_thread(_up_to, limit, page)
+            for row, rows in zip(kept, await asyncio.to_thread(_unpacked, kept), strict=True):
                 for series, columns in rows.items():
                     if _is_wanted(series.name, request.series or ["*"]):
-                        gathered.ended.setdefault(series, []).append(columns)
+                        # What was read before may have been merged with what follows since.
+                        its = gathered.ended.setdefault(series, [])
+                        its.append(behind(columns, step) if row.from_step < step else columns)
+                step = max(step, row.to_step)
             gathered.stride = max([gathered.stride, *(row.stride for row in kept)])
             gathered.last_segment = max([gathered.last_segment, *(row.segment for row in kept)])
         return gathered
+
+
+def _counts_as_root(party: Party) -> bool:
+    """Return whether segments of a party are those of the root."""
+    return party == ROOT or party.partition("/")[0] in ("node", "stage")
+
+
+def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:
+    cut = (cut_to(row, segment) for row in rows)
+    return [row for row in cut if row is not None]
 
 
 def _add_tail(gathered: _Gathered, sent: Sequence[SentRows], wanted: Sequence[str]) -> None:

@@ -40,6 +40,8 @@ class StepHistory:
     ) -> None:
         """step: steps applied."""
         self._work, self._stride = work, int(plan.history_stride)
+        self._before = int(plan.history_from_step)
+        """Steps that the history has before those of this plan."""
         self._is_first = view.rank == 0
         self._is_shared = plan.exchange != pb.EXCHANGE_METHOD_GOSSIP
         """All members know the numbers of a step alike; nodes that gossip have their own."""
@@ -57,7 +59,10 @@ class StepHistory:
             holding.recorder, holding.own_recorders = None, {}
             return
         if holding.recorder is None or holding.recorder.stride != self._stride:
-            holding.recorder, holding.own_recorders = Recorder(self._stride, step), {}
+            holding.recorder, holding.own_recorders = (
+                Recorder(self._stride, self._before + step),
+                {},
+            )
         for recorder in (holding.recorder, *holding.own_recorders.values()):
             recorder.rewind()
         work.post(work.outbox.restart_history)
@@ -68,8 +73,9 @@ class StepHistory:
         if recorder is None:
             return
         if report.answered:
-            recorder.add(self._shown_step(report), self._logged(report.answered))
-        recorder.add(report.step, self._values(report, seconds))
+            shown = self._before + self._shown_step(report)
+            recorder.add(shown, self._logged(report.answered))
+        recorder.add(self._before + report.step, self._values(report, seconds))
         is_due = time.monotonic() - self._sent_s >= SEND_INTERVAL_S
         self._add_own(report, seconds, with_memory=is_due)
         if is_due:
@@ -86,9 +92,9 @@ class StepHistory:
             return 0, ""
         if holding.answer.logged and self._is_first:
             # of the last step, of which the others have not learned
-            recorder.add(holding.shown_step, self._logged(holding.answer.logged))
+            recorder.add(self._before + holding.shown_step, self._logged(holding.answer.logged))
         if measured:
-            recorder.add(holding.applied_step or 0, self._named_values(measured))
+            recorder.add(self._before + (holding.applied_step or 0), self._named_values(measured))
         self._send(is_end=True)
         self._say_what_is_left_out()
         return self._num_parts, self._digest.hexdigest()
@@ -152,8 +158,8 @@ class StepHistory:
     def _record(self, party: str, step: int, values: Iterable[tuple[Series, float]]) -> None:
         recorders = self._work.holding.own_recorders
         if party not in recorders:
-            recorders[party] = Recorder(self._stride, step - 1)
-        recorders[party].add(step, values)
+            recorders[party] = Recorder(self._stride, self._before + step - 1)
+        recorders[party].add(self._before + step, values)
 
     def _named_values(
         self, values: Mapping[str, float], *, observed: bool = False

@@ -35,7 +35,7 @@ from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.v1 import worker_pb2

@@ -81,6 +81,7 @@ def _request(env: EffectContext, effect: RunSegment, rank: int) -> worker_pb2.Ex
         ranks=effect.ranks,
         num_lr_reductions=effect.num_lr_reductions,
         history_stride=stride_for(env, effect),
+        history_from_step=effect.rounds_before * effect.num_steps,
     )
     at = WorkerSession(effect.members[rank], effect.run_id, effect.party, effect.membership)
     return env.request(effect.party, at, effect.segment, train=plan)

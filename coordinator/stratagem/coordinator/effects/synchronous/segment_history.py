@@ -24,7 +24,7 @@ from stratagem.coordinator.observe.live_history import (
     TailKey,
     merged,
 )
-from stratagem.coordinator.store.journal.step_histories import HistoryRow
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.v1 import worker_pb2
 
 log = structlog.get_logger()
@@ -35,14 +35,20 @@ def stride_for(env: EffectContext, effect: RunSegment) -> int:
     nothing is trained."""
     recording = env.job_of(effect.run_id, effect.party).recording
     is_off = recording is not None and not recording.steps
-    return 0 if is_off or not effect.num_steps else stride_of(effect.num_steps)
+    num_steps = effect.num_rounds * effect.num_steps
+    return 0 if is_off or not num_steps else stride_of(num_steps)
+
+
+def number_of(effect: RunSegment) -> int:
+    """Return the number of a segment in its party's history: that of a client counts rounds."""
+    return effect.rounds_before + effect.segment
 
 
 def take_in(
     env: EffectContext, effect: RunSegment, rank: int, part: worker_pb2.HistoryPart
 ) -> None:
     """Keep a part that a member has sent."""
-    begun = SegmentTail(effect.segment, stride_for(env, effect), effect.membership)
+    begun = SegmentTail(number_of(effect), stride_for(env, effect), effect.membership)
     env.history.add(TailKey(effect.run_id, effect.party, rank), begun, part)
 
 
@@ -64,7 +70,8 @@ async def finished_history(
     for rank, result in enumerate(results):
         parts += await _parts_of(env, effect, rank, request(rank), result)
     try:
-        return await env.in_thread(lambda: _rows(effect, stride, parts, results[0].step))
+        step = effect.rounds_before * effect.num_steps + results[0].step
+        return await env.in_thread(lambda: _rows(effect, stride, parts, step))
     except InvalidInputError as error:
         log.error(_UNREADABLE, reason=str(error), **_ids(effect))
         return []
@@ -88,7 +95,7 @@ async def _parts_of(
     if not result.num_history_parts:
         return []
     tail = env.history.tail(TailKey(effect.run_id, effect.party, rank))
-    parts = tail.sent if tail is not None and tail.segment == effect.segment else HistoryParts()
+    parts = tail.sent if tail is not None and tail.segment == number_of(effect) else HistoryParts()
     if not parts.are_all(result):
         parts = HistoryParts()
         await attend(env, effect.members[rank], request, PlanListener(history=parts.add))
@@ -127,4 +134,4 @@ def _row(
     if len(kept) < len(rows):
         num_dropped = len(rows) - len(kept)
         log.warning("the step history leaves out series", num_dropped=num_dropped, **_ids(effect))
-    return HistoryRow(effect.run_id, party, effect.segment, stride, from_step, step, pack(kept))
+    return HistoryRow(effect.run_id, party, number_of(effect), stride, from_step, step, pack(kept))

@@ -13,14 +13,16 @@ from stratagem.common.base import limits
 from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.commands import Command
 from stratagem.coordinator.core.event_span import EventSpan
+from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.archived_runs import num_to_recall, recall
 from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.store.journal import fact_codec
 from stratagem.coordinator.store.journal.fact_codec import Committed
+from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
 from stratagem.coordinator.store.journal.journal import Journal
-from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
+from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpan
 
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""
@@ -30,7 +32,10 @@ PAGE_EVENTS = 100
 2 KB each."""
 
 PAGE_SEGMENTS = 64
-"""Segments whose step history is read at once."""
+"""Rows of the step history that are read at once."""
+
+MERGED_SEGMENTS = 64
+"""Rows of the step history, of a segment each, that become one."""
 
 T = TypeVar("T")
 
@@ -60,11 +65,17 @@ class Recorded:
         histories: Sequence[HistoryRow] = (),
     ) -> None:
         """Make facts durable, with the summaries of the runs that are at rest after them, and the
-        step history of the segments that end with them."""
+        step history of the segments that end with them. Where a run returns to an earlier commit,
+        what it has recorded behind that is deleted."""
         records = [fact_codec.record(item) for item in facts]
         summaries = [fact_codec.summary(run, view) for run, view in at_rest]
+        returns = {
+            item.entry.run_id: fact.from_segment
+            for item in facts
+            if isinstance(fact := item.entry.fact, RunResumed) and fact.from_segment is not None
+        }
         await self._in_thread(
-            lambda: self._journal.append(self._term, records, summaries, histories)
+            lambda: self._journal.append(self._term, records, summaries, histories, returns)
         )
 
     async def forget(self, run_id: RunId) -> None:
@@ -119,6 +130,45 @@ class Recorded:
         return await self._in_thread(
             lambda: self._journal.history(run_id, party, span, behind, PAGE_SEGMENTS)
         )
+
+    async def merge_histories(self, run_id: RunId | None, ended: Collection[RunId]) -> None:
+        """Merge the rows of the step history, of one run or of all: MERGED_SEGMENTS into one, and
+        all that one can hold of a run that has ended. Commits wait for a read or a write of it, not
+        for the merging itself."""
+        for count in await self._in_thread(lambda: self._journal.history_counts(run_id)):
+            num_single = count.num_single
+            while num_single >= MERGED_SEGMENTS:
+                if not await self._merge_singles(count):
+                    break
+                num_single -= MERGED_SEGMENTS
+            if count.run_id in ended:
+                await self._merge_all(count)
+
+    async def _merge_singles(self, count: RowCount) -> bool:
+        rows = await self._in_thread(
+            lambda: self._journal.single_histories(count.run_id, count.party, MERGED_SEGMENTS)
+        )
+        return await self._merge(rows)
+
+    async def _merge_all(self, count: RowCount) -> None:
+        rows: list[HistoryRow] = []
+        last = -1
+        while page := await self.history(count.run_id, count.party, StepSpan(), last):
+            rows, last = [*rows, *page], page[-1].segment
+        while len(rows) > 1:
+            num = len(rows)
+            while not await self._merge(rows[:num]) and num > 1:
+                num //= 2  # together they are more than one can hold
+            rows = rows[num:]
+
+    async def _merge(self, rows: Sequence[HistoryRow]) -> bool:
+        """Return whether these rows are one now."""
+        if len(rows) < 2:
+            return False
+        into = await asyncio.to_thread(one_row, rows)
+        if into is None:
+            return False
+        return await self._in_thread(lambda: self._journal.merge_histories(self._term, rows, into))
 
     async def recalled(self, state: CoordinatorState, command: Command) -> CoordinatorState:
         """Return the state with what a command needs of a run at rest, every fact of which is

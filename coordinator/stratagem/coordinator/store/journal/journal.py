@@ -23,6 +23,7 @@ from stratagem.common.base.ids import Party, RunId
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.store.journal import step_histories
 from stratagem.coordinator.store.journal.database import Database
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.lead import (
     Candidate,
     Lead,
@@ -36,7 +37,7 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.journal.schema import migrate
 from stratagem.coordinator.store.journal.sqlite import open_sqlite
-from stratagem.coordinator.store.journal.step_histories import HistoryRow, StepSpan
+from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpan
 from stratagem.coordinator.store.journal.summaries import RunSummary, briefs, put, shown
 from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
 
@@ -158,11 +159,13 @@ class Journal:
         records: Sequence[Record],
         summaries: Sequence[RunSummary] = (),
         histories: Sequence[HistoryRow] = (),
+        returns: Mapping[RunId, int] | None = None,
     ) -> list[int]:
         """Make the records durable, all or none, and return their positions.
 
         summaries: of runs that have come to rest with them, or before. histories: of segments that
-        have ended with them.
+        have ended with them. returns: by run, the segment that it returns to with them: what was
+        recorded behind it is deleted.
         Raises FencedError when `term` does not lead, DuplicateKeyError when a record's key was
         used before in its run, UnavailableError when the disk is full, the file stays locked, or
         the database does not come back.
@@ -170,7 +173,7 @@ class Journal:
         if not records and not summaries and not histories:
             return []
         positions = self._database.persist(
-            lambda again: self._append(term, records, summaries, histories, again)
+            lambda again: self._append(term, records, summaries, histories, returns or {}, again)
         )
         failpoint("coordinator.journal.after_commit")
         return positions
@@ -181,6 +184,7 @@ class Journal:
         records: Sequence[Record],
         summaries: Sequence[RunSummary],
         histories: Sequence[HistoryRow],
+        returns: Mapping[RunId, int],
         is_repeat: bool,
     ) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
@@ -192,6 +196,8 @@ class Journal:
                 written = connection.execute(place, rows) if rows else ()
                 positions = [row.position for row in written]
                 put(connection, summaries)
+                for run_id, segment in returns.items():
+                    step_histories.cut(connection, run_id, segment)
                 step_histories.put(connection, histories)
                 failpoint("coordinator.journal.before_commit")
                 return positions
@@ -262,6 +268,26 @@ class Journal:
         return self._read(
             lambda connection: step_histories.page(connection, run_id, party, span, behind, limit)
         )
+
+    def history_counts(self, run_id: RunId | None = None) -> list[RowCount]:
+        """Return the parties, of one run or of all, whose step history has more than one row."""
+        return self._read(lambda connection: step_histories.counts(connection, run_id))
+
+    def single_histories(self, run_id: RunId, party: Party, limit: int) -> list[HistoryRow]:
+        """Return the first rows of a party's step history that are of one segment each."""
+        return self._read(
+            lambda connection: step_histories.single_rows(connection, run_id, party, limit)
+        )
+
+    def merge_histories(self, term: int, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
+        """Replace rows of a party by one that says the same; False: they have changed since they
+        were read. Raises FencedError."""
+
+        def merge(_is_repeat: bool) -> bool:
+            with leading(self._database, term) as connection:
+                return step_histories.merge(connection, rows, into)
+
+        return self._database.persist(merge)
 
     def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:
         return self._read(lambda connection: list(map(_stored, connection.execute(query))))

@@ -2,76 +2,83 @@
 
 A row is written in the transaction of the event that ends its segment, so there is none without the
 other. A segment that is done again replaces its row; what it has recorded of the steps is the same
-then, and anything else is a defect of ours, which is logged.
+then, and anything else is a defect of ours, which is logged. Rows of many segments are merged into
+one afterwards, when nothing waits for it.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    Row,
     bindparam,
     delete,
     exists,
+    func,
     insert,
     literal,
     select,
-    update,
 )
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history.packing import unpack
+from stratagem.common.process.failpoints import failpoint
+from stratagem.coordinator.store.journal.history_rows import HistoryRow, cut_to
 from stratagem.coordinator.store.journal.tables import history
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryRow:
-    """The step history of one segment: steps from from_step + 1 to to_step, packed."""
-
-    run_id: RunId
-    party: Party
-    segment: int
-    stride: int
-    from_step: int
-    to_step: int
-    rows: bytes
-
-
 _ITS: Final = {each.name: bindparam(f"its_{each.name}", type_=each.type) for each in history.c}
-_SAME: Final = [history.c[name] == _ITS[name] for name in ("run_id", "party", "segment")]
+_OF_PARTY: Final = [history.c[name] == _ITS[name] for name in ("run_id", "party")]
+_SUCH: Final = exists().where(*_OF_PARTY, history.c.segment >= _ITS["segment"]).correlate(None)
 _NEW: Final = (
     insert(history)
-    .from_select([*_ITS], select(*_ITS.values()).where(~exists().where(*_SAME).correlate(None)))
+    .from_select([*_ITS], select(*_ITS.values()).where(~_SUCH))
     .execution_options(preserve_rowcount=True)
 )
-"""Writes a row, unless there is one of its name: one statement, as every segment ends with it."""
+"""Writes a row behind all others of its party: one statement, as every segment ends with it."""
 
 
 def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
     """Write the rows of segments that end in this transaction."""
     for row in rows:
-        values = {f"its_{name}": value for name, value in asdict(row).items()}
+        values = {f"its_{name}": value for name, value in _values(row).items()}
         if not connection.execute(_NEW, values).rowcount:
             _replace(connection, row)
 
 
 def _replace(connection: Connection, row: HistoryRow) -> None:
-    key = (
-        history.c.run_id == row.run_id,
-        history.c.party == row.party,
-        history.c.segment == row.segment,
-    )
-    stored = bytes(connection.execute(select(history.c.rows).where(*key)).scalar_one())
-    if stored != row.rows and _exact(stored) != _exact(row.rows):
-        ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
-        log.error("a segment that was done again has recorded other values", **ids)
-    connection.execute(update(history).where(*key).values(asdict(row)))
+    """Write a row of a segment that is done again, or before one that will be."""
+    query = select(history).where(*_of(row.run_id, row.party), history.c.segment >= row.segment)
+    found = [_row(each) for each in connection.execute(query.order_by(history.c.segment).limit(1))]
+    covers = [each for each in found if each.all_ends[0][0] <= row.segment]
+    for stored in covers:
+        if not stored.ends and stored.rows != row.rows and _exact(stored) != _exact(row):
+            ids = {"run_id": row.run_id, "party": row.party, "segment": row.segment}
+            log.error("a segment that was done again has recorded other values", **ids)
+        _cut(connection, stored, row.segment - 1)
+    connection.execute(insert(history).values(_values(row)))
+
+
+def cut(connection: Connection, run_id: RunId, segment: int) -> None:
+    """Delete what the parties of a run have recorded behind a segment, to which it returns."""
+    query = select(history).where(history.c.run_id == run_id, history.c.segment > segment)
+    for row in connection.execute(query).all():
+        _cut(connection, _row(row), segment)
+
+
+def _cut(connection: Connection, row: HistoryRow, segment: int) -> None:
+    _delete(connection, row)
+    kept = cut_to(row, segment)
+    if kept is not None:
+        connection.execute(insert(history).values(_values(kept)))
 
 
 def parties(connection: Connection, run_id: RunId) -> list[Party]:
@@ -94,22 +101,55 @@ def page(
     """Return rows of a party with steps of the span, behind a segment, in order, as many as the
     limit."""
     its = history.c
-    rows = select(history).where(its.run_id == run_id, its.party == party, its.segment > behind)
+    rows = select(history).where(*_of(run_id, party), its.segment > behind)
     rows = rows.where(its.to_step > _number(span.from_step) * its.stride)
     if span.to_step is not None:
         rows = rows.where(its.from_step < (_number(span.to_step) + 1) * its.stride)
-    rows = rows.order_by(its.segment).limit(limit)
-    return [
-        HistoryRow(
-            run_id, party, row.segment, row.stride, row.from_step, row.to_step, bytes(row.rows)
-        )
-        for row in connection.execute(rows)
-    ]
+    return [_row(row) for row in connection.execute(rows.order_by(its.segment).limit(limit))]
 
 
-def _number(step: int) -> ColumnElement[int]:
-    """Return the number of the row, of the stride of a segment, that a step is in."""
-    return literal(step - 1, BigInteger) // history.c.stride
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """How many rows a party of a run has, and how many of them are of one segment."""
+
+    run_id: RunId
+    party: Party
+    num_rows: int
+    num_single: int
+
+
+def counts(connection: Connection, run_id: RunId | None = None) -> list[RowCount]:
+    """Return the parties, of one run or of all, that have more than one row."""
+    its = history.c
+    num_single = func.count() - func.count(its.ends)
+    query = select(its.run_id, its.party, func.count(), num_single).group_by(its.run_id, its.party)
+    if run_id is not None:
+        query = query.where(its.run_id == run_id)
+    found = connection.execute(query.having(func.count() > 1).order_by(its.run_id, its.party))
+    return [RowCount(RunId(run), Party(party), num, single) for run, party, num, single in found]
+
+
+def single_rows(
+    connection: Connection, run_id: RunId, party: Party, limit: int
+) -> list[HistoryRow]:
+    """Return the first rows of a party that are of one segment each."""
+    query = select(history).where(*_of(run_id, party), history.c.ends.is_(None))
+    return [_row(row) for row in connection.execute(query.order_by(history.c.segment).limit(limit))]
+
+
+def merge(connection: Connection, rows: Sequence[HistoryRow], into: HistoryRow) -> bool:
+    """Replace rows of a party by one that says the same; return False where they have changed
+    since they were read, and nothing is done."""
+    first, last = rows[0].segment, rows[-1].segment
+    its = history.c
+    between = (*_of(into.run_id, into.party), its.segment >= first, its.segment <= last)
+    query = select(history).where(*between).order_by(its.segment)
+    if [_row(row) for row in connection.execute(query)] != [*rows]:
+        return False
+    connection.execute(delete(history).where(*between))
+    failpoint("coordinator.history.merging")
+    connection.execute(insert(history).values(_values(into)))
+    return True
 
 
 def forget(connection: Connection, run_id: RunId) -> None:
@@ -117,7 +157,33 @@ def forget(connection: Connection, run_id: RunId) -> None:
     connection.execute(delete(history).where(history.c.run_id == run_id))
 
 
-def _exact(packed: bytes) -> dict[str, bytes]:
+def _of(run_id: RunId, party: Party) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return history.c.run_id == run_id, history.c.party == party
+
+
+def _number(step: int) -> ColumnElement[int]:
+    """Return the number of the row, of the stride of a segment, that a step is in."""
+    return literal(step - 1, BigInteger) // history.c.stride
+
+
+def _delete(connection: Connection, row: HistoryRow) -> None:
+    its = (*_of(row.run_id, row.party), history.c.segment == row.segment)
+    connection.execute(delete(history).where(*its))
+
+
+def _values(row: HistoryRow) -> dict[str, Any]:
+    return {**asdict(row), "ends": json.dumps(row.ends) if row.ends else None}
+
+
+def _row(row: Row[Any]) -> HistoryRow:
+    ends = tuple((segment, step) for segment, step in json.loads(row.ends or "[]"))
+    return HistoryRow(
+        *(RunId(row.run_id), Party(row.party), row.segment, row.stride, row.from_step),
+        *(row.to_step, bytes(row.rows), ends),
+    )
+
+
+def _exact(row: HistoryRow) -> dict[str, bytes]:
     """Return the values that do not depend on clocks and machines."""
-    rows = unpack(packed).items()
+    rows = unpack(row.rows).items()
     return {series.name: columns.to_bytes() for series, columns in rows if not series.observed}

@@ -21,7 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION: Final = "0004"
+REVISION: Final = "0005"
 
 metadata: Final = MetaData()
 
@@ -69,6 +69,8 @@ history: Final = Table(
     Column("from_step", BigInteger, nullable=False),
     Column("to_step", BigInteger, nullable=False),
     Column("rows", LargeBinary, nullable=False),
+    # Of several segments in one row: JSON, [[segment, its last step], ...] in order.
+    Column("ends", Text, nullable=True),
 )
 """Values of the steps of each segment that has ended. No event and no decision depends on them."""
 

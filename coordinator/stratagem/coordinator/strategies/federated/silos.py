@@ -30,7 +30,7 @@ from stratagem.common.strategy import (
     Random,
     dump_strategy,
 )
-from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, TrainClient
+from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, RunSegment, TrainClient
 from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
     ClientsSelected,
@@ -259,8 +259,16 @@ def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) ->
     of_rounds = federated.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in _in_training(value).values():
-        effects |= nested.pending(run_id, child)
+        effects |= {_in_its_round(job, value, effect) for effect in nested.pending(run_id, child)}
     return frozenset(effects | _collecting(run_id, value))
+
+
+def _in_its_round(job: JobSpec, value: SiloRun, effect: Effect) -> Effect:
+    """Return an effect of a client with the round that it belongs to, where that is of any use."""
+    if not isinstance(effect, RunSegment):
+        return effect
+    before, num_rounds = value.rounds.round_num - 1, spec_of(job).rounds
+    return replace(effect, rounds_before=before, num_rounds=num_rounds)
 
 
 def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
