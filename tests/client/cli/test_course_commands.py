@@ -35,7 +35,7 @@ def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
     done = invoke(address, "population", "population")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert "generation" in lines[1]
+    assert "generation" in lines[0]
     assert [line.split()[0] for line in lines if line[:6].strip().isdigit()] == ["1", "2", "3"]
     assert f"best: {best}" in lines
     lineage = found.lineage(best.member, best.generation)

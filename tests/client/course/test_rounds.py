@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stratagem.client.course.clients import clients
-from stratagem.client.course.rounds import ClientState, rounds
+from stratagem.client.course.rounds import ClientState, RoundsFolding, rounds
 from stratagem.client.sdk.views import Event, Phase
 from tests.client.course.recorded import golden
 
@@ -89,6 +89,24 @@ def test_a_round_says_what_has_become_of_each_client_and_its_weighted_loss() -> 
         (1, 1, 3.0),
     ]
     assert third.loss == (20 * 1.0 + 20 * 3.0) / 40
+
+
+def test_what_comes_after_the_close_is_late_and_keeps_its_cause() -> None:
+    facts = [selected(1, 0, 1), received(1, 0, 30, 2.0), closed(1, c0=(30, 0))]
+    (one,) = rounds(events(*facts, rejected(1, 1, "not_finite")))
+    assert [(each.state, each.cause) for each in one.clients] == [
+        ("done", ""),
+        ("late", "not_finite"),
+    ]
+
+
+def test_of_few_rounds_the_newest_are_kept() -> None:
+    found = RoundsFolding(most=2)
+    assert (found.newest, found.number) == (None, 0)
+    for event in events(*FACTS):
+        found.fold(event)
+    assert [each.number for each in found.rounds] == [2, 3]
+    assert found.newest == rounds(events(*FACTS))[-1]
 
 
 def test_clients_are_counted_over_all_rounds() -> None:

@@ -1,5 +1,6 @@
 """Items of a followed run, as the coordinator sends them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from stratagem.client.sdk.views import Event, Phase, Progress
@@ -50,6 +51,7 @@ def update(round_num: int, client: int, loss: float | str = 1.5, num_samples: in
         client=client,
         loss=loss,
         num_samples=num_samples,
+        seconds=0.5,
         metrics={"train.max_grad_norm": 9.0},
     )
 
@@ -58,9 +60,10 @@ def rejected(round_num: int, client: int) -> Event:
     return fact("UpdateRejected", round_num=round_num, client=client, reason="late")
 
 
-def closed(round_num: int, **metrics: float | str) -> Event:
+def closed(round_num: int, accepted: Iterable[int] = (), **metrics: float | str) -> Event:
+    listed = [{"client": client, "num_samples": 10} for client in accepted]
     named = {name.replace("_", ".", 1): value for name, value in metrics.items()}
-    return fact("RoundClosed", round_num=round_num, accepted=[], reason="enough", metrics=named)
+    return fact("RoundClosed", round_num=round_num, accepted=listed, reason="enough", metrics=named)
 
 
 def generation(number: int, scores: list[float | None], best: int, copies: int = 0) -> Event:

@@ -70,12 +70,12 @@ def federated(num_rounds: int, num_clients: int = 13) -> Iterable[Event]:
     yield from BEGIN
     for number in range(1, num_rounds + 1):
         yield selected(number, num_clients)
-        yield fact("ClientsAssigned", round_num=number)
+        yield fact("ClientsAssigned", round_num=number, assignments=[])
         if number % 5 == 1 and number > 1:
             yield fact("Evaluated", segment=number - 1, metrics={"test.accuracy": 0.67})
         yield from (update(number, client) for client in range(num_clients - 1))
         yield rejected(number, num_clients - 1)
-        yield closed(number, train_loss=1.5)
+        yield closed(number, range(num_clients - 1), train_loss=1.5)
         yield fact("SegmentCommitted", segment=number, step=number, metrics={"train.loss": 1.5})
     yield END
 

@@ -139,7 +139,7 @@ FEDERATED = "Federated/FedAvg"
 
 
 def test_a_federation_counts_rounds_and_clients() -> None:
-    items = [selected(1), update(1, 0), closed(1, train_loss=1.5), selected(2)]
+    items = [selected(1), update(1, 0), closed(1, [0], train_loss=1.5), selected(2)]
     assert line_of(*items, strategy=FEDERATED) == (
         "mine  ━━──────────  20%  round 2/5  0 of 4 done"
     )
@@ -150,11 +150,11 @@ def test_a_federation_counts_rounds_and_clients() -> None:
     )
     again = fact("RoundWaits", round_num=2, reason="too few", asked_again=[2])
     assert "2 of 4 done  loss" in line_of(*items, again, strategy=FEDERATED)
-    items += [closed(2, train_loss=1.75), update(2, 3), rejected(2, 3)]
+    items += [closed(2, [0, 1], train_loss=1.75), update(2, 3), rejected(2, 3)]
     assert line_of(*items, strategy=FEDERATED) == (
         "mine  ━━━━╸───────  40%  round 2/5  2 of 4 done, 1 late, 1 rejected  loss 1.75"
     )
-    assert "loss nan" in line_of(*items, closed(2, train_loss="NaN"), strategy=FEDERATED)
+    assert "loss nan" in line_of(*items, closed(2, [0, 1], train_loss="NaN"), strategy=FEDERATED)
 
 
 def test_late_clients_of_earlier_rounds_are_counted() -> None:
@@ -171,7 +171,7 @@ def test_a_federation_that_is_seen_from_the_middle_on() -> None:
         "mine  ━━━━━━━─────  60%  round 3/5  loss 1.50"
     )
     # A version before the round's metrics: the mean of the updates.
-    items = [selected(1), update(1, 0, 1.0), closed(1)]
+    items = [selected(1), update(1, 0, 1.0), closed(1, [0])]
     assert line_of(*items, strategy=FEDERATED).endswith("loss 1.00")
 
 

@@ -9,6 +9,8 @@ from typing import Any, Final
 from stratagem.client.course.payloads import number, numbers, party_of, undone_from
 from stratagem.client.course.shapes import EventLike
 
+TRAIN_LOSS: Final = "train.loss"
+
 
 class ClientState(StrEnum):
     """What has become of a client in a round."""
@@ -64,10 +66,26 @@ class Round:
     """From the selection to the close; None: it is open."""
     loss: float = math.nan
     """Of the updates that count: sum of samples times loss, by the sum of samples."""
+    told_loss: float | None = None
+    """The same as the coordinator has computed it; None: it is open, or of an early version."""
     reason: str = ""
     """Why it was closed, as a sentence."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of its commit and its evaluation, as far as there are any."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether updates still count."""
+        return self.seconds is None
+
+    @property
+    def loss_so_far(self) -> float | None:
+        """Return the loss of the round, as the coordinator tells it where it does; of an open one
+        that of the updates so far. None before there is one."""
+        if self.told_loss is not None:
+            return self.told_loss
+        done = self.with_state(ClientState.DONE)
+        return mean_loss(done) if any(each.num_samples for each in done) else None
 
     def with_state(self, state: ClientState) -> tuple[ClientInRound, ...]:
         """Return the clients in this state."""
@@ -88,8 +106,9 @@ def rounds(events: Iterable[EventLike], party: str = "") -> tuple[Round, ...]:
 class RoundsFolding:
     """The rounds of one federation while the events of its run are read."""
 
-    def __init__(self, party: str = "") -> None:
-        self._party = party
+    def __init__(self, party: str = "", most: int | None = None) -> None:
+        """party: the path of the federation. most: keep only so many rounds, the newest."""
+        self._party, self._most = party, most
         self._found: list[Round] = []
         """Their clients are those of the last time that they were asked for."""
         self._own: list[dict[int, ClientInRound]] = []
@@ -103,11 +122,28 @@ class RoundsFolding:
     def rounds(self) -> tuple[Round, ...]:
         """Return the rounds so far."""
         for at in self._changed:
-            clients = (*self._own[at].values(), *self._stale[at])
-            in_order = tuple(sorted(clients, key=lambda each: each.client))
-            self._found[at] = replace(self._found[at], clients=in_order)
+            self._refresh(at)
         self._changed.clear()
         return tuple(self._found)
+
+    @property
+    def number(self) -> int:
+        """Return the number of the newest round; 0 before there is one."""
+        return self._found[-1].number if self._found else 0
+
+    @property
+    def newest(self) -> Round | None:
+        """Return the round that is open, or was closed last; None before there is one."""
+        last = len(self._found) - 1
+        if last in self._changed:
+            self._refresh(last)
+            self._changed.remove(last)
+        return self._found[last] if self._found else None
+
+    def _refresh(self, at: int) -> None:
+        clients = (*self._own[at].values(), *self._stale[at])
+        in_order = tuple(sorted(clients, key=lambda each: each.client))
+        self._found[at] = replace(self._found[at], clients=in_order)
 
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""
@@ -160,21 +196,26 @@ class RoundsFolding:
 
     def _select(self, event: EventLike) -> None:
         fact = event.payload
-        num = fact["round_num"]
-        if self._found and self._found[-1].number >= num:
-            self._keep(sum(each.number < num for each in self._found))
         begun = Round(
-            number=num,
+            number=fact["round_num"],
             began_s=event.time_s,
             clients=(),
             num_needed=fact.get("num_needed"),
             deadline_s=_deadline(event),
         )
+        self._begin(begun, sorted(fact["clients"]))
+
+    def _begin(self, begun: Round, selected: Iterable[int]) -> None:
+        """Add the newest round; others of its number and behind are forgotten."""
+        if self.number >= begun.number:
+            self._keep(sum(each.number < begun.number for each in self._found))
         self._found.append(begun)
-        selected = sorted(fact["clients"])
         self._own.append({each: ClientInRound(each, ClientState.SELECTED) for each in selected})
         self._stale.append(())
         self._changed.add(len(self._found) - 1)
+        if self._most is not None and len(self._found) > self._most:
+            del self._found[0], self._own[0], self._stale[0]
+            self._changed = {at - 1 for at in self._changed if at}
 
     def _change(self, fact: Mapping[str, Any], client: int, **changes: Any) -> None:
         """Change what is known of a client in the round that the fact names."""
@@ -182,17 +223,17 @@ class RoundsFolding:
         known = None if at is None else self._own[at].get(client)
         if at is None or known is None:
             return
-        closed = self._found[at].seconds is not None
-        if closed and changes.get("state") is ClientState.DONE:  # it came after the close
-            changes["state"] = ClientState.LATE
+        if not self._found[at].is_open:  # it came after the close, which has said that it is late
+            changes.pop("state", None)
         self._own[at][client] = replace(known, **changes)
         self._changed.add(at)
 
     def _close(self, event: EventLike) -> None:
         fact = event.payload
         at = self._place(fact["round_num"])
-        if at is None:
-            return
+        if at is None:  # its begin was not seen
+            self._begin(Round(fact["round_num"], event.time_s, clients=()), ())
+            at = len(self._found) - 1
         accepted = {each["client"]: each for each in fact["accepted"]}
         own = {
             each.client: _closed(each, accepted.get(each.client)) for each in self._own[at].values()
@@ -209,6 +250,7 @@ class RoundsFolding:
             seconds=event.time_s - self._found[at].began_s,
             loss=mean_loss(counted),
             reason=str(fact["reason"]),
+            told_loss=numbers(fact.get("metrics")).get(TRAIN_LOSS),
             metrics=numbers(fact.get("metrics")),
         )
         self._changed.add(at)

@@ -8,41 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stratagem.client.course.payloads import number, numbers
+from stratagem.client.course.rounds import RoundsFolding
 from stratagem.client.sdk.views import Event, Phase, Progress, RunStatus
 
+MOST_ROUNDS: Final = 8
+"""So many are kept: an update that is late counts in one of the next."""
 TRAINING: Final = "train."
 """Metrics under this are of a step; of a finished segment they are left to its history."""
-
-
-@dataclass(slots=True)
-class FederatedRound:
-    """The round of a federation that is open, or was closed last."""
-
-    number: int = 0
-    clients: set[int] = field(default_factory=set)
-    """Those that are selected."""
-    losses: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By client that is done: its loss, and its number of samples."""
-    rejected: set[int] = field(default_factory=set)
-    is_closed: bool = False
-    closed_loss: float | None = None
-    has_news: bool = False
-    """An evaluation has come between the end of the round before and that of this one."""
-
-    @property
-    def num_late(self) -> int:
-        """Return how many clients the round was closed without."""
-        return len(self.clients - self.losses.keys() - self.rejected) if self.is_closed else 0
-
-    @property
-    def loss(self) -> float | None:
-        """Return the mean loss over all samples so far."""
-        if self.closed_loss is not None:
-            return self.closed_loss
-        num_samples = sum(count for _, count in self.losses.values())
-        if not num_samples:
-            return None
-        return sum(loss * count for loss, count in self.losses.values()) / num_samples
 
 
 @dataclass(slots=True)
@@ -83,7 +55,10 @@ class FollowedRun:
     """Of the newest evaluation."""
     evaluated: int = 0
     """The segment or round of that evaluation."""
-    round: FederatedRound = field(default_factory=FederatedRound)
+    rounds: RoundsFolding = field(default_factory=lambda: RoundsFolding(most=MOST_ROUNDS))
+    """Of a federation."""
+    has_news: bool = False
+    """An evaluation has come between the end of the last round and that of the one before."""
     generations: Generations = field(default_factory=Generations)
     num_members: int = 0
     """Of a population."""
@@ -115,7 +90,7 @@ class FollowedRun:
     @property
     def has_begun(self) -> bool:
         """Return whether there is something to count."""
-        return bool(self.step or self.segment or self.round.number or self.generations.scored)
+        return bool(self.step or self.segment or self.rounds.number or self.generations.scored)
 
     def update(self, item: Event | Progress) -> None:
         """Fold one item."""
@@ -126,6 +101,7 @@ class FollowedRun:
                 self._progress(item)
             case Event():
                 self.phase, self.sentence, self.is_waiting = item.phase, item.sentence, False
+                self.rounds.fold(item)
                 self._event(item.kind, item.payload)
 
     def _progress(self, item: Progress) -> None:
@@ -158,37 +134,11 @@ class FollowedRun:
         self.latest = None
         if payload.get("from_segment") is not None:
             self.segment, self.step = payload["from_segment"], payload.get("step", 0)
-            self.round, self.generations = FederatedRound(), Generations()
-
-    def _selected(self, payload: Mapping[str, Any]) -> None:
-        if payload["round_num"] != self.round.number:
-            self.round = FederatedRound(payload["round_num"])
-        self.round.clients.update(payload["clients"])
-
-    def _updated(self, payload: Mapping[str, Any]) -> None:
-        if self._is_of_open_round(payload):
-            self.round.rejected.discard(payload["client"])
-            loss, num_samples = number(payload["loss"]), payload["num_samples"]
-            self.round.losses[payload["client"]] = (loss, num_samples)
-
-    def _rejected(self, payload: Mapping[str, Any]) -> None:
-        if self._is_of_open_round(payload):
-            self.round.rejected.add(payload["client"])
-
-    def _is_of_open_round(self, payload: Mapping[str, Any]) -> bool:
-        return payload["round_num"] == self.round.number and not self.round.is_closed
-
-    def _waits(self, payload: Mapping[str, Any]) -> None:
-        self.round.rejected -= set(payload.get("asked_again", ()))
+            self.generations = Generations()
 
     def _closed(self, payload: Mapping[str, Any]) -> None:
-        round_num = payload["round_num"]
-        if round_num != self.round.number:  # what came before was not seen
-            self.round = FederatedRound(round_num)
-        self.segment, self.round.is_closed = round_num, True
-        self.round.has_news, self._told = self.evaluated > self._told, self.evaluated
-        loss = payload.get("metrics", {}).get("train.loss")
-        self.round.closed_loss = self.round.loss if loss is None else number(loss)
+        self.segment = payload["round_num"]
+        self.has_news, self._told = self.evaluated > self._told, self.evaluated
 
     def _generation(self, payload: Mapping[str, Any]) -> None:
         best = payload["best"]
@@ -206,10 +156,6 @@ class FollowedRun:
 _FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = {
     "RunResumed": FollowedRun._resumed,
     "SegmentFinished": FollowedRun._finished,
-    "ClientsSelected": FollowedRun._selected,
-    "UpdateReceived": FollowedRun._updated,
-    "UpdateRejected": FollowedRun._rejected,
-    "RoundWaits": FollowedRun._waits,
     "RoundClosed": FollowedRun._closed,
     "PopulationFormed": FollowedRun._population,
     "GenerationClosed": FollowedRun._generation,

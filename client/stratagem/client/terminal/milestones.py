@@ -92,7 +92,7 @@ def _round(run: FollowedRun) -> Iterator[str]:
     yield clients_text(run)
     loss = loss_of(run)
     yield "" if loss is None else f"loss {number_text(loss)}"
-    if run.round.has_news:
+    if run.has_news:
         texts = evaluation_texts(run)
         yield from texts[:-1]
         yield f"{texts[-1]} (after round {run.evaluated})"

@@ -5,6 +5,7 @@ left stay longest.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from stratagem.client.course.rounds import ClientState
 from stratagem.client.sdk.views import Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.wording import bar_text, duration_text, number_text
@@ -81,7 +83,7 @@ def fraction(run: FollowedRun) -> float | None:
 def count_text(run: FollowedRun) -> str:
     """Return what a run counts: "round 7/30", "generation 5/20" or "step 143/212"."""
     if run.is_federated:
-        return _of("round", run.round.number or run.segment, run.num_segments)
+        return _of("round", run.rounds.number or run.segment, run.num_segments)
     if run.is_population:
         return _of("generation", run.generations.num_closed or run.segment, run.num_segments)
     if run.num_steps or run.step:
@@ -99,13 +101,16 @@ def epoch_text(latest: Progress | None) -> str:
 
 def clients_text(run: FollowedRun) -> str:
     """Return what has become of the clients of the round: "31 of 40 done, 2 late, 1 rejected"."""
-    if not run.round.clients:
+    newest = run.rounds.newest
+    own = [each for each in newest.clients if not each.staleness] if newest else []
+    if not newest or not own:
         return ""
-    parts = [f"{len(run.round.losses)} of {len(run.round.clients)} done"]
-    late = run.round.num_late
-    if run.latest is not None and not run.round.is_closed:  # of earlier rounds, and they train on
+    num_by_state = Counter(each.state for each in own)
+    late = num_by_state[ClientState.LATE]
+    if run.latest is not None and newest.is_open:  # of earlier rounds, and they train on
         late = run.latest.num_clients_late
-    for number, word in ((late, "late"), (len(run.round.rejected), "rejected")):
+    parts = [f"{num_by_state[ClientState.DONE]} of {len(own)} done"]
+    for number, word in ((late, "late"), (num_by_state[ClientState.REJECTED], "rejected")):
         if number:
             parts.append(f"{number} {word}")
     return ", ".join(parts)
@@ -124,7 +129,8 @@ def loss_of(run: FollowedRun) -> float | None:
     """Return the newest loss of the whole run; of a population there is none."""
     if run.is_population:
         return None
-    return run.round.loss if run.is_federated else run.loss
+    newest = run.rounds.newest
+    return run.loss if not run.is_federated else newest.loss_so_far if newest else None
 
 
 def evaluation_texts(run: FollowedRun) -> list[str]:
