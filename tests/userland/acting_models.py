@@ -122,6 +122,12 @@ class Failing(nn.Module):
         return output
 
 
+def refused(text: str) -> nn.Module:
+    """Raises what it is told to."""
+    print(text)
+    raise ValueError(text)
+
+
 class Forgetful(nn.Module):
     """Computes with a number of calls that is in no state."""
 

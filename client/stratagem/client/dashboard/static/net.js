@@ -16,9 +16,31 @@ export async function ask(path, how) {
   return answer;
 }
 
+/** Browsers keep six connections to a server, for all tabs together: two are left to questions. */
+const SLOTS = 4;
+const GLANCE_MS = 2000;
+const PAUSE_MS = 3000;
+
 /**
- * An event stream that a hidden tab closes (browsers keep six connections to a server, for all
- * tabs together), and that goes on behind the last event when it is shown again.
+ * Takes one of the connections that streams of all tabs may hold.
+ * @returns {Promise<(() => void) | undefined>} what gives it back; undefined when all are taken
+ */
+async function slot() {
+  if (!navigator.locks) return () => undefined; // neither this machine nor TLS: a proxy has more connections
+  for (let at = 0; at < SLOTS; at += 1) {
+    /** @type {(() => void) | undefined} */
+    const taken = await new Promise((resolve) => {
+      navigator.locks.request(`stratagem-stream-${at}`, { ifAvailable: true }, (lock) =>
+        lock ? new Promise((release) => resolve(() => release(undefined))) : resolve(undefined)).catch(() => resolve(undefined));
+    });
+    if (taken) return taken;
+  }
+  return undefined;
+}
+
+/**
+ * An event stream that a hidden tab closes, and that goes on behind the last event when it is shown
+ * again. A tab that finds all places taken looks now and then instead, and misses nothing.
  */
 export class Stream {
   /**
@@ -30,13 +52,29 @@ export class Stream {
     this.run = run;
     this.next = from;
     this.handlers = handlers;
+    /** @type {EventSource | undefined} */
+    this.source = undefined;
+    /** @type {object | undefined} What a call of open() has to find when its place is there. */
+    this.turn = undefined;
+    /** @type {(() => void) | undefined} */
+    this.release = undefined;
+    /** @type {number | undefined} */
+    this.timer = undefined;
     this.onHidden = () => (document.hidden ? this.pause() : this.open());
     document.addEventListener("visibilitychange", this.onHidden);
     if (!document.hidden) this.open();
   }
 
-  open() {
+  async open() {
     if (this.source) return;
+    const turn = (this.turn = {});
+    const release = await slot();
+    if (turn !== this.turn) {
+      release?.();
+      return;
+    }
+    this.release = release;
+    if (!release) this.again(GLANCE_MS, () => { this.pause(); this.again(PAUSE_MS, () => this.open()); });
     const source = new EventSource(`/api/stream?run=${encodeURIComponent(this.run)}&from=${this.next}`);
     this.source = source;
     for (const [kind, handle] of Object.entries(this.handlers)) {
@@ -58,7 +96,7 @@ export class Stream {
       this.handlers.lost?.(null);
       if (source.readyState === EventSource.CLOSED) {
         this.pause();
-        this.retry = setTimeout(() => !document.hidden && this.open(), 3000);
+        this.again(PAUSE_MS, () => this.open());
       }
     });
   }
@@ -68,10 +106,19 @@ export class Stream {
     this.handlers = { beat: this.handlers.beat, lost: this.handlers.lost, opened: this.handlers.opened };
   }
 
+  /** @param {number} after_ms @param {() => void} act */
+  again(after_ms, act) {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => !document.hidden && act(), after_ms);
+  }
+
   pause() {
-    clearTimeout(this.retry);
+    clearTimeout(this.timer);
+    this.turn = undefined;
     this.source?.close();
     this.source = undefined;
+    this.release?.();
+    this.release = undefined;
   }
 
   close() {
