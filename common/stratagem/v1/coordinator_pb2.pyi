@@ -441,6 +441,7 @@ class WatchRunRequest(_message.Message):
     NEWEST_FIRST_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     BEFORE_INDEX_FIELD_NUMBER: _builtins.int
+    SEVERAL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     from_index: _builtins.int
     """First event wanted; 0 is the run's first."""
@@ -452,6 +453,8 @@ class WatchRunRequest(_message.Message):
     """False: only the events so far, without progress. Absent: true, but for newest_first."""
     before_index: _builtins.int
     """Only events before this one; 0: up to the newest. Not followed."""
+    several: _builtins.bool
+    """Where the stream is not followed, a message may have more than one event."""
     @_builtins.property
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Only events of these kinds, such as "SegmentFinished"; all kinds where none is named. Progress
@@ -468,10 +471,11 @@ class WatchRunRequest(_message.Message):
         newest_first: _builtins.bool = ...,
         follow: _builtins.bool | None = ...,
         before_index: _builtins.int = ...,
+        several: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_follow", b"_follow", "follow", b"follow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_follow", b"_follow", "before_index", b"before_index", "follow", b"follow", "from_index", b"from_index", "kinds", b"kinds", "limit", b"limit", "newest_first", b"newest_first", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_follow", b"_follow", "before_index", b"before_index", "follow", b"follow", "from_index", b"from_index", "kinds", b"kinds", "limit", b"limit", "newest_first", b"newest_first", "run_id", b"run_id", "several", b"several"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__follow: _TypeAlias = _typing.Literal["follow"]  # noqa: Y015
     _WhichOneofArgType__follow: _TypeAlias = _typing.Literal["_follow", b"_follow"]  # noqa: Y015
@@ -485,19 +489,25 @@ class WatchRunResponse(_message.Message):
 
     EVENT_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def event(self) -> Global___RunEvent: ...
     @_builtins.property
     def progress(self) -> Global___RunProgress: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
+        """Events that follow the one above, in order."""
+
     def __init__(
         self,
         *,
         event: Global___RunEvent | None = ...,
         progress: Global___RunProgress | None = ...,
+        more: _abc.Iterable[Global___RunEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "message", b"message", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "message", b"message", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "message", b"message", "more", b"more", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["event", "progress"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.common.rpc.tensor_transfer import push
@@ -220,6 +221,16 @@ async def test_events_are_asked_for_by_kind_and_by_the_page(tmp_path: Path) -> N
         both = await events(newest_first=True, kinds=["RunResumed", "RunSubmitted"])
         assert [event.index for event in both] == [6, 4, 2, 0]
         assert await events(limit=2) == so_far[:2], "it ends although the run goes on"
+        [all_at_once] = [item async for item in ask(follow=False, several=True)]
+        assert [all_at_once.event, *all_at_once.more] == so_far
+        [some] = [item async for item in ask(newest_first=True, limit=3, several=True)]
+        assert [some.event, *some.more] == newest
+        assert [item async for item in ask(from_index=7, follow=False, several=True)] == []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("stratagem.coordinator.service.event_requests.MAX_EVENTS", 3)
+            parts = [item async for item in ask(follow=False, several=True)]
+        assert [len(part.more) for part in parts] == [2, 2, 0]
+        assert [each for part in parts for each in (part.event, *part.more)] == so_far
         for how in ({"newest_first": True, "follow": True}, {"kinds": ["RunCanceled"]}):
             code, reason = await refused(first_of(ask(**how)))
             assert (code, reason.partition(":")[0]) == (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stratagem.client.course.payloads import number
+from stratagem.client.course.payloads import number, party_of
 from stratagem.client.course.shapes import EventLike, RunLike
 from stratagem.common.base.wording import values_text
 
@@ -187,7 +187,7 @@ class PopulationFolding:
                 ]
                 self.newest = dict.fromkeys(self.found[0], 1)
             case "SegmentCommitted":
-                self.steps[fact["party"]] = fact["step"]
+                self.steps[party_of(event)] = fact["step"]
             case "MemberEvolved":
                 self._score(fact["member"], fact["generation"], fact["score"])
                 self._advance({fact["member"]: fact["copied"]})

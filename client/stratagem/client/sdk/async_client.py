@@ -262,6 +262,7 @@ class AsyncRun:
             newest_first=newest_first,
             follow=follow,
             before_index=before_index or 0,
+            several=True,
         )
         has_end = follow is False or newest_first or before_index is not None
         if (limit is not None and limit < 1) or before_index == 0:
@@ -275,19 +276,20 @@ class AsyncRun:
                 if message.WhichOneof("message") == "progress":
                     yield views.progress(message.progress)
                     continue
-                event = views.event(message.event)
-                phase = event.phase
-                if newest_first:
-                    request.before_index = event.index
-                    num_left = 0 if event.index == 0 else num_left
-                else:
-                    request.from_index = event.index + 1
-                if num_left is not None:
-                    num_left = max(num_left - 1, 0)
-                    request.limit = num_left
-                yield event
-                if num_left == 0:
-                    return
+                for each in (message.event, *message.more):
+                    event = views.event(each)
+                    phase = event.phase
+                    if newest_first:
+                        request.before_index = event.index
+                        num_left = 0 if event.index == 0 else num_left
+                    else:
+                        request.from_index = event.index + 1
+                    if num_left is not None:
+                        num_left = max(num_left - 1, 0)
+                        request.limit = num_left
+                    yield event
+                    if num_left == 0:
+                        return
             if has_end:
                 return
             if phase is None or not phase.is_final:  # ended early, or there was nothing to say

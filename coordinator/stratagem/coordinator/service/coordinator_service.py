@@ -45,7 +45,7 @@ from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.service import protobuf_views, stream_calls
 from stratagem.coordinator.service.cluster_diagnosis import diagnose
-from stratagem.coordinator.service.event_requests import follows_on, span_of
+from stratagem.coordinator.service.event_requests import follows_on, past_events, span_of
 from stratagem.coordinator.service.failure_detector import look_into, meet
 from stratagem.coordinator.service.history_queries import HistoryQueries
 from stratagem.coordinator.service.previous_exit import ending_of
@@ -114,11 +114,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         run = self._run(request.run_id)
         run_id, num_events = run.run_id, 0
         span = span_of(request, run.num_facts)
-        follows = follows_on(request)
         feed = self._app.feed
-        items = feed.watch(run_id, span, run.num_facts) if follows else feed.past(run_id, span)
         with self._watchers.taken(current_caller()):
-            async for item in items:
+            if not follows_on(request):
+                async for response in past_events(feed.past(run_id, span), request):
+                    yield response
+                return
+            async for item in feed.watch(run_id, span, run.num_facts):
                 if isinstance(item, FeedEvent):
                     num_events += 1
                     yield pb.WatchRunResponse(event=protobuf_views.event(item))

@@ -1,9 +1,18 @@
-"""Reads which events of a run a request asks for."""
+"""Reads which events of a run a request asks for, and answers with those of the past."""
+
+from collections.abc import AsyncIterator
+from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, OutOfRangeError
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import KINDS
+from stratagem.coordinator.observe.event_feed import FeedEvent
+from stratagem.coordinator.service import protobuf_views
 from stratagem.v1 import coordinator_pb2 as pb
+
+MAX_EVENTS: Final = 256
+MAX_BYTES: Final = 2**18
+"""Of the events in one message, but for the last one of them."""
 
 
 def span_of(request: pb.WatchRunRequest, num_facts: int) -> EventSpan:
@@ -33,3 +42,27 @@ def follows_on(request: pb.WatchRunRequest) -> bool:
         text = "goes on with what happens, which newest_first and before_index leave out"
         raise InvalidInputError.at("follow", text)
     return follows
+
+
+async def past_events(
+    items: AsyncIterator[FeedEvent], request: pb.WatchRunRequest
+) -> AsyncIterator[pb.WatchRunResponse]:
+    """Yield the events up to the limit of the request, several in a message if it takes that: a
+    message costs more than the event in it."""
+    waiting = pb.WatchRunResponse()
+    num_events = num_bytes = 0
+    async for item in items:
+        event = protobuf_views.event(item)
+        num_events, num_bytes = num_events + 1, num_bytes + event.ByteSize()
+        if waiting.HasField("event"):
+            waiting.more.append(event)
+        else:
+            waiting.event.CopyFrom(event)
+        is_full = len(waiting.more) + 1 >= MAX_EVENTS or num_bytes > MAX_BYTES
+        if is_full or not request.several or num_events == request.limit:
+            yield waiting
+            waiting, num_bytes = pb.WatchRunResponse(), 0
+        if num_events == request.limit:
+            return
+    if waiting.HasField("event"):
+        yield waiting
