@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from docs.sequences import Call, Closed, Divided, Note, Opened, sequence
+from docs.sequences import Call, Closed, Divided, Note, Opened, Step, sequence
 from stratagem.client.pictures.drawing.svg import element, label, path_of
 from stratagem.client.pictures.picture import NumberTable, Picture
 
@@ -19,7 +19,7 @@ def pictures() -> Mapping[str, str]:
 
 def segment() -> Picture:
     """Draw one segment of two workers, and its commit."""
-    steps = [
+    steps: list[Step] = [
         Call(LOOP, JOURNAL, "MembersFormed"),
         Call(LOOP, TASKS, "RunSegment is due"),
         Call(TASKS, W0, "Execute(TrainPlan, view, fence)"),
@@ -60,7 +60,7 @@ def segment() -> Picture:
 
 def federated_round() -> Picture:
     """Draw one round with two clients on one worker."""
-    steps = [
+    steps: list[Step] = [
         Call(LOOP, JOURNAL, "ClientsSelected"),
         Call(LOOP, JOURNAL, "ClientsAssigned"),
         Call(LOOP, TASKS, "TrainClient 3, then 7"),
