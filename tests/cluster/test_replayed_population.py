@@ -57,7 +57,13 @@ REPLAYED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", REPLAYED)
+OFTEN = ("dropout, and a schedule of rates", "AllReduce")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.sweep) for case in REPLAYED],
+)
 def test_the_winner_is_trained_again_by_its_schedule(
     client: Client, case: str, tmp_path: Path
 ) -> None:

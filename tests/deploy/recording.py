@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import threading
+import time
 import urllib.request
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -36,8 +39,13 @@ def samples(text: str) -> dict[Series, float]:
     }
 
 
-def fresh() -> dict[str, str]:
-    """What coordinator and worker of a new cluster tell."""
+def fresh(wanted: Mapping[str, Collection[Series]] | None = None) -> dict[str, str]:
+    """What coordinator and worker of a new cluster tell.
+
+    wanted: by process, series that it is asked for until it has them: those of a heartbeat begin
+    with the first one, which comes after the process is ready.
+    """
+    lacking = wanted or {}
     with (
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(
@@ -49,15 +57,21 @@ def fresh() -> dict[str, str]:
             },
         ) as cluster,
     ):
-        return {process: _scraped(cluster, name) for process, name in PROCESSES.items()}
+        return {
+            process: _scraped(cluster, name, lacking.get(process, ()))
+            for process, name in PROCESSES.items()
+        }
 
 
-def _scraped(cluster: LocalCluster, name: str) -> str:
+def _scraped(cluster: LocalCluster, name: str, wanted: Collection[Series]) -> str:
     ready = json.loads((cluster.folder / "ready" / name).read_text())
-    url = f"http://{ready['metrics_address']}/metrics"
-    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-        text: str = answer.read().decode()
-    return text
+    url, deadline_s = f"http://{ready['metrics_address']}/metrics", time.monotonic() + PATIENCE_S
+    while True:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            text: str = answer.read().decode()
+        if not set(wanted) - set(samples(text)) or time.monotonic() > deadline_s:
+            return text
+        threading.Event().wait(0.05)
 
 
 def main() -> None:

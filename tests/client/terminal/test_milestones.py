@@ -133,6 +133,11 @@ def test_without_a_terminal_a_line_comes_every_five_seconds() -> None:
     ]
 
 
+def test_nothing_comes_after_the_end() -> None:
+    lines = told(*BEGIN, END, steps(600), seconds_each=10.0)
+    assert lines.count("COMPLETED  completed: all") == 1
+
+
 def test_what_goes_wrong_is_always_said() -> None:
     trouble = [
         fact("ProcessDied", party="member1", sentence="the process of w1 ended"),
