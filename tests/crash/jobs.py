@@ -156,7 +156,6 @@ SETTINGS: Job = {
         {"from_step": 4, "seed": 6, "params": {"optimizer.lr": 0.3}},
         {"from_step": 6, "seed": 7, "params": {"model.kwargs.dropout": 0.4}},
     ],
-    "last_step": 10,
 }
 
 JOBS: dict[str, Job] = {
