@@ -51,6 +51,7 @@ def faults(spec: JobSpec) -> dict[str, str]:
         job(model=user_model("dropout_mlp"), compression={"codec": "int8"}, strategy=replicas(3)),
         job(model=user_model("batch_norm_mlp"), evaluation={"split": "test"}),
         job(execution={"gradient": {"Accumulated": 4}}, phases={}),
+        job(execution={"parallelism": {"PipelineParallel": 2}}),
         job(
             optimizer={
                 "entrypoint": "tests.userland.optimizers:SignMomentum",

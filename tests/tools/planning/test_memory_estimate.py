@@ -188,7 +188,7 @@ def test_a_pipeline_is_its_heaviest_stage() -> None:
     }
     whole, stage = estimate(kind_job("mlp")), estimate(kind_job("mlp", strategy=cut))
     assert 0.6 * whole.parameters < stage.parameters < 0.8 * whole.parameters
-    assert stage.notes == ("stage 0 of 2: 3 micro-batches of 4 rows at one time",)
+    assert stage.notes == ("stage 0 of 2: 3 micro-batches at one time",)
 
 
 def test_gossip_keeps_a_model_for_each_node_and_the_mean() -> None:

@@ -1,6 +1,7 @@
 """Losses, metrics, optimizers, schedules, keyed randomness, evaluation, fingerprint, examples."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,6 +43,23 @@ def test_losses() -> None:
     assert logits(torch.zeros(2), torch.tensor([1, 0]), 2).mean == pytest.approx(1.0397, abs=1e-4)
     with pytest.raises(ValueError, match="shape"):
         loss("mse")(x, y, 6)
+
+
+def test_what_torch_refuses_of_a_loss_is_told_with_what_it_was_given() -> None:
+    x, y = torch.zeros(3, 2), torch.tensor([0, 2, -100])
+    given = r"got outputs float32\[3, 2\] and targets int64\[3\]"
+    for name in ("cross_entropy", "nll", "token_cross_entropy"):
+        with pytest.raises(IndexError) as caught:
+            loss(name)(x, y, 3)
+        sentence = (
+            "Target 2 is out of bounds: the model has 2 outputs, so targets are 0 to 1; those of "
+            f"this batch are 0 to 2. {name} {given}"
+        )
+        assert re.fullmatch(sentence, str(caught.value))
+    with pytest.raises(ValueError, match=r"same shape; l1 got outputs .*3, 2\] and targets int64"):
+        loss("l1")(x, y, 3)
+    with pytest.raises(RuntimeError, match=r"cross_entropy got outputs .* int64\[3, 2\]$"):
+        loss("cross_entropy")(x, torch.zeros(3, 2, dtype=torch.int64), 3)
 
 
 def test_token_loss_counts_tokens() -> None:

@@ -1,9 +1,11 @@
 """The training step against the reference loops: bits, rounding, failures, resuming."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine import EvaluationShare
@@ -216,6 +218,16 @@ def test_errors_of_the_user_are_wrapped_once() -> None:
     assert error.activity == "training step 1"
     assert "in broken_loss" in error.traceback
     assert "synchronous_trainer.py" not in error.traceback
+
+
+def test_a_traceback_has_no_frames_of_the_engine_where_torch_fails() -> None:
+    trainer = trainer_of(job())
+    trainer.model.get_submodule("0").weight = nn.Parameter(torch.zeros(16, 3))
+    with pytest.raises(UserCodeError, match="shapes cannot be multiplied") as caught:
+        train(trainer, 1, 1)
+    frames = re.findall(r'File "(.+)", line', caught.value.traceback)
+    assert [frame for frame in frames if "/torch/" not in frame] == []
+    assert frames[-1].endswith("linear.py")
 
 
 def test_large_buffers_may_exist_but_not_change() -> None:

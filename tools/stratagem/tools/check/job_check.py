@@ -39,7 +39,8 @@ def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Findi
     """
     checks = _JobChecks(job, site, CheckReport())
     checks.code()
-    checks.report.attempt("settings", "execution", lambda: check_supported(job.execution))
+    placed = job.execution.with_changes(parallelism="None")  # a strategy is made of it beforehand
+    checks.report.attempt("settings", "execution", lambda: check_supported(placed))
     model, data = checks.model(), checks.data()
     if model is None or not data:
         reason = "needs the model and the data, which failed"

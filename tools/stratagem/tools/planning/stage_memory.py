@@ -68,11 +68,12 @@ def play_stages(
     name = "eager" if name == AUTO else name
     schedule = choose(name, range(count), math.ceil(num_rows / rows))
     live = peak_live(schedule)
+    kept = {stage: f"{n} micro-batch{'es' * (n != 1)}" for stage, n in live.items()}
     return [
         StageReading(
             _share(whole, [costs[node] for node in stage.nodes], live[index]),
             rows,
-            f"stage {index} of {count}: {live[index]} micro-batches of {rows} rows at one time",
+            f"stage {index} of {count}: {kept[index]} at one time",
         )
         for index, stage in enumerate(plan.stages)
     ]

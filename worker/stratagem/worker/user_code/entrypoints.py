@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -27,8 +28,7 @@ from stratagem.common.schema.frozen import thawed
 from stratagem.worker.user_code import bundle_import
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_MACHINERY: Final = (*stratagem.__path__, str(Path(torch.__file__).parent))
-"""Folders of our own code and of torch."""
+_TORCH: Final = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -166,25 +166,31 @@ class user_code:  # reads as a statement
 
 
 def user_error(error: BaseException, activity: str) -> UserCodeError:
-    """The error in words: type and message as raised, traceback from the user's first frame on."""
-    lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+    """The error in words: type and message as raised, traceback from the user's first frame on, or
+    without our own frames where there is none of the user's."""
+    told_trace = traceback.TracebackException.from_exception(error)
+    _keep_users_part(told_trace)
     first, *others = leaves(error)
     kind = type(first)
     name = kind.__qualname__
     if kind.__module__ != "builtins":
         name = f"{kind.__module__}.{name}"
     text = "; ".join([str(first), *map(told, others)])
-    return UserCodeError(name, text, "".join(lines), activity=activity)
+    return UserCodeError(name, text, "".join(told_trace.format()), activity=activity)
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    frame = trace
-    while frame is not None and _is_machinery(frame.tb_frame.f_code.co_filename):
-        frame = frame.tb_next
-    return frame or trace
+def _keep_users_part(told_trace: traceback.TracebackException) -> None:
+    """Cuts torch's frames before the user's off, and all of ours; of exceptions behind it too."""
+    behind = (told_trace.__cause__, told_trace.__context__, *(told_trace.exceptions or ()))
+    for each in behind:
+        if each is not None:
+            _keep_users_part(each)
+    others = [frame for frame in told_trace.stack if not _is_ours(frame.filename)]
+    users = list(dropwhile(lambda frame: frame.filename.startswith(_TORCH), others))
+    told_trace.stack = traceback.StackSummary.from_list(users or others)
 
 
-def _is_machinery(filename: str) -> bool:
-    return filename.startswith((*_MACHINERY, "<frozen")) or filename.endswith(
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((*stratagem.__path__, "<frozen")) or filename.endswith(
         ("contextlib.py", "importlib/__init__.py")
     )

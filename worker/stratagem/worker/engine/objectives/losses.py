@@ -42,6 +42,9 @@ class Assessment(NamedTuple):
     target: Any
 
 
+_IGNORED: Final = -100
+"""A target that counts nothing, unless `ignore_index` names another one."""
+
 LossFunction = Callable[[Any, Any, int], LossValue]
 """(output, target, num_rows) -> LossValue."""
 
@@ -50,12 +53,32 @@ LossFunction = Callable[[Any, Any, int], LossValue]
 class NamedLoss:
     """A loss of the table below with its settings; none of it is code of the user's."""
 
+    name: str
     function: Callable[[Any, Any, int, Mapping[str, Any]], LossValue]
     kwargs: Mapping[str, Any]
 
     def __call__(self, output: Any, target: Any, num_rows: int) -> LossValue:
-        """A `LossFunction`."""
-        return self.function(output, target, num_rows, self.kwargs)
+        """A `LossFunction`. What torch refuses is told with what the loss was given."""
+        try:
+            return self.function(output, target, num_rows, self.kwargs)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if type(error) not in (IndexError, RuntimeError, TypeError, ValueError):
+                raise  # such as one of memory, which says more by its class
+            raise type(error)(self._explained(str(error), output, target)) from None
+
+    def _explained(self, text: str, output: Any, target: Any) -> str:
+        """The sentence of an error, with the outputs and the targets that it is about."""
+        given = f"{self.name} got outputs {_kind(output)} and targets {_kind(target)}"
+        if "out of bounds" not in text or not isinstance(output, Tensor):
+            return f"{text.rstrip('.')}; {given}"
+        classes = output.shape[-1 if self.name == "token_cross_entropy" or output.dim() < 2 else 1]
+        ignored = int(self.kwargs.get("ignore_index", _IGNORED))
+        counted = target[target != ignored]
+        return (
+            f"{text.rstrip('.')}: the model has {classes} outputs, so targets are 0 to "
+            f"{classes - 1}; those of this batch are {int(counted.min())} to {int(counted.max())}. "
+            f"{given}"
+        )
 
 
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
@@ -63,7 +86,14 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     if spec.entrypoint is not None:
         return _user_loss(entrypoints.bind(spec.entrypoint, spec.kwargs, "loss"))
     assert spec.name is not None
-    return NamedLoss(_LOSSES[spec.name], thawed(spec.kwargs))
+    return NamedLoss(spec.name, _LOSSES[spec.name], thawed(spec.kwargs))
+
+
+def _kind(value: Any) -> str:
+    """The type and the shape of a value, as "float32[16, 10]"."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def counts_rows(spec: LossSpec) -> bool:
@@ -91,9 +121,7 @@ def one_number(mean: Any, what: str) -> Tensor:
 def _same_shape(output: Tensor, target: Tensor) -> None:
     """Refuses what would be broadcast silently into a wrong loss."""
     if output.shape != target.shape:
-        raise ValueError(
-            f"output has shape {tuple(output.shape)} but target has {tuple(target.shape)}"
-        )
+        raise ValueError("outputs and targets must have the same shape")
 
 
 def _cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
@@ -124,7 +152,7 @@ def _bce_with_logits(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any])
 
 def _token_cross_entropy(x: Tensor, y: Tensor, rows: int, kwargs: Mapping[str, Any]) -> LossValue:
     """Classes last; the mean is over the tokens not ignored; there may be none."""
-    ignored = int(kwargs.get("ignore_index", -100))
+    ignored = int(kwargs.get("ignore_index", _IGNORED))
     total = F.cross_entropy(
         x.reshape(-1, x.shape[-1]),
         y.reshape(-1),
