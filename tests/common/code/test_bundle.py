@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError, LimitError
@@ -25,6 +25,7 @@ def archive_of(files: Mapping[str, bytes], **entry: int) -> bytes:
     with zipfile.ZipFile(buffer, "w", entry.get("compress_type", zipfile.ZIP_STORED)) as archive:
         for name, content in files.items():
             info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            info.filename = name  # whole, also where it has a zero, at which ZipInfo cuts it
             info.external_attr = (stat.S_IFREG | 0o444) << 16
             for key, value in entry.items():
                 setattr(info, key, value)
@@ -48,6 +49,7 @@ names = st.lists(parts, min_size=1, max_size=4).map("/".join)
 
 
 @given(st.dictionaries(names, st.binary(max_size=8), min_size=1, max_size=4))
+@example({"0\0": b""})
 def test_names_stay_in_the_folder_and_apart(files: dict[str, bytes]) -> None:
     """What is accepted makes as many files as there are names, in any folder of any system."""
     try:
@@ -95,6 +97,7 @@ def test_bytes_that_have_changed_are_refused(data: st.DataObject) -> None:
         (archive_of({"a.py": b""}, external_attr=(stat.S_IFREG | 0o4755) << 16), "plain file"),
         (archive_of({"bomb": bytes(1000)}, compress_type=zipfile.ZIP_DEFLATED), "compressed"),
         (archive_of({"b.py": b"", "a.py": b""}), "form"),
+        (archive_of({"a.py\0.txt": b""}), "form"),
         (pack(FILES) + b"more", "no bundle"),
         (b"more" + pack(FILES), "form"),
         (b"", "no bundle"),
