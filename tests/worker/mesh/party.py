@@ -11,7 +11,8 @@ from typing import Any
 from tests.patience import PATIENCE_S
 
 SPAWN = mp.get_context("forkserver")
-SPAWN.set_forkserver_preload(["tests.worker.mesh.engines"])
+SPAWN.set_forkserver_preload(["pytest", "stratagem.worker.exchange", "tests.worker.mesh.engines"])
+"""What else the tests of parties import, each member would import anew."""
 
 
 class Member:
