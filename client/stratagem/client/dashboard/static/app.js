@@ -58,7 +58,7 @@ async function route() {
     else link.removeAttribute("aria-current");
   }
   try {
-    const place = el("div", { class: "page" });
+    const place = el("div", { class: "page" }, el("p", { class: "quiet" }, "asking the coordinator …"));
     fill(main, place);
     if (kind === "runs" && id) shown = await showRun(place, decodeURIComponent(id), told, common);
     else if (kind === "workers") shown = await showWorkers(place, common);

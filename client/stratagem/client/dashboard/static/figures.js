@@ -24,32 +24,39 @@ export function commitTable() {
  * Shows pictures, each with the table of its numbers; those that were there are changed in place.
  * @param {Element} place
  * @param {{title: string, note: string, svg: string, headings: string[], rows: string[][]}[]} panels
+ * @param {() => boolean} isWanted whether nothing newer is shown by now
  */
-export function showFigures(place, panels) {
+export async function showFigures(place, panels, isWanted) {
   const known = new Map([...place.children].map((each) => [each.getAttribute("data-name"), each]));
-  const shown = panels.map((panel) => {
-    const figure = known.get(panel.title) ?? newFigure(panel.title);
-    const [, drawing, note, numbers] = figure.children;
-    fill(drawing, picture(panel.svg));
-    note.textContent = panel.note;
-    /** @type {HTMLElement} */ (numbers).hidden = !panel.rows.length;
-    const fillTable = () => {
-      const opened = /** @type {HTMLDetailsElement} */ (numbers).open;
-      const body = el("tbody", {}, ...(opened ? panel.rows : []).map((row) => el("tr", {}, el("th", { scope: "row" }, row[0]), ...row.slice(1).map((text) => el("td", {}, text)))));
-      const before = numbers.querySelector(".scroll");
-      const after = table(`${panel.title}: numbers`, panel.headings, body);
-      if (before) {
-        const at = before.scrollTop, focused = before === document.activeElement;
-        before.replaceWith(after);
-        after.scrollTop = at;
-        if (focused) after.focus();
-      } else numbers.append(after);
-    };
-    /** @type {HTMLDetailsElement} */ (numbers).ontoggle = fillTable;
-    fillTable();
-    return figure;
-  });
+  const shown = panels.map((panel) => known.get(panel.title) ?? newFigure(panel.title));
   if (shown.some((figure, at) => place.children[at] !== figure) || place.children.length !== shown.length) fill(place, ...shown);
+  for (const [at, panel] of panels.entries()) {
+    showFigure(shown[at], panel);
+    await new Promise((resume) => setTimeout(resume)); // whoever types or scrolls comes in between
+    if (!isWanted()) return;
+  }
+}
+
+/** @param {Element} figure @param {{title: string, note: string, svg: string, headings: string[], rows: string[][]}} panel */
+function showFigure(figure, panel) {
+  const [, drawing, note, numbers] = figure.children;
+  fill(drawing, picture(panel.svg));
+  note.textContent = panel.note;
+  /** @type {HTMLElement} */ (numbers).hidden = !panel.rows.length;
+  const fillTable = () => {
+    const opened = /** @type {HTMLDetailsElement} */ (numbers).open;
+    const body = el("tbody", {}, ...(opened ? panel.rows : []).map((row) => el("tr", {}, el("th", { scope: "row" }, row[0]), ...row.slice(1).map((text) => el("td", {}, text)))));
+    const before = numbers.querySelector(".scroll");
+    const after = table(`${panel.title}: numbers`, panel.headings, body);
+    if (before) {
+      const at = before.scrollTop, focused = before === document.activeElement;
+      before.replaceWith(after);
+      after.scrollTop = at;
+      if (focused) after.focus();
+    } else numbers.append(after);
+  };
+  /** @type {HTMLDetailsElement} */ (numbers).ontoggle = fillTable;
+  fillTable();
 }
 
 /** @param {string} title */

@@ -37,12 +37,12 @@ export async function showRun(place, id, told, common) {
 
   /** @type {any} */
   let latest = null;
-  let asking = 0, drawing = 0, width = 0, isOld = false, isClosed = false;
+  let asking = 0, drawing = 0, width = 0, newest = 0, isOld = false, isClosed = false;
 
   function drawHead() {
     say(phase, run.phase.toLowerCase() + (run.strategy_phase ? ` · ${run.strategy_phase.toLowerCase()}` : ""));
     if (phase.dataset.phase !== run.phase) fill(tools, ...buttons(run, told, refresh));
-    phase.dataset.phase = run.phase;
+    head.dataset.phase = phase.dataset.phase = run.phase;
     say(why, run.error ? "" : run.reason);
     say(facts, [run.strategy, run.engine, run.reproducible ? "reproducible" : "replayable, not reproducible", run.submitted_by && `by ${run.submitted_by}`, run.data_plane && `data plane ${run.data_plane}`].filter(Boolean).join("  ·  "));
     const failure = run.error || (run.phase === "FAILED" && { type: "The run failed", message: run.reason });
@@ -58,7 +58,7 @@ export async function showRun(place, id, told, common) {
 
   function drawNumbers() {
     const of = latest && latest.num_steps ? latest : run;
-    const unit = latest?.unit || "steps";
+    const unit = latest?.unit || (run.strategy.startsWith("Federated") ? "rounds" : run.strategy.startsWith("PopulationBased") ? "generations" : "steps");
     const ended = ENDED.has(run.phase);
     const whole = of.num_steps ? [exact(of.step), " of ", exact(of.num_steps)] : [exact(of.step)];
     const shown = { ...run.metrics, ...(latest?.metrics || {}) };
@@ -66,7 +66,7 @@ export async function showRun(place, id, told, common) {
     const known = (/** @type {any} */ value) => (value === null || value === undefined || value === 0 ? "" : exact(value));
     bar.value = ended && run.phase === "COMPLETED" ? 1 : share(of);
     pairs(values, [
-      [unit === "steps" ? "step" : unit.slice(0, -1), el("span", {}, ...whole)],
+      [unit.slice(0, -1), el("span", {}, ...whole)],
       ["epoch", latest?.epoch ? latest.epoch.toFixed(2) : ""],
       ["loss", loss === null || loss === undefined ? "" : exact(loss)],
       ["learning rate", known(latest?.lr)],
@@ -82,9 +82,11 @@ export async function showRun(place, id, told, common) {
   }
 
   async function drawPictures() {
-    width = pictures.clientWidth || 720;
-    const panels = await ask(`/api/panels?${query}&width=${Math.min(Math.max(Math.round(width) - 34, 280), 1600)}`);
-    showFigures(pictures, panels);
+    const turn = (newest += 1);
+    width = pictures.clientWidth;
+    const columns = getComputedStyle(pictures).gridTemplateColumns.split(" ");
+    const panels = await ask(`/api/panels?${query}&width=${Math.max(Math.round(parseFloat(columns[0]) || 720) - 34, 280)}`);
+    await showFigures(pictures, panels, () => turn === newest && !isClosed);
   }
 
   /** Draws again what facts have changed: soon, not for each of many, and never twice at once. */

@@ -19,7 +19,7 @@ export async function showRuns(place, common) {
   const phase = /** @type {HTMLSelectElement} */ (el("select", { id: "phase", change: draw },
     ...["all phases", "active", "COMPLETED", "FAILED", "CANCELLED"].map((text) => el("option", { value: text }, text.toLowerCase()))));
   const count = el("p", { class: "quiet", role: "status" });
-  const more = el("button", { class: "plain", click: () => { limit += WINDOW; draw(); } }, "Show more");
+  const more = el("button", { class: "plain", hidden: true, click: () => { limit += WINDOW; draw(); } }, "Show more");
   fill(place, el("div", { class: "tools" }, el("h1", {}, "Runs"),
     el("label", { class: "hidden", for: "filter" }, "Filter"), filter,
     el("label", { class: "hidden", for: "phase" }, "Phase"), phase, count),
@@ -76,7 +76,7 @@ function line(run, row = el("tr")) {
   const left = progress && progress.eta_s !== null ? `${progress.may_end_early ? "at most " : ""}${duration(progress.eta_s)} left`
     : run.ended_at_s ? `took ${duration(run.ended_at_s - run.submitted_at_s)}` : "";
   fill(row,
-    el("th", { scope: "row" }, el("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.run_id), el("span", { class: "quiet" }, run.name)),
+    el("th", { scope: "row" }, el("a", { href: `#/runs/${encodeURIComponent(run.run_id)}` }, run.run_id), run.name === run.run_id ? "" : el("span", { class: "quiet" }, run.name)),
     cell("Strategy", run.strategy),
     cell("Phase", el("span", { class: "phase", "data-phase": run.phase }, run.phase.toLowerCase()), run.phase === "RUNNING" || run.phase === "COMPLETED" ? "" : el("span", { class: "quiet why" }, run.reason)),
     cell("Progress", run.num_steps || of.num_steps ? bar : "", of.num_steps ? el("span", { class: "quiet" }, exact(of.step), " of ", exact(of.num_steps), unit) : ""),
