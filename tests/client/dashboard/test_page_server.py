@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.dashboard.page_app import drawn
+from stratagem.client.dashboard.page_pictures import drawn
 from stratagem.client.dashboard.page_rules import CONTENT_POLICY
 from stratagem.client.dashboard.page_server import PageOptions, PageServer
 from stratagem.client.report.run_values import ReportedRun
@@ -118,6 +118,38 @@ def test_pictures_are_drawn_once_for_all_tabs_until_something_happens(
         at.submit("r-1", seed=2)  # another run of this name
         assert browser.get(path).status == 200
         assert drawings[-1] == len(at.client.get("r-1").events()) < drawings[1]
+
+
+def test_runs_are_compared_and_pictures_and_reports_are_files(at: PageRig) -> None:
+    browser = enter(at)
+    answer = browser.get("/api/compare?runs=ended,waiting&width=400").value
+    assert answer["runs"] == ["ended", "waiting"]
+    differ = {each["key"]: each["values"] for each in answer["differences"]}
+    assert differ["model.kwargs.text"] == ["\\x07<script>alert(1)</script>", None]
+    assert "seed" not in differ
+    for few in ("ended", "ended,ended", ",".join(map(str, range(9)))):
+        assert browser.get(f"/api/compare?runs={few}").status == 400
+    assert browser.get("/api/compare?runs=ended,none").status == 404
+    picture = browser.get("/pictures/time-line.svg?run=ended&width=500")
+    assert picture.headers["content-type"] == "image/svg+xml"
+    assert picture.body.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
+    assert browser.get("/pictures/none.svg?run=ended").status == 404
+    report = browser.get("/report/ended.html")
+    assert report.headers["content-type"].startswith("text/html")
+    assert "<script>alert" not in report.body
+    for each in (picture, report):
+        policy = each.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
+        assert "script-src" not in policy
+        assert each.headers["x-content-type-options"] == "nosniff"
+    assert browser.get("/report/none.html").status == 404
+    browser.cookie = ""
+    for path in (
+        "/report/ended.html",
+        "/pictures/time-line.svg?run=ended",
+        "/api/compare?runs=a,b",
+    ):
+        assert browser.get(path).status == 401
 
 
 def test_lines_of_a_log_cannot_move_the_cursor(at: PageRig) -> None:

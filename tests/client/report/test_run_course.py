@@ -12,9 +12,11 @@ from stratagem.client.course.rounds import rounds
 from stratagem.client.pictures.rounds import RoundBar
 from stratagem.client.pictures.rounds import rounds as rounds_picture
 from stratagem.client.pictures.time_line import Span, time_line
+from stratagem.client.report.panels import federated_panels, strategy_panels
 from stratagem.client.report.run_course import RunCourse
 from stratagem.client.report.time_marks import MAX_MARKS, TimeMarks, merged
 from tests.client.course.recorded import golden, job_of
+from tests.client.report.test_report import reported
 
 RUNS = ("golden-local", "golden-killed", "golden-resumed", "golden-fedavg", "golden-quorum",
         "golden-silos", "golden-population", "golden-pipeline")  # fmt: skip
@@ -84,3 +86,22 @@ def test_a_picture_of_many_rounds_has_no_more_bars_than_columns_and_keeps_a_spik
     few = rounds_picture(bars[:20], title="Rounds", width=720)
     assert "round 20: 9 done" in few.svg
     assert "rounds " not in few.svg.partition("<desc>")[2].partition("</desc>")[2]
+
+
+def test_a_federation_below_the_root_has_the_pictures_of_one_that_is_the_run() -> None:
+    events = golden("golden-fedavg")
+    below = [
+        replace(each, payload={**each.payload, "party": "silo-1"})
+        if "party" in each.payload
+        else each
+        for each in events
+    ]
+    alone = federated_panels(reported("golden-fedavg"))
+    run = reported("golden-fedavg")
+    nested = strategy_panels(replace(run, course=RunCourse.of(below, run.job)))
+    by_name = {panel.name: panel for panel in nested}
+    assert {f"silo-1:{panel.name}" for panel in alone} <= set(by_name)
+    for panel in alone:
+        found = by_name[f"silo-1:{panel.name}"]
+        assert found.draw(500).table == panel.draw(500).table
+        assert found.title.startswith("silo-1: ")

@@ -1,6 +1,7 @@
 """The page as an ASGI application: every route makes one or two calls of the client."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ from starlette.routing import Route
 
 from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
 from stratagem.client.dashboard.page_gate import PageGate
+from stratagem.client.dashboard.page_pictures import drawn, panels_of, pictures_of
 from stratagem.client.dashboard.page_rules import PageAddress
 from stratagem.client.dashboard.page_sessions import PageSessions
 from stratagem.client.dashboard.page_stream import TabStream
 from stratagem.client.dashboard.page_values import as_json
 from stratagem.client.dashboard.run_books import RunBooks
 from stratagem.client.pictures.drawing.colours import stylesheet
-from stratagem.client.report.panels import curve_panels, strategy_panels, time_line_panel
-from stratagem.client.report.run_values import ReportedRun
+from stratagem.client.report.comparison import job_differences, overlay_panels
+from stratagem.client.report.html_page import page
+from stratagem.client.report.run_values import time_text
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import (
@@ -41,6 +44,14 @@ FILES: Final = frozenset(path.name for path in STATIC.iterdir())
 MIN_WIDTH: Final = 280
 MAX_WIDTH: Final = 1600
 MAX_EVENTS: Final = 500
+MAX_COMPARED: Final = 8
+_WITH_STYLES: Final = {
+    "content-security-policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+}
+"""Of a file that has its styles in it, and no script."""
 MAX_LINES: Final = 1000
 MAX_BODY_BYTES: Final = 4096
 _STATUS: Final = (
@@ -86,6 +97,9 @@ class Page:
             Route("/api/runs/{run_id}/{action}", answered(self.act), methods=["POST"]),
             Route("/api/workers", answered(self.workers)),
             Route("/api/panels", answered(self.panels)),
+            Route("/api/compare", answered(self.compare)),
+            Route("/pictures/{name}.svg", answered(self.picture)),
+            Route("/report/{run_id}.html", answered(self.report)),
             Route("/api/events", answered(self.events)),
             Route("/api/logs", answered(self.logs)),
             Route("/api/stream", answered(self.stream)),
@@ -152,9 +166,37 @@ class Page:
 
     async def panels(self, request: Request) -> Response:
         """Return the pictures of a run, drawn for a width, each with the table of its numbers."""
-        width = min(max(_number(request, "width", 720), MIN_WIDTH), MAX_WIDTH)
-        text = await self._books.drawn(request.query_params.get("run", ""), width, drawn)
+        run_id = request.query_params.get("run", "")
+        text = await self._books.drawn(run_id, _width(request), drawn)
         return Response(text, media_type="application/json")
+
+    async def compare(self, request: Request) -> Response:
+        """Return the curves of several runs in one picture each, and in what their jobs differ."""
+        ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
+        if not 2 <= len(ids) <= MAX_COMPARED:
+            raise InvalidInputError.at("runs", f"names {len(ids)} runs, and takes 2 to 8")
+        runs = [await self._books.shown(each) for each in ids]
+        panels = overlay_panels(runs)
+        pictures = await asyncio.to_thread(pictures_of, panels, _width(request))
+        differences = job_differences([run.job for run in runs])
+        return _json({"runs": ids, "differences": differences, "panels": pictures})
+
+    async def picture(self, request: Request) -> Response:
+        """Return one picture of a run as a file of its own."""
+        run = await self._books.shown(request.query_params.get("run", ""))
+        name = request.path_params["name"]
+        panel = next((each for each in panels_of(run) if each.name == name), None)
+        if panel is None:
+            raise NotFoundError(f"the run has no picture {name[:40]!r}")
+        svg = panel.draw(_width(request)).svg_file
+        return Response(svg, media_type="image/svg+xml", headers=_WITH_STYLES)
+
+    async def report(self, request: Request) -> Response:
+        """Return a run as one page that can be kept."""
+        run = await self._client.get(request.path_params["run_id"])
+        made_at = time_text(time.time())
+        text = await asyncio.to_thread(page, await run.shown(), made_at)
+        return Response(text, media_type="text/html", headers=_WITH_STYLES)
 
     async def events(self, request: Request) -> Response:
         """Return events of a run: from one on, or the newest first, before one."""
@@ -203,20 +245,8 @@ class Page:
         return _json({})
 
 
-def drawn(run: ReportedRun, width: int) -> str:
-    """Return the pictures of a run as the page takes them."""
-    panels = [*curve_panels(run), *strategy_panels(run), time_line_panel(run)]
-    pictures = [(panel, panel.draw(width)) for panel in panels]
-    return as_json([
-        {
-            "title": panel.title,
-            "note": panel.note,
-            "svg": picture.svg,
-            "headings": picture.table.headings,
-            "rows": picture.table.rows,
-        }
-        for panel, picture in pictures
-    ])  # fmt: skip
+def _width(request: Request) -> int:
+    return min(max(_number(request, "width", 720), MIN_WIDTH), MAX_WIDTH)
 
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -7,8 +7,8 @@ something more happens.
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 from stratagem.client.report.lines import RECORDED
 from stratagem.client.report.run_course import RunCourse
@@ -25,6 +25,8 @@ MAX_ROWS: Final = 2048
 """Of a curve, more than a picture has columns."""
 HISTORY_S: Final = 1.0
 """Between two readings of the steps of a run that goes on."""
+
+T = TypeVar("T")
 
 Draw = Callable[[ReportedRun, int], str]
 
@@ -51,6 +53,11 @@ class RunBook:
                 if len(self._drawn) > MAX_WIDTHS:
                     self._drawn.popitem(last=False)
             return self._drawn[width]
+
+    async def shown(self) -> ReportedRun:
+        """Return the run as it is now; what is taken from it has to be taken at once."""
+        async with self._reading:
+            return await self._read_on()
 
     async def _read_on(self) -> ReportedRun:
         status, before = await self._run.status(), self._shown
@@ -89,6 +96,13 @@ class RunBooks:
     async def drawn(self, run_id: str, width: int, draw: Draw) -> str:
         """Return the pictures of a run for a width. Raises NotFoundError where there is no such
         run."""
+        return await self._of(run_id, lambda book: book.drawn(width, draw))
+
+    async def shown(self, run_id: str) -> ReportedRun:
+        """Return a run as it is now. Raises NotFoundError where there is no such run."""
+        return await self._of(run_id, RunBook.shown)
+
+    async def _of(self, run_id: str, ask: Callable[[RunBook], Awaitable[T]]) -> T:
         book = self._books.get(run_id)
         if book is None:
             book = self._books.setdefault(run_id, RunBook(await self._client.get(run_id)))
@@ -97,7 +111,7 @@ class RunBooks:
         elif run_id in self._books:
             self._books.move_to_end(run_id)
         try:
-            return await book.drawn(width, draw)
+            return await ask(book)
         except NotFoundError:
             self._books.pop(run_id, None)
             raise

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from stratagem.client.course.population import Population
@@ -30,6 +30,8 @@ from stratagem.common.base.wording import values_text
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
 
 MAX_CURVES = 8
+MAX_NESTED = 12
+"""Federations below the root that have pictures of their own."""
 
 
 def _by_width(draw: Callable[..., Picture], most: int = 10_000) -> Callable[[int], Picture]:
@@ -51,7 +53,7 @@ class Panel:
 
 def curve_panels(run: ReportedRun) -> list[Panel]:
     """Return the curves of a run: losses first, then one for each other metric."""
-    marks, unit = _marks(run), _unit(run)
+    marks, unit = _marks(run), unit_of(run)
     lines = with_history(run.course.root.lines, run.history)
     return [
         _curve(name, of_one, marks if at == 0 else (), unit)
@@ -70,7 +72,8 @@ def _curve(name: str, lines: Sequence[Line], marks: Sequence[CurveMark], unit: s
     return Panel(name, title, draw)
 
 
-def _unit(run: ReportedRun) -> str:
+def unit_of(run: ReportedRun) -> str:
+    """Return what a run counts to the right: rounds or steps."""
     return "round" if run.strategy.get("type") == "Federated" else "step"
 
 
@@ -97,7 +100,21 @@ def _marks(run: ReportedRun) -> list[CurveMark]:
 
 
 def strategy_panels(run: ReportedRun) -> list[Panel]:
-    """Return the pictures that belong to the run's strategy."""
+    """Return the pictures that belong to the run's strategy, and those of federations within it."""
+    return [*_of_strategy(run), *_nested(run)]
+
+
+def _nested(run: ReportedRun) -> list[Panel]:
+    """Return the pictures of the federations below the root, each named by its path."""
+    paths = [path for path, party in run.course.parties.items() if path and party.rounds]
+    return [
+        replace(panel, name=f"{path}:{panel.name}", title=f"{path}: {panel.title.lower()}")
+        for path in paths[:MAX_NESTED]
+        for panel in federated_panels(run, path)
+    ]
+
+
+def _of_strategy(run: ReportedRun) -> list[Panel]:
     match run.strategy.get("type"):
         case "Federated":
             return [*federated_panels(run), *_members(run)]
