@@ -6,6 +6,10 @@ Recording on and off take turns; so do transactions with and without a history. 
 recorded: loss, gradient norm, learning rate, time, rows per second, waiting. The late client asks a
 coordinator process for 30,000 steps in 300 segments, over loopback, at the stride of such a run and
 where every row is one step. The values are random, which compresses badly.
+
+Last, one value in 30,000 is another one: at how many of the steps it would be seen in the step
+history, and in what TensorBoard and an offline run of W&B keep to show, which the benchmark skips
+where they are not installed.
 """
 
 import argparse
@@ -15,17 +19,21 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sinks.contract import RowBlock, SinkRun
+from stratagem.client.sinks.tensorboard import TensorBoardSink
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.history import MAX_ROWS, Recorder, Series, stride_of
+from stratagem.common.history import MAX_ROWS, Columns, Recorder, Series, stride_of
 from stratagem.common.history.packing import pack, pack_columns
 from stratagem.coordinator.store.journal import step_histories
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
@@ -166,6 +174,65 @@ def store(place: Path, stride: int) -> None:
         step_histories.put(connection, rows)
 
 
+def spikes() -> None:
+    print("\n| a value of one step in 30,000 | points | seen at |")
+    print("|---|---|---|")
+    recording, stride = Recorder(stride_of(NUM_STEPS), 0), stride_of(NUM_STEPS)
+    for step in range(1, NUM_STEPS + 1):
+        recording.add(step, [(SERIES[0], float(step))])
+    rows = recording.end()[SERIES[0]]
+    seen = sum(
+        low <= step <= high and high - low < stride
+        for first, low, high in zip(rows.step - stride + 1, rows.min, rows.max, strict=True)
+        for step in range(first, first + stride)
+    )
+    print(f"| step history | {len(rows)} | {share(seen)} |")
+    for name, kept in (("TensorBoard", tensorboard_points), ("W&B, offline", wandb_points)):
+        try:
+            points = kept()
+        except ImportError as error:
+            print(f"\n{name} is left out: {error}")
+            continue
+        print(f"| {name} | {len(points)} | {share(len(points))} |")
+
+
+def share(num_steps: int) -> str:
+    return f"{num_steps} of {NUM_STEPS} steps ({num_steps / NUM_STEPS:.1%})"
+
+
+def tensorboard_points() -> set[int]:
+    """The steps that TensorBoard keeps of a curve, with what it is set to by default."""
+    ingester: Any = import_module("tensorboard.backend.event_processing.data_ingester")
+    reader: Any = import_module("tensorboard.backend.event_processing.plugin_event_accumulator")
+    steps = np.arange(1, NUM_STEPS + 1)
+    values = steps.astype(np.float64)
+    ones, none = np.ones(NUM_STEPS, np.int64), np.zeros(NUM_STEPS, np.int64)
+    columns = Columns(steps, values, values, values, ones, none)
+    with tempfile.TemporaryDirectory() as folder:
+        sink = TensorBoardSink(folder)
+        sink.open(SinkRun(RUN, "run", "Local", 1.0))
+        sink.rows(RowBlock("", NAMES[0], 1, observed=False, columns=columns))
+        sink.close()
+        found = reader.EventAccumulator(
+            str(Path(folder) / RUN), tensor_size_guidance=ingester.DEFAULT_TENSOR_SIZE_GUIDANCE
+        )
+        found.Reload()
+        return {event.step for event in found.Tensors(NAMES[0])}
+
+
+def wandb_points() -> set[float]:
+    """The steps that W&B keeps of a curve, to show it when a run without a server ends."""
+    wandb: Any = import_module("wandb")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = wandb.Settings(silent=True, console="off", x_disable_meta=True)
+        run = wandb.init(mode="offline", dir=folder, settings=settings)
+        for step in range(1, NUM_STEPS + 1):
+            run.log({NAMES[0]: float(step)})
+        run.finish()
+        (curve,) = (item for item in run._sampled_history.item if item.key == NAMES[0])
+        return set(curve.values_float)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20)
@@ -174,6 +241,7 @@ def main() -> None:
     recorder(chosen.pairs)
     transactions(chosen.commits)
     late(chosen.pairs)
+    spikes()
 
 
 if __name__ == "__main__":

@@ -53,7 +53,11 @@ class StepHistory:
         recording = work.job.recording
         self._observes = recording is None or recording.observed
         self._series: dict[str, Series] = {}
-        self._own = f"worker.{work.host.worker_id}"
+        of_worker = f"worker.{work.host.worker_id}"
+        self._busy, self._wait, self._memory = (
+            Series(f"{of_worker}.{name}", observed=True)
+            for name in ("busy_s", "wait_s", "memory_bytes")
+        )
         holding = work.holding
         if not self._stride:
             holding.recorder, holding.own_recorders = None, {}
@@ -135,16 +139,14 @@ class StepHistory:
 
     def _add_own(self, report: StepReport, seconds: float, *, with_memory: bool) -> None:
         """Record what this member alone knows of a step."""
-        if not self._observes and not report.parts:
-            return
         memory = {}
-        if with_memory:
+        if with_memory and self._observes:
             memory["memory_bytes"] = float(memory_bytes(self._work.host.device))
         if self._observes:
             waited_s = report.exchange_wait_s
-            own = {"busy_s": max(seconds - waited_s, 0.0), "wait_s": waited_s, **memory}
-            values = {f"{self._own}.{name}": value for name, value in own.items()}
-            self._record("", report.step, self._named_values(values, observed=True))
+            own = [(self._busy, max(seconds - waited_s, 0.0)), (self._wait, waited_s)]
+            own += [(self._memory, value) for value in memory.values()]
+            self._record("", report.step, own)
         for part in report.parts if self._has_parts else ():
             self._record(part.party, report.step, self._of_part(part, memory))
 
