@@ -85,6 +85,14 @@ GRAPH: dict[str, Any] = {
     "strategy": {"type": "Custom", "coordinator": "mine", "config": KWARGS},
 }
 
+PLAIN: dict[str, Any] = {
+    **GRAPH,
+    "strategy": {"type": "Local"},
+    "hyperparameter_schedule": {
+        "settings": [{"from_step": 0, "seed": 1, "params": {"optimizer.lr": 0.1}}]
+    },
+}
+
 
 def parsed(document: dict[str, Any] = DOCUMENT) -> JobSpec:
     return JobSpec.from_json(json.dumps(document))
@@ -117,7 +125,7 @@ def is_immutable(value: object) -> bool:
     )
 
 
-@pytest.mark.parametrize("document", [DOCUMENT, GRAPH], ids=["population", "graph"])
+@pytest.mark.parametrize("document", [DOCUMENT, GRAPH, PLAIN], ids=["population", "graph", "plain"])
 def test_nothing_that_can_be_reached_from_a_job_can_be_changed(document: dict[str, Any]) -> None:
     found = [*parts(parsed(document))]
     assert len(found) > 30
@@ -137,6 +145,7 @@ FREE_FORM = {
     "OptimizerSpec.kwargs",
     "UpdateRuleSpec.kwargs",
     "ScheduleSpec.kwargs",
+    "SettingSpec.params",
     "NodeSpec.kwargs",
     "Custom.config",
     "SearchSpace.frozen",
