@@ -31,7 +31,7 @@ from stratagem.common.compression import TensorLayout, make_codec
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.worker.data.data_sources import DataSources, load_data
-from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import mesh_exchange
 from stratagem.worker.mesh import form_gloo

@@ -7,6 +7,7 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.base.errors import UserCodeError
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
@@ -37,7 +38,7 @@ def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
         accumulation={"micro_batch_size": 3},
         strategy=data_parallel(3),
     )
-    gates.close("row-13")  # of each member: four are read when it loads, and five in each step
+    gates.close("row-13")  # of each member: six are read when it loads, and five in each step
     run = client.submit(spec)
     gates.wait_reached("row-13")
     (formed,) = wait_for(run, "MembersFormed")
@@ -47,6 +48,17 @@ def test_a_member_killed_in_the_middle_of_an_epoch_changes_no_bit(
     assert len(outcome.of("MembersFormed")) > 1
     assert outcome.status.reproducible
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+
+
+def test_rows_that_differ_between_workers_are_refused_and_those_of_clients_are_not(
+    exact_cluster: LocalCluster, client: Client, lot: Gates
+) -> None:
+    said = r"data\.train: row 0 is not the same as on the worker that has built the model"
+    for spec in (job(data=user_data("unseeded")), federated(data=user_data("unseeded"))):
+        with pytest.raises(UserCodeError, match=said):
+            train(client, spec)
+    allowed = job(data=user_data("unseeded"), execution={"deterministic": False})
+    assert train(client, allowed).status.phase == "COMPLETED"
 
 
 def readers_of(cluster: LocalCluster, worker: str) -> list[psutil.Process]:

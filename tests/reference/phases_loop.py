@@ -19,7 +19,7 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer

@@ -94,6 +94,25 @@ def impure_rows() -> dict[str, Any]:
     return {"train": ImpureRows(50)}
 
 
+class TornRows(NoisyRows):
+    """A row in the middle cannot be read."""
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        if row == 24:
+            raise ValueError("row 24 is torn")
+        return super().__getitem__(row)
+
+
+def torn_rows() -> dict[str, Any]:
+    return {"train": TornRows(50)}
+
+
+def unseeded() -> dict[str, Rows]:
+    """Rows that are others whenever they are made."""
+    x = torch.from_numpy(np.random.default_rng().standard_normal((50, NUM_FEATURES))).float()
+    return {"train": (x, x[:, :NUM_CLASSES].argmax(1))}
+
+
 def noisy_batch(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
     """A collate that draws as well, and answers a dict whose first leaf counts no rows."""
     return {

@@ -137,6 +137,21 @@ def plain(num_rows: int = 11, *, impure: bool = False) -> dict[str, Any]:
     return _with_test(Plain(num_rows, impure=impure))
 
 
+class Shifted(Plain):
+    """A stream that is another one whenever it is made, and always the same afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(11, impure=False)
+        self.shift = float(np.random.default_rng().random())
+
+    def __iter__(self) -> Iterator[Rows]:
+        return ((features + self.shift, label) for features, label in super().__iter__())
+
+
+def unseeded() -> dict[str, Any]:
+    return _with_test(Shifted())
+
+
 def streamed_test() -> dict[str, Any]:
     """What is evaluated is a stream as well."""
     return {"train": Plain(11, impure=False), "test": Plain(5, impure=False)}

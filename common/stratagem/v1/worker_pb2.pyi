@@ -77,6 +77,7 @@ class ExecuteRequest(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     JOB_JSON_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    KNOWN_ROWS_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     TRAIN_FIELD_NUMBER: _builtins.int
     CLIENT_ROUND_FIELD_NUMBER: _builtins.int
@@ -90,6 +91,10 @@ class ExecuteRequest(_message.Message):
     numerics: _builtins.int
     """Which rules decide the bits of the run; 0 is 1. INVALID_ARGUMENT for a number that the worker
     does not know.
+    """
+    known_rows: _builtins.str
+    """What BuildResult.rows said of the run; empty where that is not known. A worker whose data function
+    gives other rows answers with an error.
     """
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
@@ -115,6 +120,7 @@ class ExecuteRequest(_message.Message):
         segment: _builtins.int = ...,
         job_json: _builtins.str = ...,
         numerics: _builtins.int = ...,
+        known_rows: _builtins.str = ...,
         build: Global___BuildPlan | None = ...,
         train: Global___TrainPlan | None = ...,
         client_round: Global___ClientRoundPlan | None = ...,
@@ -124,7 +130,7 @@ class ExecuteRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "plan", b"plan", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "known_rows", b"known_rows", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure", "show"]  # noqa: Y015
     _WhichOneofArgType_plan: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
@@ -876,9 +882,14 @@ class BuildResult(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     STRUCTURAL_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     num_parameters: _builtins.int
     layout_digest: _builtins.str
     """Digest of (name, dtype, shape) of every tensor of the model's state, sorted by name."""
+    rows: _builtins.str
+    """Some rows of each split, described as JSON of at most 8192 characters, where all workers must get
+    the same; else empty.
+    """
     @_builtins.property
     def num_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rows per split of the job's data; 0 of one that comes as a stream."""
@@ -894,10 +905,11 @@ class BuildResult(_message.Message):
         num_parameters: _builtins.int = ...,
         layout_digest: _builtins.str = ...,
         structural: _abc.Iterable[_builtins.str] | None = ...,
+        rows: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "num_parameters", b"num_parameters", "num_rows", b"num_rows", "structural", b"structural"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "num_parameters", b"num_parameters", "num_rows", b"num_rows", "rows", b"rows", "structural", b"structural"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import WorkerId
+from stratagem.common.base.ids import Party, WorkerId
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
@@ -24,6 +24,7 @@ from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
     MembersFormed,
+    ModelBuilt,
     ProcessDied,
     RoundClosed,
     RunCompleted,
@@ -32,7 +33,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLeft,
 )
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
-from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS
+from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS, apply
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
@@ -128,6 +129,23 @@ def test_loss_of_a_worker_at_any_point_ends_with_the_same_commits(
         simulation.run()
         assert simulation.facts(SegmentCommitted) == expected
         assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_rows_that_were_there_when_the_model_was_built_are_kept_by_party() -> None:
+    simulation = start(job_text(LOCAL))
+    built = ModelBuilt(
+        party=Party("member-1"),
+        digest=digest("built"),
+        size_bytes=1,
+        num_rows={},
+        num_parameters=1,
+        layout_digest="x",
+        rows="some",
+    )
+    state = apply(simulation.state, RUN, built, 0.0)
+    assert state.runs[RUN].rows == {"member-1": "some"}
+    unsaid = built.model_copy(update={"rows": "", "party": ROOT})
+    assert apply(state, RUN, unsaid, 0.0).runs[RUN].rows == {"member-1": "some"}
 
 
 def test_survivors_keep_the_open_segment_and_a_joiner_enters_it() -> None:

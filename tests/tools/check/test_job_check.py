@@ -95,6 +95,19 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("rows", {"data": user_data("impure_rows")}, "data.train", "row 0 is not the same"),
     ("split", {"evaluation": {"split": "dev"}}, "evaluation.split", 'no split "dev"'),
     ("loss", {"loss": "tests.userland.losses:broken_loss"}, "loss", ""),
+    (
+        "factory",
+        {"data": user_data("unseeded")},
+        "data.train",
+        "row 0 is not the same when data.entrypoint is called again: the row[0] differs",
+    ),
+    (
+        "stream",
+        {"data": streamed("unseeded")},
+        "data.train",
+        "row 0 is not the same when data.entrypoint is called again",
+    ),
+    ("middle", {"data": user_data("torn_rows")}, "data.train", "row 24 is torn"),
     ("finite", {"loss": "tests.userland.losses:infinite_loss"}, "loss", "non-finite"),
     ("order", {"data": {**user_data("classes"), "order": "tests.userland.orders:gone"}}, "", ""),
     (

@@ -21,7 +21,7 @@ from stratagem.worker.data.data_sources import (
     load_data,
 )
 from stratagem.worker.data.datasets import Gather, as_dataset
-from stratagem.worker.data.sampler import BatchOrder, epoch_order
+from stratagem.worker.data.order.sampler import BatchOrder, epoch_order
 from tests.jobs import job
 from tests.worker.engine.support import ALLOWED, CPU
 

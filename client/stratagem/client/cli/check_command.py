@@ -25,8 +25,9 @@ def check(
     """Find the faults of a job, all at once, before it is submitted.
 
     Tries a little of each part here, in a process of its own: all fields, all entry points, the
-    model with its groups, some rows of each split (twice, and collated), one real step, a step
-    from a saved state, the metrics, and how much memory is needed. Submits nothing.
+    model with its groups, the data (made twice, and compared), some rows from all over each split,
+    one real step, a step from a saved state, the metrics, and how much memory is needed. Submits
+    nothing.
 
     Exit code: 0 without a fault (there may be warnings), else 1.
     """

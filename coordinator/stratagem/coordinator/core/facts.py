@@ -201,6 +201,8 @@ class ModelBuilt(Value):
     """Steps behind that state."""
     streams: str = ""
     """Of the run that it resumes: marks from which its streams of rows can be read on."""
+    rows: str = ""
+    """Some rows of its data, as their worker describes them for all others to compare with."""
 
 
 class BuildFailed(Value):

@@ -6,7 +6,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stratagem.common.base.ids import NO_DIGEST, Digest, RunId, WorkerId
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
 
@@ -100,6 +100,8 @@ class RunRecord:
     """How often it was resumed from an earlier commit: the same facts may happen again."""
     touched: frozenset[Member] = frozenset()
     """Members that were ever given a session and have not been released."""
+    rows: Mapping[Party, str] = field(default_factory=dict)
+    """Some rows of the data, as they were when the model of a party was built."""
     has_raised: bool = False
     """Its strategy has raised when a fact was folded, which stands in no fact: another version of
     the strategy may not raise there."""

@@ -15,19 +15,30 @@ from stratagem.common.base.errors import StratagemError
 from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
 from stratagem.tools.check.check_report import CheckReport
-from stratagem.tools.check.tried_step import TriedStep, head_of, try_evaluation, try_step
+from stratagem.tools.check.tried_step import (
+    TriedStep,
+    head_of,
+    spread_over,
+    try_evaluation,
+    try_step,
+)
 from stratagem.tools.planning.job_site import Site
+from stratagem.worker.data.data_sources import load_data
 from stratagem.worker.data.datasets import Dataset, Gather, training_split
+from stratagem.worker.data.order.row_order import epoch_rows_of
+from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.data.row_datasets import RowDataset
-from stratagem.worker.data.row_order import epoch_rows_of
-from stratagem.worker.data.sampler import BatchOrder
+from stratagem.worker.data.same_rows import check_same_rows, described_rows
 from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset
 from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
 from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.supported_settings import check_supported
 
 _NUM_ROWS: Final = 2
+_TRIED_ROWS: Final = 9
+"""Of each split, one by one: the first, the last, and some between them."""
 _STREAMED_ROWS: Final = 64
+_STREAMED_TWICE: Final = 3
 _NUM_NAMES: Final = 5
 """How many names a finding lists."""
 
@@ -101,16 +112,31 @@ class _JobChecks:
 
     def data(self) -> dict[str, Dataset]:
         """Whether each split can be loaded, its rows read twice, and collated."""
-        job, site = self.job, self.site
-        data = self.report.attempt("data", "data", lambda: site.data_of(job))
-        data = {split: self._known(split, dataset) for split, dataset in (data or {}).items()}
-        if data and not job.only_evaluates:
+        data = {split: self._known(split, each) for split, each in self._loaded().items()}
+        if data and not self.job.only_evaluates:
             self.report.attempt("data", "data", lambda: training_split(data))
         for split, dataset in data.items():
             if len(dataset):
                 self.report.attempt("data", f"data.{split}", lambda: self._batch(split, dataset))  # noqa: B023
             else:
                 self.report.warn("data", f"data.{split}", "has no rows")
+        return data
+
+    def _loaded(self) -> dict[str, Dataset]:
+        """The job's data; the function that makes them is called twice, and must give the same."""
+        job, site = self.job, self.site
+        first_call = self.report.attempt(
+            "data",
+            "data",
+            lambda: described_rows(
+                job, _few_of(load_data(job, site.entrypoints, site.sources), _STREAMED_TWICE)
+            ),
+        )
+        if first_call is None:
+            return {}
+        data = self.report.attempt("data", "data", lambda: site.data_of(job)) or {}
+        few, where = _few_of(data, _STREAMED_TWICE), "when data.entrypoint is called again"
+        self.report.attempt("data", "data", lambda: check_same_rows(job, few, first_call, where))
         return data
 
     def _known(self, split: str, dataset: Dataset) -> Dataset:
@@ -123,8 +149,11 @@ class _JobChecks:
         return dataset.head(_STREAMED_ROWS)
 
     def _batch(self, split: str, dataset: Dataset) -> None:
-        rows = min(_NUM_ROWS, len(dataset))
         gather = Gather(float_dtype(self.job), self.site.device)
+        few = spread_over(dataset, _TRIED_ROWS)
+        for place in range(len(few)):
+            gather(few, torch.tensor([place]), f"reading {split}")
+        rows = min(_NUM_ROWS, len(dataset))
         x, y = gather(head_of(dataset, rows), torch.arange(rows), f"reading {split}")
         is_read_alone = isinstance(dataset, RowDataset | FetchedRows)
         how = "fetched one by one" if is_read_alone else "read as slices"
@@ -202,6 +231,14 @@ class _JobChecks:
         except StratagemError as error:
             first, *_ = str(error).splitlines()
             self.report.warn("memory", "", f"cannot be estimated: {first}")
+
+
+def _few_of(data: Mapping[str, Dataset], num_rows: int) -> dict[str, Dataset]:
+    """Return data sets with the first rows of each stream in its place."""
+    return {
+        split: each.head(num_rows) if isinstance(each, StreamDataset) else each
+        for split, each in data.items()
+    }
 
 
 def text_of(batch: Any) -> str:

@@ -25,6 +25,7 @@ from stratagem.worker.data.datasets import Dataset, Readers, Subset, tensor_data
 from stratagem.worker.data.make_stream import check_streams, stream_of
 from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import RowDataset
+from stratagem.worker.data.same_rows import check_same_rows, described_rows
 from stratagem.worker.data.stream_dataset import StreamDataset, StreamedSplit
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
@@ -51,6 +52,8 @@ class DataSources:
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
+    known_rows: str = ""
+    """What `described_rows` says of the worker that has built the model; "" where nobody does."""
     roots: tuple[Path, ...] | None = None
     """Folders below which `data.path` must be; None where the caller's own process reads it."""
     readers: Readers | None = None
@@ -71,7 +74,7 @@ def load_data(
     if client is None and partition is not None and partition.client is not None:
         client = ClientShare(partition.client, partition.num_clients or 1)
     if spec.entrypoint is not None:
-        return _from_entrypoint(job, spec.entrypoint, entrypoints, client, numerics)
+        return _from_entrypoint(job, entrypoints, sources, client, numerics)
     if spec.worker_local is not None:
         # Local data is the client's own already.
         return from_tensors(_read(_local_path(spec.worker_local, sources), "data.worker_local"))
@@ -152,8 +155,14 @@ def _job_path(spec: DataSpec, sources: DataSources) -> Path:
 
 
 def _from_entrypoint(
-    job: JobSpec, name: str, entrypoints: EntryPoints, client: ClientShare | None, numerics: int
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    sources: DataSources,
+    client: ClientShare | None,
+    numerics: int,
 ) -> dict[str, Dataset]:
+    name = job.data.entrypoint
+    assert name is not None
     factory = entrypoints.bind(name, job.data.kwargs, "data")
     wanted = _client_arguments(factory, client)
     function = DataFunction(name, job.data.kwargs, job.data.collate)
@@ -164,7 +173,23 @@ def _from_entrypoint(
         for split, dataset in splits.items()
     }
     _check_kinds(job, splits)
-    return splits if wanted else _own_rows(job, splits, client)
+    if wanted:
+        return splits
+    check_same_rows(job, splits, sources.known_rows, "as on the worker that has built the model")
+    return _own_rows(job, splits, client)
+
+
+def rows_to_compare(
+    job: JobSpec, entrypoints: EntryPoints, data: Mapping[str, Dataset], numerics: int
+) -> str:
+    """Returns what `described_rows` says of data that a worker has loaded; "" where they are made
+    for one client, or by a function before whose call nothing was seeded."""
+    name = job.data.entrypoint
+    if name is None or numerics < SEEDED_FACTORIES:
+        return ""
+    if _client_arguments(entrypoints.bind(name, job.data.kwargs, "data"), None):
+        return ""
+    return described_rows(job, data)
 
 
 def _check_kinds(job: JobSpec, splits: Mapping[str, Dataset]) -> None:

@@ -43,17 +43,28 @@ def _fetched(dataset: RowDataset, number: int) -> dict[str, str]:
     return dict(leaves_of(dataset.row(number, _KEYS)))
 
 
-def leaves_of(value: Any, path: str = "the row") -> Iterator[tuple[str, str]]:
+def leaves_of(value: Any) -> Iterator[tuple[str, str]]:
     """Yields (path, fingerprint) of each leaf of a row."""
+    for path, leaf in values_of(value):
+        yield path, fingerprint(leaf)
+
+
+def values_of(value: Any, path: str = "the row") -> Iterator[tuple[str, Any]]:
+    """Yields (path, value) of each leaf of a row."""
     match value:
         case Mapping():
             for key, inner in value.items():
-                yield from leaves_of(inner, f"{path}[{key!r}]")
+                yield from values_of(inner, f"{path}[{key!r}]")
         case tuple() | list():
             for place, inner in enumerate(value):
-                yield from leaves_of(inner, f"{path}[{place}]")
+                yield from values_of(inner, f"{path}[{place}]")
         case _:
-            yield path, f"{type(value).__name__} {_text(value)}"
+            yield path, value
+
+
+def fingerprint(value: Any) -> str:
+    """Returns the type of a leaf and, where it shows its value, a digest of that."""
+    return f"{type(value).__name__} {_text(value)}"
 
 
 def _text(value: Any) -> str:

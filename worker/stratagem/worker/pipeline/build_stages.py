@@ -11,7 +11,7 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import training_split
-from stratagem.worker.data.row_order import epoch_rows_of
+from stratagem.worker.data.order.row_order import epoch_rows_of
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes

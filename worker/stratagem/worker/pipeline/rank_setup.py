@@ -7,7 +7,7 @@ from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset
-from stratagem.worker.data.sampler import EpochRows
+from stratagem.worker.data.order.sampler import EpochRows
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.evaluator import Evaluator
 from stratagem.worker.engine.step.callbacks import Callbacks

@@ -17,8 +17,8 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.pipeline.schedules import TaskKind
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.data.datasets import Coming
+from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.data.row_datasets import BatchKeys
-from stratagem.worker.data.sampler import BatchOrder
 from stratagem.worker.engine.objectives.evaluator import (
     Begins,
     EvaluationPart,

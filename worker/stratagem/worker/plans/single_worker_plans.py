@@ -20,6 +20,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.data.data_sources import rows_to_compare
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
 from stratagem.worker.engine.trainers.federated_client import ClientRound
@@ -60,6 +61,7 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
         num_parameters=sum(param.numel() for param in built.model.parameters()),
         layout_digest=layout_digest(tensors),
         structural=structural(work, built.model, plan.variants),
+        rows=rows_to_compare(work.job, work.entrypoints, built.setup.data, work.numerics),
     )
 
 

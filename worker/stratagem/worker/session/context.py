@@ -254,8 +254,13 @@ class ExecutionContext:
         """Return the data that the job may name, the caller's own included."""
         inline = self.job.data.inline
         tensors = None if inline is None else self.blob(inline)[0]
-        roots, readers = self.host.data_roots, self.readers()
-        return DataSources(self.host.local_data, inline=tensors, roots=roots, readers=readers)
+        return DataSources(
+            self.host.local_data,
+            inline=tensors,
+            readers=self.readers(),
+            known_rows=self.request.known_rows,
+            roots=self.host.data_roots,
+        )
 
     def readers(self) -> ReaderPool | None:
         """Return the processes that read rows for this run; None where the torch thread does."""

@@ -141,6 +141,8 @@ def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> Run
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
     record = _with_end(record, fact)
     record = _with_results(record, fact)
+    if isinstance(fact, ModelBuilt) and fact.rows:
+        record = replace(record, rows={**record.rows, fact.party: fact.rows})
     if _needs_its_journal(fact):
         record = replace(record, is_reproducible=False)
     try:

@@ -20,7 +20,7 @@ from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
-from stratagem.coordinator.core.facts import Fact, Member
+from stratagem.coordinator.core.facts import ROOT, Fact, Member
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
@@ -109,6 +109,7 @@ class EffectContext:
             segment=segment,
             job_json=self.job_json(at.run_id, party),
             numerics=self.numerics_of(at.run_id),
+            known_rows=self.rows_of(at.run_id, party),
             **plan,  # type: ignore[arg-type]
         )
 
@@ -116,6 +117,14 @@ class EffectContext:
         """Return the version of the numerics rules that decide the bits of a run; see
         common/numerics/numerics_rules.py."""
         return self.state.runs[run_id].numerics
+
+    def rows_of(self, run_id: RunId, party: Party) -> str:
+        """Return some rows of a party's data, as they were when its model was built, or that of the
+        party above it."""
+        known = self.state.runs[run_id].rows
+        while party not in known and party != ROOT:
+            party = Party(party.rpartition("/")[0])
+        return known.get(party, "")
 
     def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
         """Return the key under which the update of a client is stored in the spool."""

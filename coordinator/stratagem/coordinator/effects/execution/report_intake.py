@@ -25,6 +25,7 @@ _TRACEBACK: Final = "stratagem.v1.UserError.traceback"
 """Of a long one the end stays: there it says what was raised."""
 _LONG: Final = {
     "stratagem.v1.LogLine.text": 8192,
+    "stratagem.v1.BuildResult.rows": 8192,
     "stratagem.v1.UserError.message": 10_000,
     _TRACEBACK: 100_000,
 }

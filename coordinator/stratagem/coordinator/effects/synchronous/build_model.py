@@ -57,6 +57,7 @@ async def build(env: EffectContext, effect: Build) -> None:
                 segment=segment,
                 step=step,
                 streams=await _streams(env, job, result.build.num_rows),
+                rows=result.build.rows,
             )
             await env.report(effect.run_id, built)
         case _:

@@ -12,7 +12,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather
-from stratagem.worker.data.row_order import epoch_rows_of
+from stratagem.worker.data.order.row_order import epoch_rows_of
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare

@@ -20,7 +20,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientData, ClientShare, DataSources
 from stratagem.worker.data.datasets import Dataset, training_split
-from stratagem.worker.data.sampler import epoch_order
+from stratagem.worker.data.order.sampler import epoch_order
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather

@@ -8,7 +8,7 @@ from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.datasets import Dataset, Gather
-from stratagem.worker.data.sampler import BatchOrder, EpochRows, StreamOrder
+from stratagem.worker.data.order.sampler import BatchOrder, EpochRows, StreamOrder
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution

@@ -17,8 +17,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.mixed_keys import mix
 from stratagem.worker.data.datasets import Dataset, TensorDataset
 from stratagem.worker.data.generators import generators_kept, seed_generators
+from stratagem.worker.data.order.sampler import EpochRows
 from stratagem.worker.data.row_datasets import RowDataset
-from stratagem.worker.data.sampler import EpochRows
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 MAX_WEIGHTED_ROWS: Final = 1 << 24
