@@ -17,6 +17,7 @@ RECORDINGS = "whose recordings are drawn in one time, with the error that is kno
 EXPIRY = "certificates, tokens and keys are valid from one date to another"
 MAY_READ: Mapping[str, str] = {
     "client/cli/identity_commands.py": EXPIRY,
+    "client/dashboard/page_app.py": "when a report was made",
     "client/dashboard/page_stream.py": "tells a page the time, by which it says how old things are",
     "client/sinks/mlflow_sink.py": "MLflow asks when a value was logged",
     "client/sdk/async_client.py": "when a report was made",

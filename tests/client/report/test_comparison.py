@@ -1,7 +1,7 @@
 """Runs beside each other: each field in which their jobs differ, and all curves in one frame."""
 
 from stratagem.client.report.comparison import JobDifference, job_differences, overlay_panels
-from tests.client.report.test_report import reported
+from tests.client.report.reported import reported
 
 
 def test_jobs_differ_in_fields_that_are_named_by_their_path() -> None:

@@ -15,12 +15,11 @@ from stratagem.client.report.html_page import page
 from stratagem.client.report.notebook import Listed, follow, header_html, run_html
 from stratagem.client.report.panels import curve_panels, strategy_panels
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.views import Commit, Event, Phase, RunStatus, UserError
+from stratagem.client.sdk.views import Commit, Event, Phase, UserError
 from stratagem.common.history import Columns
-from stratagem.common.job import JobSpec
-from stratagem.common.strategy import describe
-from tests.client.course.recorded import golden, job_of
+from tests.client.course.recorded import golden
 from tests.client.pictures.samples import HOSTILE
+from tests.client.report.reported import reported
 
 MADE_AT = "2026-11-23 08:00:00 UTC"
 RUNS = {
@@ -34,46 +33,6 @@ RUNS = {
     "golden-failed": ["members"],
     "golden-waiting": ["members"],
 }
-
-
-def reported(run_id: str, **changes: Any) -> ReportedRun:
-    events = golden(run_id)
-    job = job_of(events)
-    commits = [
-        Commit(
-            *(event.payload["segment"], event.payload["step"], event.payload["digest"]),
-            is_best=False,
-            is_final=False,
-            metrics=event.payload["metrics"],
-            path="",
-        )
-        for event in events
-        if event.kind == "SegmentCommitted" and not event.payload["party"]
-    ]
-    status = RunStatus(
-        run_id=run_id,
-        name=job["name"],
-        phase=Phase.COMPLETED,
-        reason=events[-2].sentence,
-        strategy_phase="",
-        strategy=describe(JobSpec.parse(job).strategy),
-        step=12,
-        num_steps=12,
-        segment=3,
-        num_segments=3,
-        submitted_at_s=events[0].time_s,
-        ended_at_s=events[-1].time_s,
-        commits=tuple(commits),
-        metrics={"test.loss": 0.25},
-        worker_ids=("worker-1",),
-        error=None,
-        job=job,
-        event_index=len(events) - 1,
-        engine="solo",
-        reproducible=True,
-        submitted_by="client alice",
-    )
-    return ReportedRun.of(replace(status, **changes), events)
 
 
 class Tags(HTMLParser):

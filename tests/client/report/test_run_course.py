@@ -16,7 +16,7 @@ from stratagem.client.report.panels import federated_panels, strategy_panels
 from stratagem.client.report.run_course import RunCourse
 from stratagem.client.report.time_marks import MAX_MARKS, TimeMarks, merged
 from tests.client.course.recorded import golden, job_of
-from tests.client.report.test_report import reported
+from tests.client.report.reported import reported
 
 RUNS = ("golden-local", "golden-killed", "golden-resumed", "golden-fedavg", "golden-quorum",
         "golden-silos", "golden-population", "golden-pipeline")  # fmt: skip

@@ -167,7 +167,7 @@ class _ForkServer:
                     self._forget()
                     raise ConnectionResetError("the fork server has died") from None
             theirs.close()
-            return Fork(ours, pipe)
+            return self._fork_of(requests, ours, pipe)
         except BaseException:
             ours.close()
             if pipe is not None:
@@ -176,6 +176,18 @@ class _ForkServer:
         finally:
             theirs.close()
             os.close(stdin)
+
+    def _fork_of(
+        self, requests: socket.socket, status: socket.socket, stdin: IO[bytes] | None
+    ) -> Fork:
+        """The fork that was asked for; a server that died with the request is forgotten."""
+        try:
+            return Fork(status, stdin)
+        except ConnectionError:
+            with self._lock:
+                if self._requests is requests:
+                    self._forget()
+            raise
 
     def close(self) -> None:
         """End the server, and with it what it runs."""
