@@ -25,7 +25,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test interop browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup lock demo check test interop tutorials browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -63,6 +63,9 @@ test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" 
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop
+
+tutorials: setup  ## run the tutorials as notebooks; ARGS=--write puts their output into the pages
+	$(BIN)/python docs/execute_tutorials.py $(ARGS)
 
 # What checks the page comes from npm. Where that cannot be had, the tests that need it are skipped.
 $(PAGE)/.installed: $(addprefix tests/client/dashboard/page_tools/,package.json package-lock.json)

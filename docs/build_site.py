@@ -23,6 +23,9 @@ LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 HEADING: Final = re.compile(r"^## ([^:\n]+)", re.MULTILINE)
 SOURCES: Final = "source"
 """The folder of the site that holds copies of modules."""
+WRITTEN: Final = re.compile(r"^```python\n%%writefile (\S+\.(\w+))\n", re.MULTILINE)
+"""A cell of a tutorial that writes a file: the site shows the file, under its name."""
+NOT_RUN: Final = re.compile(r"^(```\w+) \.noeval$", re.MULTILINE)
 SHIM: Final = "offline/iframe-worker.js"
 """A worker of its own is what a browser refuses to a page that it reads from a folder: the search
 needs this in its place. Without this copy the pages would load it from elsewhere."""
@@ -114,7 +117,8 @@ def _with_sources(page: Path, pages: Path) -> str:
         shutil.copyfile(target, copy)
         return f"[{found[1]}]({'../' * depth}{name})"
 
-    return LINK.sub(linked, page.read_text())
+    text = WRITTEN.sub(r'```\2 title="\1"\n', page.read_text())
+    return LINK.sub(linked, NOT_RUN.sub(r"\1", text))
 
 
 def build(site: Path) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.execute_tutorials import notebook, tutorials, written_outputs
 from docs.generate import MARKED, images, render
 from stratagem.common.job import load_job
 from tests.house.pages import INLINE_CODE, PAGES, RUNNABLE, blocks, prose
@@ -68,7 +69,34 @@ def test_paths_of_the_repository_exist(page: Path) -> None:
 
 def test_python_blocks_compile(page: Path) -> None:
     for source in blocks(page, "python"):
-        compile(source, str(page), "exec")
+        if not source.startswith("%%"):
+            compile(source, str(page), "exec")
+
+
+def test_files_that_tutorials_write_are_valid_jobs(tmp_path: Path) -> None:
+    written = [
+        source.partition("\n")[2]
+        for page in tutorials()
+        for source in blocks(page, "python")
+        if source.startswith("%%writefile") and source.partition("\n")[0].endswith(".yaml")
+    ]
+    assert len(written) >= 4
+    for number, source in enumerate(written):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(source)
+        load_job(path)
+
+
+def test_tutorials_are_notebooks_with_output_and_no_picture_is_left_over() -> None:
+    pytest.importorskip("jupytext", reason="needs the extra dev")
+    shown = ""
+    for page in tutorials():
+        assert notebook(page).cells
+        assert any(written_outputs(page)), page
+        shown += page.read_text()
+    assert tutorials()
+    for picture in (ROOT / "docs/images/tutorials").iterdir():
+        assert f"../images/tutorials/{picture.name})" in shown, picture
 
 
 def test_runnable_jobs_are_valid(page: Path, tmp_path: Path) -> None:
