@@ -98,7 +98,9 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     assert process.returncode == 130, "\n".join(said)
     assert said[0] == "stopping run mine"
     assert said[-1].startswith("stopped; step ")
-    assert said[-1].endswith("is kept; go on with: stratagem resume mine --local 1")
+    assert said[-1].endswith(
+        f"is kept; go on with: stratagem resume mine --local 1 --data-dir {state[1]}"
+    )
     resumed = subprocess.Popen(
         # Only workers with as many threads can go on with it.
         [*PROGRAM, "resume", "mine", "--verbose", "--local", "2", *state],

@@ -27,7 +27,7 @@ def invoke(address: str, *arguments: object) -> Result:
 
 
 def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
-    told: FakeCoordinator, address: str
+    told: FakeCoordinator, address: str, tmp_path: Path
 ) -> None:
     found = population(golden("golden-population"), job_of(golden("golden-population")))
     best = found.best
@@ -48,6 +48,13 @@ def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
     assert as_json["best"]["lineage"] == list(lineage)
     assert [each["from_step"] for each in as_json["best"]["schedule"]] == [s for s, _ in schedule]
     assert len(as_json["generations"]) == 3
+    own = tmp_path / "winner.yaml"
+    own.write_text("mine")
+    refused = invoke(address, "population", "population", "--schedule", own)
+    assert refused.exit_code == 1
+    said = f"error: --schedule: {own} is there already; nothing was written"
+    assert "".join(refused.stderr.split("\n")).replace(" ", "") == said.replace(" ", "")
+    assert own.read_text() == "mine"
     refused = invoke(address, "population", "local")
     assert refused.exit_code == 1
     assert refused.stderr == "error: run local is no population, or has not begun\n"

@@ -5,6 +5,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
@@ -397,3 +398,32 @@ def test_a_sink_that_cannot_be_completed_says_so(tmp_path: Path) -> None:
     outlet = Outlet("csv:rows.csv", sink, run, told.append)
     assert outlet.finish() == "OSError: no space left"
     assert len(told) == 1
+
+
+class SlowSink(CsvSink):
+    """Keeps nothing before it may."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self.reached, self.may = threading.Event(), threading.Event()
+
+    def keep(self, cursor: Cursor) -> None:
+        self.reached.set()
+        assert self.may.wait(PATIENCE_S)
+        super().keep(cursor)
+
+
+def test_a_run_that_ends_while_a_sink_is_written_is_written_to_its_end(tmp_path: Path) -> None:
+    run, sink, told = PlayedRun([8]), SlowSink(str(tmp_path / "rows.csv")), list[str]()
+    outlet = Outlet("csv:rows.csv", sink, run, told.append)
+    outlet.wake()
+    assert sink.reached.wait(PATIENCE_S)
+    run.advance()
+    run.end()
+    with ThreadPoolExecutor() as pool:
+        problem = pool.submit(outlet.finish)
+        assert outlet._ending.wait(PATIENCE_S)
+        sink.may.set()
+        assert problem.result(PATIENCE_S) == ""
+    assert not told
+    assert (tmp_path / "rows.csv").read_text().count("\n") > 4

@@ -17,7 +17,7 @@ from stratagem.client.cli.reporting import make_console
 from stratagem.client.course.population import Population
 from stratagem.client.course.replay import replayed
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
-from stratagem.common.base.errors import NotFoundError
+from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.wording import values_text
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
@@ -59,9 +59,12 @@ def population(
     schedule all hyperparameters that this state was trained with.
 
     --schedule writes it as a job without a population: `stratagem run FILE` ends with the winner's
-    state, to the bit. A FILE.json is JSON, any other YAML.
+    state, to the bit. A FILE.json is JSON, any other YAML; what is there already is left alone.
     """
     with connected(coordinator, proof) as client:
+        if schedule is not None and schedule.exists():
+            text = f"{schedule} is there already; nothing was written"
+            raise InvalidInputError.at("--schedule", text)
         run = client.get(run_id)
         found = run.population()
         if not found.generations:

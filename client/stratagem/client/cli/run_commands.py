@@ -6,6 +6,7 @@ a run on someone else's coordinator goes on without us.
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -164,7 +165,7 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             with view.doing(f"submitting {chosen}"):
                 handle = submitted(client)
             following = _Following(handle, view, output, report=report, sinks=sinks)
-            _follow_local(replace(following, threads=known.threads), local)
+            _follow_local(replace(following, threads=known.threads), local, data_dir)
 
 
 def attach(
@@ -276,7 +277,7 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
             handle, from_index = asked.begin(client)
             known.save(data_dir, handle.run_id)
             following = _Following(handle, view, from_index=from_index, threads=known.threads)
-            _follow_local(following, local)
+            _follow_local(following, local, data_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,7 @@ def _follow_remote(following: _Following, coordinator: str, *, detach: bool = Fa
         raise
 
 
-def _follow_local(following: _Following, local: int) -> None:
+def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
     handle = following.handle
     try:
         following.to_the_end()
@@ -396,7 +397,9 @@ def _follow_local(following: _Following, local: int) -> None:
             handle.result()
         commit = handle.status().commit()
         kept = "nothing was committed yet" if commit is None else f"step {commit.step} is kept"
-        complain(f"stopped; {kept}; go on with: stratagem resume {handle.run_id} --local {local}")
+        where = "" if data_dir == DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
+        resume = f"stratagem resume {handle.run_id} --local {local}{where}"
+        complain(f"stopped; {kept}; go on with: {resume}")
         raise
 
 

@@ -136,7 +136,7 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
                 "behind_proxy": behind_proxy,
             },
         )
-        acts = "; its buttons act as you" if operate else ""
+        acts = " (its buttons act as you)" if operate else ""
         print(f"page of {coordinator} at {server.url}{acts}", flush=True)
         server.serve()
 

@@ -127,7 +127,7 @@ class Outlet:
             self._woken.wait()
             self._woken.clear()
             is_last = self._ending.is_set()
-            self._attempt()
+            self._attempt(is_last=is_last)
             if is_last:
                 return
             if self._problem:
@@ -138,7 +138,7 @@ class Outlet:
                 self._ending.wait(INTERVAL_S)
                 pause_s = FIRST_PAUSE_S
 
-    def _attempt(self) -> None:
+    def _attempt(self, *, is_last: bool) -> None:
         is_first = not self._problem
         try:
             status = self._run.status()
@@ -147,7 +147,7 @@ class Outlet:
             ended = status.phase.is_final
             self._cursor = bring(self._run, self._sink, self._cursor, is_whole=ended)
             self._problem = ""
-            if self._ending.is_set():
+            if is_last:  # `finish()` may come during an attempt: one more follows then
                 self._sink.close()
         except Exception as error:  # of any library
             self._problem = f"{type(error).__name__}: {error}"
