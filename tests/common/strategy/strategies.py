@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from stratagem.common import strategy as s
 from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_POPULATION, MAX_REPLICAS
+
+Made = TypeVar("Made")
 
 _counts = st.integers(1, 2**64 - 1)
 _texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -15,6 +18,16 @@ _shares = st.floats(0, 1, exclude_min=True)
 _below_1 = st.floats(0, 1, exclude_max=True)
 _not_negative = st.floats(0, allow_infinity=False, allow_nan=False).map(abs)
 _positive = st.floats(0, exclude_min=True, allow_infinity=False)
+
+
+def _made(cls: Callable[..., Made], *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Made]:
+    """Values of a class from the values of its first fields.
+
+    `st.builds` would look at the signature as well and, if it ever misses a field there, draw a
+    second value for one that is given.
+    """
+    return st.tuples(*parts).map(lambda values: cls(*values))
+
 
 json_values = st.recursive(
     st.none()
@@ -32,16 +45,14 @@ json_values = st.recursive(
 _topologies = st.sampled_from(
     ["ring", "complete", "star", "torus", "torus:2x3", "hypercube", "exponential", "random:3"]
 )
-_targets = st.builds(s.Tag, _texts) | st.builds(s.WorkerIdTarget, _texts)
+_targets = _made(s.Tag, _texts) | _made(s.WorkerIdTarget, _texts)
 
 
 @st.composite
 def _data_parallel(draw: st.DrawFn) -> s.DataParallel:
     num_replicas = draw(st.integers(1, MAX_REPLICAS))
     aggregation = draw(
-        st.just(s.AllReduce())
-        | st.just(s.ParameterServer())
-        | st.builds(s.Decentralized, _topologies)
+        st.just(s.AllReduce()) | st.just(s.ParameterServer()) | _made(s.Decentralized, _topologies)
     )
     min_replicas = draw(st.just(1) | st.integers(1, num_replicas))
     options = s.DataParallelOptions(
@@ -58,19 +69,19 @@ def _federated(draw: st.DrawFn) -> s.Federated:
     num_clients = draw(st.integers(1, MAX_CLIENTS))
     aggregation = draw(
         st.just(s.FedAvg())
-        | st.builds(s.FedProx, _not_negative)
-        | st.builds(s.FedYogi, _below_1, _below_1, _positive)
+        | _made(s.FedProx, _not_negative)
+        | _made(s.FedYogi, _below_1, _below_1, _positive)
     )
     quorum = draw(st.none() | _shares | st.integers(1, num_clients))
     deadline_s = None if quorum is None else draw(st.none() | _positive)
     selection = draw(
         st.just(s.All())
-        | st.builds(s.Random, _shares)
-        | st.builds(s.ByCapability, st.lists(_texts, max_size=3).map(tuple))
+        | _made(s.Random, _shares)
+        | _made(s.ByCapability, st.lists(_texts, max_size=3).map(tuple))
     )
     late: dict[str, Any] = {}
     if deadline_s is not None and isinstance(selection, s.Random) and draw(st.booleans()):
-        discount = draw(st.builds(s.Discount, _shares))
+        discount = draw(_made(s.Discount, _shares))
         late = {"late_updates": discount, "max_staleness": draw(_counts)}
     options = s.FederatedOptions(
         local_epochs=draw(_counts),
@@ -86,26 +97,24 @@ training_strategies: st.SearchStrategy[s.Strategy] = st.one_of(
     st.just(s.Local()),
     _data_parallel(),
     _federated(),
-    st.builds(
+    _made(
         s.ModelParallel,
         st.lists(
-            st.builds(
-                s.Partition, st.lists(_texts, min_size=1, max_size=3).map(tuple), target=_targets
-            ),
+            _made(s.Partition, st.lists(_texts, min_size=1, max_size=3).map(tuple), _targets),
             min_size=1,
             max_size=3,
         ).map(tuple),
-        st.just(s.DataStore()) | st.just(s.Direct()) | st.builds(s.Pipeline, _counts),
+        st.just(s.DataStore()) | st.just(s.Direct()) | _made(s.Pipeline, _counts),
     ),
-    st.builds(
+    _made(
         s.PopulationBased,
         st.integers(1, MAX_POPULATION),
         _counts,
-        st.builds(s.Truncation, _shares) | st.builds(s.Binary, _not_negative),
-        st.builds(s.Perturbation, st.floats(0, 1)) | st.just(s.Resample()),
-        st.builds(s.PopulationOptions, st.none() | st.just(s.Local()), st.booleans()),
+        _made(s.Truncation, _shares) | _made(s.Binary, _not_negative),
+        _made(s.Perturbation, st.floats(0, 1)) | st.just(s.Resample()),
+        _made(s.PopulationOptions, st.none() | st.just(s.Local()), st.booleans()),
     ),
-    st.builds(s.Custom, _texts, json_values),
+    _made(s.Custom, _texts, json_values),
 )
 
 EXAMPLES: tuple[str, ...] = (
