@@ -25,7 +25,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test interop tutorials browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup lock demo check test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -57,15 +57,19 @@ check: setup  ## format, lint, types, protos
 	$(BIN)/mypy
 
 # In the order of their names: xdist would put those with few tests last, which are long ones.
+# Three processes on two cores: a test that waits, for a process or a deadline, leaves its core idle.
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
 	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser" \
-		--numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop
 
 tutorials: setup  ## run the tutorials as notebooks; ARGS=--write puts their output into the pages
 	$(BIN)/python docs/execute_tutorials.py $(ARGS)
+
+screenshots: setup  ## train every strategy and photograph the dashboard for the documentation
+	$(BIN)/python -m docs.screenshots
 
 # What checks the page comes from npm. Where that cannot be had, the tests that need it are skipped.
 $(PAGE)/.installed: $(addprefix tests/client/dashboard/page_tools/,package.json package-lock.json)
@@ -95,7 +99,7 @@ matrix:  ## tests that need no torch, with each Python of PYTHONS that is here
 	done
 
 sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
-	$(BIN)/python -m pytest -q -m sweep --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -q -m sweep --numprocesses 3 --dist worksteal
 
 images:  ## the container images, with a Docker engine
 	deploy/docker/build.sh

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.load import JOB  # noqa: E402
 from benchmarks.replay import long_run  # noqa: E402
 from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
-from stratagem.client.sdk.blocking_client import Client  # noqa: E402
 from stratagem.common.base.ids import RunId  # noqa: E402
 from stratagem.coordinator.runtime.loop import Loop  # noqa: E402
 from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
@@ -40,7 +39,7 @@ from stratagem.coordinator.store.journal import fact_codec  # noqa: E402
 from stratagem.coordinator.store.journal.journal import Journal, Record  # noqa: E402
 from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
 from stratagem.coordinator.store.journal.summaries import RunSummary  # noqa: E402
-from tests.client.dashboard.page_rig import Browser  # noqa: E402
+from tests.client.dashboard.page_rig import Answer, Browser  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
 from tests.golden.replay import FOLDER, load  # noqa: E402
 
@@ -70,6 +69,14 @@ def segments(run: list[Record], num_facts: int) -> Iterator[Record]:
         yield replace(each, run_id=RunId("segments"), seq=seq, payload=payload_text, idem_key=None)
 
 
+def one_by_one(records: Iterable[Record]) -> Iterator[Record]:
+    """Records that were repeated, each at a time of its own."""
+    began_s = None
+    for at, each in enumerate(records):
+        began_s = each.wall_s if began_s is None else began_s
+        yield replace(each, wall_s=began_s + 0.02 * at)
+
+
 def fill(place: Path, num_facts: int) -> None:
     """Write the journal with both runs, and their summaries: a coordinator that replays so many
     facts takes a minute, which is not what is measured."""
@@ -83,11 +90,12 @@ def fill(place: Path, num_facts: int) -> None:
         runs = [list(segments(local, 20)), list(long_run(rounds, "rounds", 3))]
         short = Journal.open(str(Path(folder) / "short.sqlite"))
         write(short, [record for run in runs for record in run])
-        summaries = asyncio.run(summed_up(short, num_facts))
-    records = [*segments(local, num_facts), *long_run(rounds, "rounds", (num_facts - 6) // 8)]
+        many = one_by_one(long_run(rounds, "rounds", num_facts // 8))
+        long = list(segments(local, num_facts)), list(many)
+        summaries = asyncio.run(summed_up(short, {run[0].run_id: len(run) for run in long}))
     place.parent.mkdir(parents=True)
     journal = Journal.open(str(place))
-    write(journal, records, summaries)
+    write(journal, [record for run in long for record in run], summaries)
     journal.close()
 
 
@@ -99,16 +107,15 @@ def write(journal: Journal, records: list[Record], summaries: Sequence[RunSummar
     journal.release(lead.term)
 
 
-async def summed_up(journal: Journal, num_facts: int) -> list[RunSummary]:
+async def summed_up(journal: Journal, counts: Mapping[RunId, int]) -> list[RunSummary]:
     """The summaries of the runs of a journal, as if each had so many facts."""
     loop = Loop(journal, journal.take_lead(Holder.of_this_process(), ttl_s=10), BUILT_IN)
     await loop.replay(lambda _: None)
     views = await loop.recorded.views(loop.state.ended)
     found = []
     for run_id, run in loop.state.ended.items():
-        count = num_facts if run_id == "segments" else (num_facts - 6) // 8 * 8 + 6
-        shown = views[run_id].model_copy(update={"num_facts": count})
-        found.append(fact_codec.summary(replace(run, num_facts=count), shown))
+        shown = views[run_id].model_copy(update={"num_facts": counts[run_id]})
+        found.append(fact_codec.summary(replace(run, num_facts=counts[run_id]), shown))
     await loop.close()
     return found
 
@@ -144,7 +151,7 @@ def page(coordinator: str) -> Iterator[tuple[Browser, int]]:
 
 
 def routes(browser: Browser, pid: int, num_workers: int) -> None:
-    print("| route | first s | again s | KB |\n|---|---|---|---|")
+    print("| route | first s | whole s | again s | KB |\n|---|---|---|---|---|")
     paths = ["/api/runs", "/api/workers"]
     for run in ("segments", "rounds"):
         query = f"run={run}"
@@ -152,17 +159,26 @@ def routes(browser: Browser, pid: int, num_workers: int) -> None:
         paths += [f"/api/panels?{query}&width=356", f"/api/events?{query}&newest&limit=100"]
         paths += [f"/api/logs?{query}"]
     for path in paths:
-        took_s = []
-        for _ in range(2):
-            began_s = time.perf_counter()
-            answer = browser.get(path)
-            took_s.append(time.perf_counter() - began_s)
-            assert answer.status == 200, answer.body
+        began_s = time.perf_counter()
+        answer = asked(browser, path)
+        first_s = time.perf_counter() - began_s
         if path == "/api/workers":
             assert len(answer.value) == num_workers
-        size = len(answer.body) / 1000
-        print(f"| {path} | {took_s[0]:.3f} | {took_s[1]:.3f} | {size:.0f} |", flush=True)
+        while "panels?" in path and answer.value["num_read"] < answer.value["num_events"]:
+            answer = asked(browser, path)
+        whole_s = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        answer = asked(browser, path)
+        took_s = (first_s, whole_s, time.perf_counter() - began_s)
+        times = " | ".join(f"{each:.3f}" for each in took_s)
+        print(f"| {path} | {times} | {len(answer.body) / 1000:.0f} |", flush=True)
     print(f"\nmemory of the page's process: {memory_mb(pid):.0f} MB")
+
+
+def asked(browser: Browser, path: str) -> Answer:
+    answer = browser.get(path)
+    assert answer.status == 200, answer.body
+    return answer
 
 
 def tab(browser: Browser, run: str, is_over: threading.Event) -> None:
@@ -180,25 +196,51 @@ def tab(browser: Browser, run: str, is_over: threading.Event) -> None:
             asked_s = time.monotonic()
 
 
-def live(client: Client, coordinator: int, browser: Browser, num_tabs: int, seconds: float) -> None:
-    client.submit(JOB, "live")
-    time.sleep(SETTLE_S)
-    alone = cpu_share(coordinator, seconds)
+def live(coordinator: int, browser: Browser, runs: Sequence[str], seconds: float) -> float:
+    """The coordinator's share of a core while a tab looks at each of these runs."""
     is_over = threading.Event()
-    tabs = [
-        threading.Thread(target=tab, args=(browser, "live", is_over), daemon=True)
-        for _ in range(num_tabs)
-    ]
+    tabs = [threading.Thread(target=tab, args=(browser, run, is_over), daemon=True) for run in runs]
     for each in tabs:
         each.start()
     time.sleep(SETTLE_S)
-    watched = cpu_share(coordinator, seconds)
+    share = cpu_share(coordinator, seconds)
     is_over.set()
     for each in tabs:
         each.join()
+    return share
+
+
+def compare(client: Any, coordinator: int, browser: Browser, num_tabs: int, seconds: float) -> None:
+    """Print what pages cost the coordinator: all on one run, and each on a run of its own."""
+    for runs in (["live-0"], [f"live-{number}" for number in range(num_tabs)]):
+        for run in runs:
+            client.submit(JOB, run)
+        time.sleep(SETTLE_S)
+        alone = cpu_share(coordinator, seconds)
+        shown = (runs * num_tabs)[:num_tabs]
+        watched = live(coordinator, browser, shown, seconds)
+        what = "a run that commits" if len(runs) == 1 else f"{len(runs)} runs that commit"
+        print(
+            f"coordinator's CPU, {what} twice a second: {alone:.1%} of a core; with "
+            f"{num_tabs} pages {watched:.1%}, which is {watched - alone:.1%} more",
+            flush=True,
+        )
+
+
+def streams(browser: Browser, pid: int, count: int) -> None:
+    """Print what open streams cost the page's process, of one run and of all."""
+    before_mb = memory_mb(pid)
+    with ExitStack() as stack:
+        for number in range(count):
+            path = "/api/stream?run=live-0" if number % 2 else "/api/stream"
+            response = stack.enter_context(browser.open("GET", path))
+            assert response.status == 200
+            assert response.readline().startswith(b"event: beat")
+        time.sleep(SETTLE_S)
+        share, after_mb = cpu_share(pid, SETTLE_S), memory_mb(pid)
     print(
-        f"coordinator's CPU, a run that commits twice a second: {alone:.1%} of a core; with "
-        f"{num_tabs} pages {watched:.1%}, which is {watched - alone:.1%} more"
+        f"{count} open streams, which nobody reads on: memory {before_mb:.0f} to {after_mb:.0f} MB"
+        f", the page's CPU {share:.1%} of a core"
     )
 
 
@@ -223,6 +265,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=100_000, help="of each run")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--tabs", type=int, default=10)
+    parser.add_argument("--streams", type=int, default=200, help="that are open at once")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each share of CPU")
     chosen = parser.parse_args()
     with ExitStack() as stack:
@@ -240,8 +283,8 @@ def main() -> None:
         routes(browser, pid, chosen.workers)
         coordinator = cluster.processes["coordinator"].pid
         assert coordinator is not None
-        live(client, coordinator, browser, chosen.tabs, chosen.seconds)
-        print(f"memory of the page's process: {memory_mb(pid):.0f} MB")
+        compare(client, coordinator, browser, chosen.tabs, chosen.seconds)
+        streams(browser, pid, chosen.streams)
 
 
 if __name__ == "__main__":

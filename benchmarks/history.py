@@ -121,26 +121,31 @@ def segment(number: int, stride: int, num_steps: int) -> HistoryRow:
 def transactions(num_pairs: int) -> None:
     metrics = ",".join(f'"m{i}":0.5' for i in range(20))
     payload = '{"party":"","segment":1,"metrics":{' + metrics + "}}"
-    print("\n| SegmentFinished, SQLite | block bytes | ms without | ms with | ratio |")
-    print("|---|---|---|---|---|")
+    print("\n| SegmentFinished, SQLite | block bytes | ms without | ms with | ratio | of the CPU |")
+    print("|---|---|---|---|---|---|")
     for what, num_steps in (("100 steps", 100), ("all 30,000 steps", NUM_STEPS)):
         blocks = [segment(number, stride_of(NUM_STEPS), num_steps) for number in range(1, 9)]
         with tempfile.TemporaryDirectory() as folder:
             journal = Journal.open(Path(folder) / "journal.sqlite")
             with closing(journal):
                 term = journal.take_lead(Holder.of_this_process(), ttl_s=60).term
-                took_s: dict[bool, list[float]] = {True: [], False: []}
+                took_s: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
                 for number in range(2 * num_pairs):
                     is_on = number % 2 == 1
                     record = Record(RUN, number, "SegmentFinished", 1, payload, 0.0, 0.0)
                     block = blocks[number // 2 % len(blocks)]
                     row = HistoryRow(RUN, PARTY, number, block.stride, 0, 1, block.rows)
-                    began_s = time.perf_counter()
+                    began_s, cpu_s = time.perf_counter(), time.process_time()
                     journal.append(term, [record], histories=[row] if is_on else [])
-                    took_s[is_on].append(time.perf_counter() - began_s)
-        off, on = (statistics.median(took_s[is_on]) * 1e3 for is_on in (False, True))
+                    took = time.perf_counter() - began_s, time.process_time() - cpu_s
+                    took_s[is_on].append(took)
+        (off, cpu_off), (on, cpu_on) = (
+            [statistics.median(each) * 1e3 for each in zip(*took_s[is_on], strict=True)]
+            for is_on in (False, True)
+        )
+        ratios = f"{on / off:.2f} | {cpu_on:.3f} / {cpu_off:.3f} = {cpu_on / cpu_off:.2f}"
         size = len(blocks[0].rows)
-        print(f"| {what}, {num_pairs} pairs | {size} | {off:.3f} | {on:.3f} | {on / off:.2f} |")
+        print(f"| {what}, {num_pairs} pairs | {size} | {off:.3f} | {on:.3f} | {ratios} |")
 
 
 def late(num_times: int) -> None:

@@ -38,6 +38,7 @@ def _modules(folder: Path) -> Iterator[tuple[str, str]]:
             yield f"[{path.name}](../../{path.relative_to(ROOT)})", said
 
 
+@cache
 def _folders(part: str) -> dict[str, tuple[Path, list[tuple[str, str]]]]:
     """By name, the folders of a part that hold modules, and those modules."""
     root = ROOT / part / "stratagem"

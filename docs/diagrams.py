@@ -70,8 +70,8 @@ STRATEGIES = {
     "population_based": POPULATION,
 }
 UNITS = {"Federated": "1 round", "PopulationBased": "1 generation"}
-NUM_POINTS = 14
-"""Disturbances happen after each of the first so many effects, which is the whole of a run."""
+NUM_POINTS = 10
+"""Disturbances happen after each of the first so many effects: later ones show no other arrow."""
 
 PhaseOf = Callable[[RunPhase | None, Status], str]
 
@@ -95,35 +95,49 @@ def strategy_phase(ended: RunPhase | None, status: Status) -> str:
     return START if ended else status.strategy_phase
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """The run after one fact of its journal."""
+
+    kind: str
+    is_own: bool
+    """Whether the fact is the run's, and not the cluster's."""
+    ended: RunPhase | None
+    status: Status
+    effects: frozenset[str]
+
+
 def observe(names: Iterable[str], phase_of: PhaseOf) -> Observed:
     """Replay the journals of all scenarios of these strategies."""
     observed = Observed()
     for name in names:
-        for simulation in _played(name):
-            _replay(simulation, phase_of, observed)
+        for course in _played(name):
+            before = START
+            for moment in course:
+                after = phase_of(moment.ended, moment.status)
+                observed.effects[after] |= moment.effects
+                if before != after:
+                    observed.arrows[before, after].add(moment.kind)
+                elif moment.is_own:
+                    observed.stays[after].add(moment.kind)
+                before = after
     return observed
 
 
 @cache
-def _played(name: str) -> tuple[Simulation, ...]:
-    return tuple(_scenarios(STRATEGIES[name]))
+def _played(name: str) -> tuple[tuple[_Moment, ...], ...]:
+    return tuple(tuple(_course(simulation)) for simulation in _scenarios(STRATEGIES[name]))
 
 
-def _replay(simulation: Simulation, phase_of: PhaseOf, observed: Observed) -> None:
-    state, before = CoordinatorState(BUILT_IN), START
+def _course(simulation: Simulation) -> Iterator[_Moment]:
+    state = CoordinatorState(BUILT_IN)
     for run_id, kind, payload, time_s in simulation.journal:
         state = apply(state, run_id, decode(kind, 1, payload), time_s)
         run = state.runs.get(RUN)
-        if run is None:
-            continue
-        status = run.strategy.status(run.job, run.value, world_of(state))
-        after = phase_of(run.ended, status)
-        observed.effects[after] |= {type(effect).__name__ for effect in pending_of(run)}
-        if before != after:
-            observed.arrows[before, after].add(kind)
-        elif run_id != CLUSTER:
-            observed.stays[after].add(kind)
-        before = after
+        if run is not None:
+            status = run.strategy.status(run.job, run.value, world_of(state))
+            due = frozenset(type(effect).__name__ for effect in pending_of(run))
+            yield _Moment(kind, run_id != CLUSTER, run.ended, status, due)
 
 
 # ---- scenarios ----

@@ -2,21 +2,26 @@
 
 A tutorial with output is a page of docs/tutorials that jupytext reads as a notebook: its blocks of
 Python and of shell are cells, but for those that say `.noeval`. Each page runs in a kernel of its
-own, in a folder with a copy of examples/, as in a checkout. A cell that fails ends this with status
-1, and so does output that is missing on the page or no longer comes. `--write` puts the output of
-each cell below it, pictures into docs/images/tutorials; what differs at each run, such as times,
-stays as it was.
+own, in a folder with a copy of examples/, as in a checkout; processes that it leaves behind there
+are ended, and the default address of a coordinator is a free one. A cell that fails ends this with
+status 1, and so does output that is missing on the page or no longer comes. `--write` puts the
+output of each cell below it, pictures into docs/images/tutorials; what differs at each run, such as
+times, stays as it was.
 """
 
 import argparse
 import base64
 import os
 import re
+import select
 import shutil
+import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +31,8 @@ TUTORIALS: Final = ROOT / "docs" / "tutorials"
 IMAGES: Final = ROOT / "docs" / "images" / "tutorials"
 TIMEOUT_S: Final = 300
 """For one cell; on a busy machine a cluster takes its time."""
+DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
+"""Of a coordinator; a page shows it, and what runs has another one in its place."""
 
 OUTPUT: Final = re.compile(r"\n<!-- output -->\n(.*?)<!-- output end -->\n", re.DOTALL)
 CELL: Final = re.compile(r"^```(?:python|bash|sh)(?! \.noeval)[^\n]*\n.*?^```\n", re.DOTALL | re.M)
@@ -93,24 +100,67 @@ def notebook(page: Path) -> Any:
 def execute(page: Path) -> list[Shown]:
     """Run all cells and return their output; nbclient's CellExecutionError says what failed."""
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
-    told = notebook(page)
+    told, address = notebook(page), _free_address()
+    cells = [cell for cell in told.cells if cell.cell_type == "code"]
+    for cell in cells:
+        cell.source = cell.source.replace(DEFAULT_ADDRESS, address)
+    with _checkout() as folder:
+        # Sockets that are files: over TCP, others on this machine could read what is said.
+        sockets = Config({"KernelManager": {"transport": "ipc", "ip": str(folder / ".kernel")}})
+        resources = {"metadata": {"path": str(folder)}}
+        client = NotebookClient(told, timeout=TIMEOUT_S, resources=resources, config=sockets)
+        client.execute(env=_environment(address))
+        names = (f"{page.stem}-{number}" for number in range(len(cells)))
+        hidden = {f"{folder}/": "", str(folder): ".", address: DEFAULT_ADDRESS}
+        return [_shown(cell.outputs, name, hidden) for cell, name in zip(cells, names, strict=True)]
+
+
+def _environment(address: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+        "STRATAGEM_COORDINATOR": address,
+        "STRATAGEM_COORDINATOR_LISTEN": address,
+    }
+
+
+def _free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+@contextmanager
+def _checkout() -> Iterator[Path]:
+    """A folder with examples/, without the processes that work in it at the end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         shutil.copytree(
             ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__")
         )
-        resources = {"metadata": {"path": str(folder)}}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
-        client = NotebookClient(told, timeout=TIMEOUT_S, kernel_name="python3", resources=resources)
-        client.execute(env=environment)
-        cells = [cell for cell in told.cells if cell.cell_type == "code"]
-        counted = enumerate(cells)
-        return [_shown(cell.outputs, f"{page.stem}-{at}", str(folder)) for at, cell in counted]
+        try:
+            yield folder
+        finally:
+            for process in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    _end_if_in(folder, process)
 
 
-def _shown(outputs: Sequence[Any], name: str, folder: str) -> Shown:
+def _end_if_in(folder: Path, process: Path) -> None:
+    handle = os.pidfd_open(int(process.name))
+    try:
+        if (process / "cwd").readlink().is_relative_to(folder):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [])
+    finally:
+        os.close(handle)
+
+
+def _shown(outputs: Sequence[Any], name: str, hidden: Mapping[str, str]) -> Shown:
     written, markup = "", []
     pictures: dict[str, str] = {}
     for output in outputs:
@@ -120,9 +170,11 @@ def _shown(outputs: Sequence[Any], name: str, folder: str) -> Shown:
         else:
             written += "".join(output.get("text", "") or data.get("text/plain", ""))
             written += "" if output.output_type == "stream" else "\n"
-    text = COLOUR.sub("", written).replace(f"{folder}/", "").replace(folder, ".")
+    text = COLOUR.sub("", written)
+    for told, shown in hidden.items():
+        text = text.replace(told, shown)
     lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.rstrip().split("\n")]
-    block = "```text\n" + "\n".join(lines) + "\n```\n" if text.strip() else ""
+    block = "```text\n" + "\n".join(lines).strip("\n") + "\n```\n" if text.strip() else ""
     return Shown("\n".join([*([block] if block else []), *markup]), pictures)
 
 

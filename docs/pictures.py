@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client import Client, Event, LocalCluster, RunHandle
-from stratagem.client.report.panels import curve_panels, strategy_panels
+from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.job import load_job
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -32,17 +33,17 @@ def main() -> None:
         save(trained(client, "digits_population"), ("lineage", "hyperparameters"))
 
 
-def trained(client: Client, example: str, *changes: str) -> RunHandle:
+def trained(client: Client, example: str, *changes: str, run_id: str | None = None) -> RunHandle:
     """Return the run of an example, at its end."""
-    run = client.submit(load_job(ROOT / "examples" / f"{example}.yaml", list(changes)))
+    run = client.submit(load_job(ROOT / "examples" / f"{example}.yaml", list(changes)), run_id)
     run.result()
     return run
 
 
-def killed(cluster: LocalCluster, client: Client) -> RunHandle:
+def killed(cluster: LocalCluster, client: Client, run_id: str | None = None) -> RunHandle:
     """Return a run on three workers, of which two have been killed one after the other."""
     changes = ["strategy.num_replicas=3", "epochs=40", "optimizer.lr=0.02"]
-    run = client.submit(load_job(ROOT / "examples" / "digits.yaml", changes))
+    run = client.submit(load_job(ROOT / "examples" / "digits.yaml", changes), run_id)
     commits = 0
     for item in run.watch():
         if isinstance(item, Event) and item.kind == "SegmentCommitted":

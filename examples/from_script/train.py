@@ -34,6 +34,7 @@ def make_data() -> tuple[Digits, Digits]:
 
 
 def main() -> None:
+    random.seed(0)
     torch.manual_seed(0)
     train, test = make_data()
     model, loss_of = make_model(), nn.CrossEntropyLoss(label_smoothing=0.05)

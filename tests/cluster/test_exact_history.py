@@ -15,13 +15,16 @@ from tests.cluster.jobs import (
     ALLOWED,
     Gates,
     data_parallel,
+    events_of,
+    federated,
     gossip,
     model_parallel,
     park,
     population,
     train,
+    wait_for,
 )
-from tests.jobs import job, user_model
+from tests.jobs import job, user_data, user_model
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import plain_loop, sharded_loop
 
@@ -108,6 +111,21 @@ def test_rows_that_stand_for_several_steps_do_not_depend_on_where_segments_end(
     assert set(loss.count) == {2}
 
 
+@pytest.mark.sweep
+def test_stages_have_rows_that_stand_for_several_steps(client: Client) -> None:
+    spec = job(MODEL, strategy=CUT, steps=2100, checkpoint={"every": "333 steps"})
+    staged = history_of(client, spec, parties="*")
+    losses = np.array(sharded_loop(spec, ALLOWED, 1).losses).reshape(-1, 2)
+    assert staged["train.loss"].last.tolist() == losses[:, 1].tolist()
+    for name in ("stage/0:busy_s", "stage/1:wait_s"):
+        its = staged[name]
+        assert (its.stride, its.step.tolist()) == (2, [*range(2, 2101, 2)])
+        assert set(its.count) == {2}
+        assert (its.min <= its.last).all()
+    steps, bubble = staged.bubble()
+    assert len(steps) == len(bubble) == 1050
+
+
 def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
     client: Client,
 ) -> None:
@@ -135,3 +153,50 @@ def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
     unobserved = history_of(client, job(MODEL, recording={"observed": False}))
     assert not any(each.observed for each in unobserved.values())
     assert "train.loss" in unobserved
+
+
+def test_steps_of_clients_survive_the_worker_that_is_killed_in_a_round(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    spec = federated(
+        batch_size=4,
+        data=user_data("gated_clients", folder=str(gates.folder)),
+        callbacks=SECTIONS["callbacks"],
+        recording={"client_steps": True},
+    )
+    undisturbed = client.submit(spec)
+    rounds = [e.payload for e in events_of(undisturbed) if e.kind == "UpdateReceived"]
+    expected = undisturbed.history(parties="client*")
+    for number in range(4):
+        loss, norm, rate, seen = (
+            expected[f"client{number}:train.{name}"]
+            for name in ("loss", "grad_norm", "lr", "seen.loss")
+        )
+        assert loss.step.tolist() == rate.step.tolist() == [*range(1, 10)]
+        assert seen.last.tolist() == (loss.last + norm.last).tolist()
+        means = {each["round_num"]: each["loss"] for each in rounds if each["client"] == number}
+        num_rows = 12 if number < 2 else 11
+        weights = np.array([4, 4, num_rows - 8])
+        for round_num, mean in means.items():
+            of_round = loss.last[3 * round_num - 3 : 3 * round_num]
+            assert np.dot(of_round, weights) / num_rows == pytest.approx(mean, rel=1e-12)
+    observed = {each.name for each in expected.values() if each.observed}
+    assert observed == {"time.wall_s", "time.rows_per_s"}
+
+    gates.close("client2-5")  # the second step of round 2
+    run = client.submit(spec)
+    gates.wait_reached("client2-5")
+    wait_for(run, "UpdateReceived", 7)
+    done = run.history("train.loss", "client*")
+    assert [len(each) for each in done.values()] == [6, 6, 3, 6]
+    assert not any(each.provisional.any() for each in done.values())
+    (assigned,) = wait_for(run, "ClientsAssigned", where=lambda e: e.payload["round_num"] == 2)
+    plays = {
+        each["client"]: each["member"]["worker_id"] for each in assigned.payload["assignments"]
+    }
+    exact_cluster.kill(plays[2])
+    gates.open()
+    run.result()
+    exact_cluster.wait_ready()
+    assert exact(run.history(parties="client*")) == exact(expected)
+    assert not history_of(client, federated(rounds=1), parties="*"), "only where it is asked for"

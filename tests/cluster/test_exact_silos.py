@@ -131,7 +131,7 @@ def test_the_history_of_a_silo_counts_the_steps_of_all_rounds(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses: dict[int, list[float]] = {}
-    spec = silos(rounds=3, options={"local_epochs": 2})
+    spec = silos(rounds=3, options={"local_epochs": 2}, recording={"client_steps": True})
     silos_loop(spec, monkeypatch, losses=losses)
     run = client.submit(spec)
     run.result()
@@ -139,6 +139,26 @@ def test_the_history_of_a_silo_counts_the_steps_of_all_rounds(
         loss = run.history("train.loss", f"client{number}")[f"client{number}:train.loss"]
         assert loss.step.tolist() == [*range(1, len(losses[number]) + 1)]
         assert loss.last.tolist() == losses[number]
+
+
+@pytest.mark.sweep
+def test_rows_of_a_silo_that_stand_for_several_steps_go_on_over_its_rounds(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: dict[int, list[float]] = {}
+    spec = silos(rounds=3, batch_size=2, options={"local_epochs": 53})
+    silos_loop(spec, monkeypatch, losses=losses)
+    assert any(len(each) % 2 for each in losses.values()), "a row has steps of two rounds"
+    run = client.submit(spec)
+    run.result()
+    for number in (0, 1):
+        loss = run.history("train.loss", f"client{number}")[f"client{number}:train.loss"]
+        of_client = losses[number]
+        pairs = [of_client[place : place + 2] for place in range(0, len(of_client), 2)]
+        assert loss.stride == 2
+        assert loss.last.tolist() == [pair[-1] for pair in pairs]
+        assert loss.min.tolist() == [min(pair) for pair in pairs]
+        assert loss.count.tolist() == [len(pair) for pair in pairs]
 
 
 def test_rates_that_fall_on_a_plateau(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,10 @@ def test_a_run_becomes_a_program(
     done = CliRunner().invoke(app, [*named, "--coordinator", exact_cluster.address])
     assert done.exit_code == 0, done.output
     assert "differ from the model's by at most 0" in " ".join(done.output.split())
+    assert "takes input float32[rows, " in done.output
+    named[3] = f"torch-export:{tmp_path}/nowhere/m"
+    refused = CliRunner().invoke(app, [*named, "--coordinator", exact_cluster.address])
+    assert refused.stderr.startswith(f"error: path: {tmp_path}/nowhere/m: there is no folder ")
     program = torch.export.load(path).module()
     found = {name: each.detach() for name, each in program.state_dict().items()}
     assert found.keys() == outcome.state.keys()

@@ -125,6 +125,19 @@ def test_epochs_that_are_over_are_refused_once_the_rows_are_known(
         client.resume_as(trained.run.run_id, ["steps=null", "epochs=1"]).result()
 
 
+def test_epochs_that_are_over_are_refused_before_anything_is_submitted(client: Client) -> None:
+    first = train(client, job("mlp", epochs=2, steps=None, strategy=data_parallel(2)))
+    step = first.status.step
+    before = len(client.runs())
+    expected = f"epochs: 1 is a training of {step // 2} steps, and the state .* has {step} already"
+    with pytest.raises(InvalidInputError, match=expected):
+        client.resume_as(first.run.run_id, ["epochs=1"])
+    kept = ", ".join(str(commit.segment) for commit in first.status.commits)
+    with pytest.raises(InvalidInputError, match=f"from_segment: 99 is no kept .* kept are {kept}"):
+        client.resume_as(first.run.run_id, ["epochs=4"], from_segment=99)
+    assert len(client.runs()) == before
+
+
 def test_a_population_and_a_server_optimizer_are_refused_by_name(client: Client) -> None:
     yogi = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
     first = train(client, federated(rounds=1, aggregation=yogi))

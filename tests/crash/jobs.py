@@ -190,6 +190,7 @@ JOBS: dict[str, Job] = {
         "callbacks": "tests.userland.callbacks:LogsEvaluations",
         "weight_average": {"kind": "ema", "decay": 0.5},
         "evaluation": {"split": "test", "metrics": ["accuracy"], "of": "average"},
+        "recording": {"client_steps": True},
     },
     "FedAvg-coded": crash_job(FED_AVG) | {"compression": {"codec": "ternary"}},
     "Silos": crash_job(silos(data_parallel("AllReduce", 2))),

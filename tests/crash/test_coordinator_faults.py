@@ -10,14 +10,36 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.client.cli.progress import RunDisplay
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Phase
+from stratagem.client.terminal.followed_run import FollowedRun
+from stratagem.client.terminal.run_line import plain_line
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job.sections import MAX_METRICS
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, Hands, hands
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, JOBS, LOCAL, Job, crash_job, federated, paced
-from tests.crash.rig import Outcome, Rig, await_event, await_step, events_of, outcome_of
+from tests.crash.jobs import (
+    ALL_REDUCE,
+    FED_AVG,
+    JOBS,
+    LOCAL,
+    SETTINGS,
+    Job,
+    crash_job,
+    federated,
+    paced,
+)
+from tests.crash.rig import (
+    Outcome,
+    Rig,
+    await_event,
+    await_status,
+    await_step,
+    events_of,
+    outcome_of,
+)
 from tests.patience import PATIENCE_S, growing
 
 FLAGS = ("--lease-ttl-s", "4", "--worker-ttl-s", "8", "--heartbeat-interval-s", "1")
@@ -43,6 +65,31 @@ def test_coordinator_killed_during_training_is_not_even_noticed_by_the_steps(
         assert outcome_of(run).digests == expected.digests
         formed = [e for e in events_of(run) if e.kind == "MembersFormed"]
         assert len(formed) == 1
+
+
+@pytest.mark.cluster
+def test_a_schedule_of_hyperparameters_goes_back_and_on_after_kills_to_the_same_bits_and_line(
+    rig: Rig,
+) -> None:
+    """It ends at its last step, which is none of the job's; the line says so however it ended."""
+    schedule = {"hyperparameter_schedule": {**SETTINGS, "last_step": 10}}
+    expected = rig.outcome({**paced(ALL_REDUCE, 0.0), **schedule})
+    with rig.running({**paced(ALL_REDUCE, 0.05), **schedule}) as run:
+        before = await_status(run, lambda status: status.step >= 6, "the second setting")
+        run.cancel()
+        await_status(run, lambda status: status.phase.is_final, "it is stopped")
+        assert (before.num_steps, run.status().commit("1") is None) == (10, False)
+        run.resume(1)  # of the first setting
+        await_step(run, 3)
+        rig.cluster.kill("coordinator")
+        await_step(run, 7)
+        rig.cluster.kill("worker-0")
+        assert outcome_of(run).digests == expected.digests
+        shown = RunDisplay(FollowedRun.of(run.status()))
+        for item in run.watch():
+            shown.told(item)
+        shown.run.phase = Phase.RUNNING  # as its line was before the last item
+        assert plain_line(shown.run).startswith(f"{run.run_id}  100%  step 10/10  test.acc")
 
 
 @pytest.mark.cluster

@@ -13,7 +13,12 @@ pytestmark = pytest.mark.browser
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
-PAGES = ("index.html", "explanation/architecture.html", "how-to/watching.html")
+PAGES = (
+    "index.html",
+    "explanation/architecture.html",
+    "how-to/watching.html",
+    "how-to/dashboard.html",
+)
 
 
 @pytest.fixture(scope="module")

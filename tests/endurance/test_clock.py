@@ -16,6 +16,7 @@ LOG_LINES = "the time of a log line"
 RECORDINGS = "whose recordings are drawn in one time, with the error that is known"
 EXPIRY = "certificates, tokens and keys are valid from one date to another"
 MAY_READ: Mapping[str, str] = {
+    "client/cli/course_commands.py": "when a report was made",
     "client/cli/identity_commands.py": EXPIRY,
     "client/dashboard/page_app.py": "when a report was made",
     "client/dashboard/page_stream.py": "tells a page the time, by which it says how old things are",
@@ -39,6 +40,7 @@ MAY_READ: Mapping[str, str] = {
     "coordinator/service/coordinator_service.py": f"when a run was submitted; {RECORDINGS}",
     "worker/process/heartbeat.py": RECORDINGS,
     "worker/plans/plan_execution.py": LOG_LINES,
+    "worker/plans/client_history.py": "when a step of a client was done, as an observed series",
     "worker/plans/step_history.py": "when a step was done, as an observed series",
     "tools/doctor/__main__.py": f"compares clocks, and says which one is wrong; {EXPIRY}",
     "worker/service/worker_service.py": "compares clocks, and says which one is wrong",

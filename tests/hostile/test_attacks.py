@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 Code = grpc.StatusCode
-NUM_QUICK, NUM_SWEEP = 5, 40
+NUM_QUICK, NUM_SWEEP = 3, 40
 
 
 def hammer(rig: Rig, each: Method, num_examples: int) -> None:

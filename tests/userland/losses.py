@@ -79,3 +79,8 @@ def spoiling(extra: int, log: list[Any], options: dict[str, Any]) -> tuple[Any, 
 
 def loss_of_batch(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(output, batch["y"])
+
+
+def three_values(output: Tensor, target: Tensor) -> tuple[Tensor, int, int]:
+    """Returns one value too many."""
+    return (output.flatten(1).sum(), 1, 2)

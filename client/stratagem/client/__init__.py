@@ -11,6 +11,7 @@ from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
 from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.report.comparison import Comparison, JobDifference
 from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
 from stratagem.client.sdk.blocking_client import Client, RunHandle, RunResult
 from stratagem.client.sdk.job_check import check_job
@@ -45,11 +46,13 @@ __all__ = [
     "AsyncRun",
     "Client",
     "Commit",
+    "Comparison",
     "ConflictError",
     "Event",
     "FederatedClient",
     "IntegrityError",
     "InvalidInputError",
+    "JobDifference",
     "LimitError",
     "LocalCluster",
     "LogLine",

@@ -569,6 +569,7 @@ class HistoryPart(_message.Message):
     FROM_STEP_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     PARTY_FIELD_NUMBER: _builtins.int
+    STRIDE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     from_step: _builtins.int
     """Steps that had been applied when the recording began."""
@@ -576,6 +577,8 @@ class HistoryPart(_message.Message):
     """Series and their rows, packed; common/history/packing.py has the format."""
     party: _builtins.str
     """Whose they are: a part of the party that trains, such as "node/3" or "stage/1"; "" is all of it."""
+    stride: _builtins.int
+    """Of a federated client: steps in a row, a power of two, the same in all parts. 0: as the plan says."""
     def __init__(
         self,
         *,
@@ -583,10 +586,11 @@ class HistoryPart(_message.Message):
         from_step: _builtins.int = ...,
         rows: _builtins.bytes = ...,
         party: _builtins.str = ...,
+        stride: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "number", b"number", "party", b"party", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "number", b"number", "party", b"party", "rows", b"rows", "stride", b"stride"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1119,11 +1123,16 @@ class ClientRoundResult(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
+    NUM_HISTORY_PARTS_FIELD_NUMBER: _builtins.int
+    HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
     seconds: _builtins.float
     num_steps: _builtins.int
+    num_history_parts: _builtins.int
+    """As in TrainResult; none where the job does not record the steps of clients."""
+    history_digest: _builtins.str
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
@@ -1141,10 +1150,12 @@ class ClientRoundResult(_message.Message):
         num_steps: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         traffic: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        num_history_parts: _builtins.int = ...,
+        history_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "metrics", b"metrics", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_digest", b"history_digest", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import structlog
-import typer
 import yaml
 from rich.cells import cell_len
 from rich.text import Text
@@ -33,7 +31,6 @@ from stratagem.client.cli.tables import amount_text, print_runs, print_status
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import run_status
-from stratagem.client.terminal import completion
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from stratagem.v1 import coordinator_pb2 as pb
@@ -178,12 +175,14 @@ def test_a_sink_that_fails_changes_no_run_and_an_export_tells(
     to, options = f"csv:{tmp_path}/rows.csv", ("--coordinator", address)
     done = invoke("run", job_file, *options, "--run-id", "mine", "--log-to", to)
     assert done.exit_code == 0
-    first, last = done.stderr.splitlines()
-    assert first.startswith(f"{to}: ")
-    assert first.endswith("; it is tried again")
-    assert last.endswith(f'"stratagem export mine --to {to}" completes it')
+    said = (
+        f"{to}: target: '{tmp_path}/rows.csv' exists and is not of run mine; name another file; "
+        "nothing of the run is written there\n"
+    )
+    assert done.stderr == said
     exported = invoke("export", "mine", *options, "--to", to)
-    assert (exported.exit_code, exported.stdout) == (1, "")
+    assert (exported.exit_code, exported.stdout, exported.stderr) == (1, "", said)
+    assert (tmp_path / "rows.csv").read_text() == "of somebody else"
     for wrong, reason in (
         ("cvs:rows.csv", "'cvs' is not one of hf, torch-export, onnx, csv, "),
         ("onnx", "'onnx' names no target; write onnx:TARGET"),
@@ -301,57 +300,6 @@ def test_a_list_on_a_terminal_is_cut(client: Client) -> None:
     assert len(out.getvalue().splitlines()) == 2
 
 
-PATIENT = f"""#!{sys.executable}
-from stratagem.client.terminal import completion
-from stratagem.program.__main__ import main
-
-completion.PATIENCE_S = {PATIENCE_S}
-main()
-"""
-"""The program, where it does not matter how fast a coordinator answers."""
-
-
-def test_a_shell_completes_commands_and_run_ids(
-    address: str, job_file: Path, tmp_path: Path
-) -> None:
-    for run_id in ("mine-1", "mine-2", "other"):
-        invoke("run", job_file, "--coordinator", address, "--run-id", run_id, "--detach")
-
-    def completed(line: str, coordinator: str) -> list[str]:
-        words = " ".join(f"'{word}'" for word in line.split(" "))
-        script = invoke("completion", "bash").stdout
-        asked = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={line.count(' ')}\n"
-        asked += f"_stratagem_completion {program}; echo ${{COMPREPLY[@]}}"
-        environment = {**os.environ, "STRATAGEM_COORDINATOR": coordinator}
-        done = subprocess.run(
-            ["bash", "-c", asked], capture_output=True, text=True, env=environment
-        )
-        assert done.stderr == ""
-        return done.stdout.split()
-
-    program = tmp_path / "stratagem"
-    program.write_text(PATIENT)
-    program.chmod(0o755)
-    assert completed("stratagem stat", address) == ["status"]
-    assert completed("stratagem status mi", address) == ["mine-2", "mine-1"]
-    assert completed(f"stratagem stop --coordinator {address} o", "nowhere:1") == ["other"]
-    assert completed("stratagem status mi", "127.0.0.1:9") == []
-    for shell in ("zsh", "fish"):
-        assert "_STRATAGEM_COMPLETE=" in invoke("completion", shell).stdout
-
-
-def test_a_coordinator_that_does_not_answer_in_time_completes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(completion, "PATIENCE_S", 0.01)
-        given = {"coordinator": f"127.0.0.1:{silent.getsockname()[1]}"}
-        context = typer.Context(typer.main.get_command(app), info_name="stratagem")
-        context.params = given
-        assert completion.run_ids(context, "") == []
-    assert capfd.readouterr() == ("", "")
-
-
 def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
     address: str, job_file: Path
 ) -> None:
@@ -442,6 +390,15 @@ def test_an_unknown_run_is_one_line(address: str) -> None:
         assert (done.exit_code, done.stderr) == (1, "error: no run 'nope'\n")
 
 
+def test_a_filter_that_no_run_passes_says_what_there_is(address: str, job_file: Path) -> None:
+    options = ("--coordinator", address)
+    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
+    done = invoke("list", *options, "--strategy", "Nope")
+    assert (done.exit_code, done.stdout) == (0, "no runs\n")
+    assert done.stderr == "of 1 run none is so; phases: COMPLETED; strategies: Local\n"
+    assert json.loads(invoke("list", *options, "--name", "x", "--format", "json").stdout) == []
+
+
 def test_the_environment_names_the_coordinator(address: str) -> None:
     done = CliRunner().invoke(app, ["list"], env={"STRATAGEM_COORDINATOR": address})
     assert (done.exit_code, done.stdout) == (0, "no runs\n")
@@ -482,6 +439,28 @@ def test_states_are_listed_with_short_paths_and_say_who_has_measured_them(
     begun, final = capsys.readouterr().out.splitlines()[-2:]
     assert " ".join(begun.split()) == "0 60 of the run that it went on from blobs/a"
     assert final.split() == ["1", "90", "final", "test.loss", "0.5", "/elsewhere/b"]
+
+
+def test_a_path_is_in_one_piece_on_a_terminal() -> None:
+    path = f"/data/blobs/{'ab' * 60}.safetensors"
+    commit = pb.CommitInfo(segment=12, step=90, digest="b" * 64, path=path, is_final=True)
+    commit.metrics.update({"test.loss": 0.5, "train.loss_std": 7.0})
+    run = pb.RunInfo(
+        run_id="mine",
+        phase=pb.RUN_PHASE_FAILED,
+        job_json=json.dumps(JOB),
+        commits=[commit],
+        reason="word " * 30,
+    )
+    out = io.StringIO()
+    terminal = PlainConsole(file=out, force_terminal=True, width=60, color_system=None)
+    print_status(terminal, run_status(run))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert f"state 12  {path}" in lines
+    assert [line for line in lines if line.startswith("          word word")]
+    assert [line.split() for line in lines if "test.loss" in line] == [
+        ["12", "90", "final", "test.loss", "0.5"]
+    ]
 
 
 def test_a_worker_without_a_line_is_told_of_those_that_have_some(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from stratagem.client import Client
 from stratagem.client.cli.main import app
 from stratagem.client.course.population import population
 from stratagem.common.job import JobSpec
@@ -71,3 +72,30 @@ def test_a_report_is_written_as_one_file(
     assert text.startswith("<!doctype html>")
     assert "<h1>local</h1>" in text
     assert text.count("<svg") >= 4
+
+
+def test_runs_beside_each_other_are_written_as_one_file_and_are_values(
+    told: FakeCoordinator, address: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "both.html"
+    done = invoke(address, "report", "local", "population", "-o", path)
+    assert done.exit_code == 0, done.output
+    text = path.read_text()
+    with Client(address) as client:
+        compared = client.compare(["local", client.get("population")])
+    assert compared.run_ids == ("local", "population")
+    assert "strategy.type" in {each.key for each in compared.differences}
+    for each in compared.differences:
+        assert f'<th scope="row">{each.key}</th>' in text
+    for panel in compared.panels:
+        assert panel.draw(760).svg in text
+        assert panel.draw(760).table.to_html() in text
+    for run_ids, reason in (
+        (["local", "local"], "runs: 'local' is named twice"),
+        ([f"run-{n}" for n in range(9)], "runs: names 9 runs, and takes 2 to 8"),
+        (["local", "none"], "no run"),
+    ):
+        refused = invoke(address, "report", *run_ids, "-o", tmp_path / "other.html")
+        assert refused.exit_code == 1
+        assert reason in refused.stderr
+    assert not (tmp_path / "other.html").exists()

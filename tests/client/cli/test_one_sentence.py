@@ -121,7 +121,13 @@ def test_a_health_port_without_a_port() -> None:
     assert said("health", "nonsense") == (1, "", ["error: address: 'nonsense' is not HOST:PORT"])
 
 
-@pytest.mark.parametrize("command", [["list"], ["worker", "--name", "w"]], ids=["list", "worker"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["list"], id="list"),
+        pytest.param(["worker", "--name", "w"], id="worker", marks=pytest.mark.sweep),
+    ],
+)
 def test_processes_say_it_as_well(command: list[str]) -> None:
     status, out, (line,) = said_by_process(*command, "--coordinator", "a:7070,b")
     assert (status, out) == (1, "")

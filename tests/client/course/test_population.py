@@ -5,7 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratagem.client.course.population import Population, population, winner_text
+from stratagem.client.course.population import (
+    Population,
+    PopulationFolding,
+    population,
+    winner_text,
+)
 from stratagem.client.sdk.views import Commit
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.run_view import view_of
@@ -99,3 +104,24 @@ def test_the_winner_of_a_status_is_said_in_one_line() -> None:
     assert text == "member 3, optimizer.lr 0.0314159, optimizer.momentum 0.9, score 0.9444"
     assert winner_text(SimpleNamespace(commits=(commit,), job=job)) == ""
     assert winner_text(SimpleNamespace(commits=(), job=job)) == ""
+
+
+def test_members_share_their_pasts() -> None:
+    """Of copies of them the memory would grow with the square of the generations."""
+    events = list(golden("golden-population"))
+    formed = next(each for each in events if each.kind == "PopulationFormed")
+    folding = PopulationFolding(job_of(events) | {"strategy": {"generations": None}})
+    folding.fold(formed)
+    size, count = len(formed.payload["params"]), 3000
+    for number in range(1, count + 1):
+        copied = {"member": 0, "donor": 1, "step": number, "params": {"optimizer.lr": 1 / number}}
+        closed = {"generation": number, "scores": [0.5] * size, "copied": [copied], "best": 1}
+        folding.fold(replace(formed, kind="GenerationClosed", payload=closed))
+    found = folding.population
+    before, newest = found.generations[-2], found.generations[-1]
+    for member in newest.members:
+        donor = before.of(1 if member.member == 0 else member.member)
+        assert donor is not None
+        assert member.now.before is donor.now
+    assert found.lineage(0)[-3:] == (1, 1, 0)
+    assert len(found.lineage(1)) == len(found.generations) == count + 1

@@ -1,6 +1,7 @@
-"""One browser for all tests of a module that open the page in one.
+"""One browser for all tests of a module that open the page in one, and one cluster for all modules.
 
-Not for all modules: playwright keeps an event loop running, and tests beside them have their own.
+A browser is not for all modules: playwright keeps an event loop running, and tests beside them have
+their own.
 """
 
 import shutil
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.client.dashboard.page_cluster import PageCluster, jobs, page_cluster
 
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
 
@@ -23,3 +26,12 @@ def browser() -> Iterator[Any]:
         opened = started.chromium.launch(executable_path=found, args=arguments)
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageCluster]:
+    """A cluster that trains a run of each strategy, all at the same time."""
+    with page_cluster(tmp_path_factory.mktemp("page")) as made:
+        for name, spec in jobs().items():
+            made.client.submit(spec, name)
+        yield made

@@ -59,3 +59,13 @@ def tab(
 def go(page: Any, place: str) -> None:
     """Show another page of the same address, such as "runs/ID"."""
     page.goto(page.url.partition("#")[0] + "#/" + place)
+
+
+def found_by_axe(page: Any, *only: str) -> list[str]:
+    """What axe complains of, with the elements that it complains of; `only`: by these rules."""
+    chosen = {"resultTypes": ["violations"], **({"runOnly": list(only)} if only else {})}
+    found = page.evaluate("chosen => axe.run(document, chosen)", chosen)
+    return [
+        f"{each['id']}: {each['help']}: {[node['html'][:200] for node in each['nodes']]}"
+        for each in found["violations"]
+    ]

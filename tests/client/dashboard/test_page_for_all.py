@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.report import panels
+from stratagem.client.report import run_panels
 from tests.client.dashboard.page_rig import PageRig, rig
-from tests.client.dashboard.page_tabs import expect, go, tab, tool
+from tests.client.dashboard.page_tabs import expect, found_by_axe, go, tab, tool
 
 pytestmark = pytest.mark.browser
 
@@ -22,6 +22,12 @@ FOCUSED = """() => {
 }"""
 UNNAMED = """all => all.filter(each => !each.labels?.length && !each.innerText.trim()
   && !each.getAttribute('aria-label')).map(each => each.outerHTML)"""
+HEARD = """() => {
+  const heard = [], banner = document.querySelector("#banner");
+  const observer = new MutationObserver(() => heard.push(banner.textContent));
+  observer.observe(banner, {childList: true, characterData: true, subtree: true});
+  return heard;
+}"""
 CONTROLS = "main :is(a[href], button, input, select, summary, [tabindex='0'])"
 
 
@@ -45,14 +51,16 @@ def opened(page: Any, place: str) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(browser: Any, at: PageRig, scheme: Any, width: int) -> None:
+def test_axe_finds_nothing(browser: Any, at: PageRig, width: int) -> None:
     source = Path(tool("axe-core/axe.min.js")).read_text()
-    with tab(browser, at.url, width=width, color_scheme=scheme) as page:
+    with tab(browser, at.url, width=width) as page:
         page.evaluate(source)  # a script element is against the page's content policy
-        for place in ("", "runs/waiting", "runs/ended", "workers"):
+        for place in ("", "runs/waiting", "workers"):
             opened(page, place)
-            assert found_by_axe(page) == [], place
+            found = found_by_axe(page)
+            page.emulate_media(color_scheme="dark")
+            assert found + found_by_axe(page, "color-contrast") == [], place
+            page.emulate_media(color_scheme="light")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -65,15 +73,6 @@ def test_axe_finds_nothing_at_the_door(browser: Any, at: PageRig, scheme: Any) -
     page.evaluate(source)
     assert found_by_axe(page) == []
     context.close()
-
-
-def found_by_axe(page: Any) -> list[str]:
-    """What axe complains of, with the elements that it complains of."""
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    return [
-        f"{each['id']}: {each['help']}: {[node['html'][:200] for node in each['nodes']]}"
-        for each in found["violations"]
-    ]
 
 
 @pytest.mark.parametrize("place", ["", "runs/ended", "workers"])
@@ -95,11 +94,41 @@ def test_the_keyboard_reaches_every_control_in_the_order_of_the_page(
         assert all(after >= before - 24 for before, after in pairwise(tops))
 
 
+def test_a_run_is_found_read_and_stopped_with_the_keyboard_alone(browser: Any, at: PageRig) -> None:
+    at.submit("typed")
+    page = browser.new_context().new_page()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(at.url)
+    expect(page.locator("#banner")).to_have_text("live")
+    expect(page.get_by_role("link", name="typed", exact=True)).to_be_visible()
+    heard = page.evaluate_handle(HEARD)
+    tab_to(page, "typed")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text("typed")
+    for wanted in ("stop", "Log"):
+        tab_to(page, wanted)
+        page.keyboard.press("Enter")
+    expect(page.locator(".head .phase")).to_contain_text("cancelled")
+    expect(page.locator(".log")).to_be_visible()
+    assert heard.json_value() == [], "the banner has nothing new to tell"
+    page.context.close()
+    at.client.get("typed").delete()
+
+
+def tab_to(page: Any, name: str) -> None:
+    """Press Tab until what has this name has the focus."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate(FOCUSED)["what"].strip() == name:
+            return
+    raise AssertionError(f"Tab does not reach {name!r}")
+
+
 def test_pictures_say_what_they_show_and_have_their_numbers_beside_them(
     browser: Any, at: PageRig
 ) -> None:
     shown = at.client.get("ended").shown()
-    line = panels.time_line_panel(shown).draw(720)
+    line = run_panels.time_line_panel(shown).draw(720)
     with tab(browser, at.url) as page:
         opened(page, "runs/ended")
         figure = page.locator("figure").filter(has_text="Time line")

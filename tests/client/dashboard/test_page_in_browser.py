@@ -1,19 +1,24 @@
 """The page in a real browser: what it shows is what the client says, and nothing of it is run."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
+from stratagem.client.sdk.async_client import AsyncRun
+from stratagem.client.sdk.views import Event, Progress
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, rig
+from tests.client.dashboard.page_shape import misplaced
 from tests.client.dashboard.page_tabs import expect, go, tab
 
 pytestmark = pytest.mark.browser
 
 SCRIPT = "</script><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 WIDTHS = (1280, 390)
+LONG = "w" * 10_000
+ODD = "\x1b[2J\x07\u202e<b>odd</b>\u2066\u2028"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,48 @@ def test_a_run_shows_its_status_and_each_event_once(page: Any, at: PageRig) -> N
     expect(events).to_have_count(1)
 
 
+def test_a_run_that_has_ended_shows_its_status_and_nothing_of_its_progress(
+    page: Any, at: PageRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who has stopped it with the keyboard stands on what stands in the button's place."""
+    measured = Progress(399, 23_000, 0.5, 1.0, 0, 0, 0, 1, "", grad_norm=1.25, lr=0.125)
+    watch = AsyncRun.watch
+
+    async def measuring(run: AsyncRun, *which: Any, **how: Any) -> AsyncIterator[Event | Progress]:
+        if how.get("follow") is not False:
+            yield measured
+        async for item in watch(run, *which, **how):
+            yield item
+
+    at.submit("stopped")
+    run = at.client.get("stopped")
+    numbers, counted = page.locator(".numbers dl"), page.locator(".numbers dl > div").first
+    with monkeypatch.context() as training:
+        training.setattr(AsyncRun, "watch", measuring)
+        go(page, "runs/stopped")
+        expect(counted).to_contain_text("399 of 23,000")
+        expect(numbers).to_contain_text("gradient norm")
+        page.evaluate("window.confirm = () => true")
+        page.get_by_role("button", name="stop").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".head .phase")).to_have_text("cancelled")
+        expect(page.get_by_role("button", name="resume")).to_be_focused()
+
+    status = run.status()
+    for _ in ("who has looked at it", "who comes back"):
+        expect(counted.locator("data")).to_have_attribute("value", str(status.step))
+        expect(numbers).not_to_contain_text("gradient norm")
+        expect(numbers).not_to_contain_text("learning rate")
+        go(page, "workers")
+        expect(page.locator("h1")).to_have_text("Workers")
+        go(page, "runs/stopped")
+        expect(page.locator(".head .phase")).to_have_text("cancelled")
+        expect(page.locator(".events li")).to_have_count(status.event_index + 1)
+    go(page, "")
+    expect(page.locator("tbody tr")).to_have_count(3)
+    run.delete()
+
+
 def test_text_of_others_is_text(page: Any) -> None:
     go(page, "runs/ended")
     page.get_by_text("Job", exact=True).click()
@@ -79,15 +126,28 @@ def test_text_of_others_is_text(page: Any) -> None:
     assert page.locator("main script, main img").count() == 0
 
 
-def test_the_keyboard_reaches_everything_that_acts(page: Any) -> None:
-    names = []
-    for _ in range(9):
-        page.keyboard.press("Tab")
-        names.append(page.evaluate("document.activeElement.id || document.activeElement.innerText"))
-    assert names[:4] == ["To the content", "Stratagem", "nav-runs", "nav-workers"]
-    assert {"filter", "phase"} <= set(names)
-    unnamed = "all => all.filter(each => !each.labels?.length && !each.innerText).length"
-    assert page.locator("input, select, button").evaluate_all(unnamed) == 0
+def test_long_and_odd_names_break_nothing(page: Any, at: PageRig) -> None:
+    run_id, worker = "r" * 64, "W" * 64
+    at.submit(run_id, model={"entrypoint": "m:f", "kwargs": {LONG: ODD}}, name="n" * 64)
+    run = at.client.get(run_id)
+    for text in (LONG, ODD, f"{ODD} {LONG}"):
+        at.app.logs.add(RunId(run_id), RunLogLine(1.0, worker, "PRINT", text))
+    run.cancel()
+    page.get_by_role("link", name=run_id).click()
+    expect(page.locator(".head .phase")).to_contain_text("cancelled")
+    expect(page.locator("figure svg").first).to_be_visible()
+    for name in ("Job", "Log"):
+        page.get_by_text(name, exact=True).click()
+    expect(page.locator(".log")).to_contain_text(LONG[:1000])
+    expect(page.locator(".log")).to_contain_text("\\x1b[2J\\x07\\x202e")
+    assert misplaced(page) == []
+    go(page, "")
+    expect(page.locator("tbody tr").filter(has_text=run_id)).to_be_visible()
+    assert misplaced(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    text = page.locator("body").inner_text()
+    assert not [char for char in ODD if char in text and not char.isprintable()]
+    run.delete()
 
 
 def test_a_browser_without_the_token_is_asked_for_it(browser: Any, at: PageRig) -> None:

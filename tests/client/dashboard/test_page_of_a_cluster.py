@@ -2,6 +2,7 @@
 and stay complete whatever is killed."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.report.panels import curve_panels, strategy_panels
+from stratagem.client.report.comparison import job_differences, overlay_panels
+from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.base.errors import UserCodeError
-from tests.client.dashboard.page_cluster import PageCluster, jobs, page_cluster, pipelined
+from tests.client.dashboard.page_cluster import PageCluster, jobs, pipelined
 from tests.client.dashboard.page_tabs import expect, go, tab
 from tests.jobs import job, user_data, user_model
 
@@ -27,12 +30,8 @@ DATA = "all => all.map(row => [...row.querySelectorAll('data')].map(data => Numb
 
 
 @pytest.fixture(scope="module")
-def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageCluster]:
-    """All runs train at the same time."""
-    with page_cluster(tmp_path_factory.mktemp("page")) as made:
-        for name, spec in JOBS.items():
-            made.client.submit(spec, name)
-        yield made
+def at(trained: PageCluster) -> PageCluster:
+    return trained
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +108,59 @@ def test_the_list_has_the_same_numbers(page: Any, at: PageCluster) -> None:
         assert [step, num_steps] == [status["step"], status["num_steps"]]
         assert metrics
         assert set(metrics) <= set(status["metrics"].values())
+
+
+def test_curves_of_several_runs_share_a_frame_and_steps_and_scale_are_chosen(
+    page: Any, at: PageCluster
+) -> None:
+    names = ("local", "allreduce", "decentralized")
+    runs = [at.client.get(name) for name in names]
+    for run in runs:
+        run.result()
+    go(page, f"compare/{','.join(names)}")
+    figures = page.locator("figure svg")
+    loss = page.locator("figure[data-name='train.loss']")
+    for name in names:
+        expect(loss.locator("svg")).to_contain_text(name)
+    (panel,) = [
+        each for each in overlay_panels([run.shown() for run in runs]) if each.name == "train.loss"
+    ]
+    assert_same_table(loss, panel.draw(720).table.rows)
+    jobs = [run.status().job for run in runs]
+    rows = page.get_by_role("region", name="In what their jobs differ").locator("tbody tr")
+    assert [row[0] for row in rows.evaluate_all(CELLS)] == [
+        each.key for each in job_differences(jobs)
+    ]
+
+    many = figures.count()
+    assert many > 2
+    page.locator("#series").select_option("train.loss")
+    expect(figures).to_have_count(1)
+    page.locator("#from").fill("3")
+    page.locator("#from").press("Enter")
+    page.locator("#log").check()
+    expect(loss.locator(".drawing")).to_have_attribute("data-steps", re.compile("^3 10 "))
+    assert page.url.endswith(f"#/compare/{','.join(names)}?series=train.loss&from=3&log=1")
+    page.reload()  # the address says all of it
+    expect(figures).to_have_count(1)
+    expect(loss.locator(".drawing")).to_have_attribute("data-steps", re.compile("^3 10 "))
+    loss.locator("summary").click()
+    steps = {row[1] for row in loss.locator("tbody tr").evaluate_all(CELLS)}
+    assert steps == {str(step) for step in range(3, 11)}
+    page.get_by_role("button", name="all steps").click()
+    expect(loss.locator(".drawing")).to_have_attribute("data-steps", re.compile("^0 10 "))
+
+    box = loss.locator("svg").bounding_box()
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 60, steps=3)
+    page.mouse.up()
+    expect(page.locator("#from")).not_to_have_value("")
+    first, last = (int(page.locator(each).input_value()) for each in ("#from", "#to"))
+    assert 2 <= first < last <= 8
+    expect(loss.locator(".drawing")).to_have_attribute(
+        "data-steps", re.compile(f"^{first} {last} ")
+    )
 
 
 def test_what_is_killed_is_said_and_leaves_neither_gap_nor_double_point(

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.dashboard.page_queue import PageQueue
 from stratagem.client.dashboard.page_rules import PageAddress, address_of, origin_of, why_not
-from stratagem.client.dashboard.page_sessions import MAX_SESSIONS, PageSessions, token_in
+from stratagem.client.dashboard.page_sessions import PageSessions, token_in
 from stratagem.client.dashboard.page_values import as_json, plain, server_sent
 from stratagem.client.sdk.views import Progress
 from stratagem.common.base.errors import InvalidInputError
@@ -21,6 +20,7 @@ def address(
     public_url: str = "",
     has_token: bool = False,
     behind_proxy: bool = False,
+    names: tuple[str, ...] = (),
 ) -> PageAddress:
     return address_of(
         host,
@@ -29,6 +29,7 @@ def address(
         public_url=public_url,
         has_token=has_token,
         behind_proxy=behind_proxy,
+        names=names,
     )
 
 
@@ -55,6 +56,25 @@ def test_elsewhere_it_takes_a_token_and_tls() -> None:
     )
     assert behind.origins == {"https://runs.example"}, "no other name leads to it"
     assert behind.printed == "https://runs.example"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_all_addresses_of_a_machine_take_a_name_that_browsers_know(host: str) -> None:
+    """At its start, not as a refusal of each request."""
+    with pytest.raises(InvalidInputError) as caught:
+        address(host, has_token=True, has_tls=True)
+    assert str(caught.value).startswith("--public-url: missing: nobody opens a page at ")
+    assert "write --public-url https://HOST:7080" in str(caught.value)
+    found = address(host, has_token=True, has_tls=True, names=("runs.example", "10.0.0.5"))
+    assert found.origins == {"https://runs.example:7080", "https://10.0.0.5:7080"}
+    assert found.printed == "https://runs.example:7080"
+    chosen = {"public_url": "https://x.example:7080", "names": ("runs.example",)}
+    assert address(host, has_token=True, has_tls=True, **chosen).origins == {  # type: ignore[arg-type]
+        "https://x.example:7080"
+    }
+    one = address("10.0.0.5", has_token=True, has_tls=True, names=("runs.example",))
+    assert one.origins == {"https://10.0.0.5:7080", "https://runs.example:7080"}
+    assert one.printed == "https://10.0.0.5:7080"
 
 
 @pytest.mark.parametrize("url", ["runs.example", "ftp://a", "http://", "http://a:b", "http://a/b"])
@@ -96,7 +116,7 @@ def test_only_pages_of_its_own_are_answered(
     assert bool(refused) == bool(reason)
 
 
-def test_a_token_begins_sessions_of_which_the_oldest_end(tmp_path: Path) -> None:
+def test_a_token_begins_sessions_that_another_start_with_it_knows(tmp_path: Path) -> None:
     sessions = PageSessions("t" * 20, 7080)
     assert sessions.begin("wrong") is None
     assert sessions.begin("\u00e9") is None
@@ -105,10 +125,18 @@ def test_a_token_begins_sessions_of_which_the_oldest_end(tmp_path: Path) -> None
     assert sessions.knows(f"a=b; stratagem-7080={first}")
     for header in ("", "stratagem-7081=" + str(first), f"stratagem-7080={first}x", "\x00;;=", "="):
         assert not sessions.knows(header)
-    for _ in range(MAX_SESSIONS - 1):
-        sessions.begin("t" * 20)
-    assert not sessions.knows(f"stratagem-7080={first}")
-    assert sessions.knows(f"stratagem-7080={second}")
+    number, _, signature = str(first).partition(".")
+    for value in (
+        number,
+        f"{number}.",
+        f".{signature}",
+        f"x{number}.{signature}",
+        f"{number}.\u00e9",
+    ):
+        assert not sessions.knows(f"stratagem-7080={value}"), value
+    assert PageSessions("t" * 20, 7080).knows(f"stratagem-7080={first}")
+    for other in (PageSessions("u" * 20, 7080), PageSessions("t" * 20, 7081)):
+        assert not other.knows(f"{other.cookie}={first}")
     file = tmp_path / "token"
     for text in ("short", "x" * 15 + "\u00e9", "x" * 20 + "\x07y"):
         file.write_text(text)
@@ -133,19 +161,3 @@ def test_a_text_with_newlines_stays_one_event() -> None:
     assert message.startswith("id: 7\nevent: fact\ndata: ")
     assert message.count("\n") == 4
     assert "\r" not in message
-
-
-async def test_a_reader_who_takes_nothing_is_cut() -> None:
-    queue = PageQueue(3)
-    queue.put(b"0")
-    messages = queue.messages()
-    assert await anext(messages) == b"0"
-    for number in range(1, 4):
-        queue.put(b"%d" % number)
-        queue.replace("progress", b"latest %d" % number)
-    assert not queue.is_cut
-    assert [await anext(messages) for _ in range(4)] == [b"1", b"2", b"3", b"latest 3"]
-    for number in range(4):
-        queue.put(b"%d" % number)
-    assert queue.is_cut
-    assert [message async for message in messages] == []

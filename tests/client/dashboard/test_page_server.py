@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
+from stratagem.client.dashboard import run_books
+from stratagem.client.dashboard.curve_view import CurveView
 from stratagem.client.dashboard.page_pictures import drawn
 from stratagem.client.dashboard.page_rules import CONTENT_POLICY
 from stratagem.client.dashboard.page_server import PageOptions, PageServer
 from stratagem.client.report.run_values import ReportedRun
+from stratagem.client.sdk.async_client import AsyncRun
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.ids import RunId
+from stratagem.common.identity.certificates import make_authority
+from stratagem.common.identity.tls_files import Role
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, enter, page_of, rig
 from tests.free_ports import free_port
@@ -73,7 +78,9 @@ def test_it_says_what_the_client_says(at: PageRig) -> None:
     assert browser.get("/api/workers").value == []
     missing = browser.get("/api/runs/none")
     assert (missing.status, missing.value) == (404, {"error": "run 'none' is not known"})
-    panels = browser.get("/api/panels?run=ended&width=400").value
+    drawn_of = browser.get("/api/panels?run=ended&width=400").value
+    assert drawn_of["num_read"] == drawn_of["num_events"] == run["event_index"] + 1
+    panels = drawn_of["panels"]
     assert panels[-1]["svg"].startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert "style=" not in panels[-1]["svg"], "the content policy refuses it"
     assert panels[-1]["headings"]
@@ -97,9 +104,9 @@ def test_pictures_are_drawn_once_for_all_tabs_until_something_happens(
 ) -> None:
     drawings: list[int] = []
 
-    def counted(run: ReportedRun, width: int) -> str:
+    def counted(run: ReportedRun, width: int, view: CurveView) -> str:
         drawings.append(run.course.num_events)
-        return drawn(run, width)
+        return drawn(run, width, view)
 
     monkeypatch.setattr("stratagem.client.dashboard.page_app.drawn", counted)
     with rig(tmp_path, operates=True) as at:
@@ -120,6 +127,31 @@ def test_pictures_are_drawn_once_for_all_tabs_until_something_happens(
         assert drawings[-1] == len(at.client.get("r-1").events()) < drawings[1]
 
 
+def test_curves_have_the_last_steps_of_a_run_that_ends_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    history = AsyncRun.history
+
+    async def counted(run: AsyncRun, *args: Any, **options: Any) -> Any:
+        read.append((await run.status()).event_index)
+        return await history(run, *args, **options)
+
+    monkeypatch.setattr(AsyncRun, "history", counted)
+    monkeypatch.setattr(run_books, "HISTORY_S", 3600.0)
+    with rig(tmp_path) as at:
+        at.submit("r-1")
+        browser, path = enter(at), "/api/panels?run=r-1"
+        for _ in range(2):
+            assert browser.get(path).status == 200
+        assert len(read) == 1
+        run = at.client.get("r-1")
+        run.cancel()
+        for _ in range(2):
+            assert browser.get(path).status == 200
+        assert read[1:] == [run.status().event_index]
+
+
 def test_runs_are_compared_and_pictures_and_reports_are_files(at: PageRig) -> None:
     browser = enter(at)
     answer = browser.get("/api/compare?runs=ended,waiting&width=400").value
@@ -127,6 +159,9 @@ def test_runs_are_compared_and_pictures_and_reports_are_files(at: PageRig) -> No
     differ = {each["key"]: each["values"] for each in answer["differences"]}
     assert differ["model.kwargs.text"] == ["\\x07<script>alert(1)</script>", None]
     assert "seed" not in differ
+    for wrong in ("from=5&to=5", "from=-1", "to=x"):
+        for path in ("/api/panels?run=ended", "/api/compare?runs=ended,waiting"):
+            assert browser.get(f"{path}&{wrong}").status == 400
     for few in ("ended", "ended,ended", ",".join(map(str, range(9)))):
         assert browser.get(f"/api/compare?runs={few}").status == 400
     assert browser.get("/api/compare?runs=ended,none").status == 404
@@ -241,8 +276,31 @@ def test_options_that_do_not_go_together_are_named(tmp_path: Path) -> None:
         PageServer(PageOptions("127.0.0.1:0", tls_cert=tmp_path / "c.pem"), "127.0.0.1:1")
     with pytest.raises(InvalidInputError, match="--listen"):
         PageServer(PageOptions("0.0.0.0:7080"), "127.0.0.1:1")
-    with pytest.raises(InvalidInputError, match="--listen"):
+    with pytest.raises(InvalidInputError, match=r"--listen: 'nowhere' .*such as nowhere:7080"):
         PageServer(PageOptions("nowhere"), "127.0.0.1:1")
+    token = tmp_path / "token"
+    token.write_text("x" * 24)
+    token.chmod(0o600)
+    authority = make_authority(tmp_path / "ca")
+    for name, hosts in (("named", ("runs.example", "10.0.0.5")), ("bare", ())):
+        authority.issue(Role.COORDINATOR, name, hosts)
+
+    def page(name: str) -> str:
+        cert, key = (authority.folder / f"{name}.{kind}" for kind in ("crt", "key"))
+        with_tls = PageOptions("0.0.0.0:0", False, token, cert, key)
+        server = PageServer(with_tls, "127.0.0.1:1")
+        with server.beside():
+            return server.url
+
+    assert page("named").startswith("https://runs.example:")
+    with pytest.raises(
+        InvalidInputError, match=r"--public-url: missing: .* --public-url https://H"
+    ):
+        page("bare")
+    with pytest.raises(InvalidInputError, match=r"--page-tls-cert: .*No such file"):
+        PageServer(
+            PageOptions("0.0.0.0:0", False, token, tmp_path / "no", tmp_path / "no"), "127.0.0.1:1"
+        )
 
 
 def test_where_a_port_is_taken_it_is_said_and_any_other_will_do() -> None:

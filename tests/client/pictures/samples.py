@@ -5,11 +5,14 @@ from collections.abc import Callable
 from functools import partial
 
 from stratagem.client.pictures.client_grid import ClientCell, client_grid
-from stratagem.client.pictures.curve import CurveMark, Line, MarkKind, curve
+from stratagem.client.pictures.curve import CurveMark, MarkKind, curve
+from stratagem.client.pictures.curve_rows import Line
+from stratagem.client.pictures.decisions import DecisionMark, decisions
 from stratagem.client.pictures.histogram import histogram
 from stratagem.client.pictures.lineage import LineageNode, lineage
 from stratagem.client.pictures.members import Stay, members
 from stratagem.client.pictures.parallel_axes import Trial, parallel_axes
+from stratagem.client.pictures.party_tree import PartyRow, party_tree
 from stratagem.client.pictures.picture import Picture
 from stratagem.client.pictures.rounds import RoundBar, rounds
 from stratagem.client.pictures.scores import scores
@@ -74,17 +77,28 @@ def make(text: str = "") -> dict[str, Callable[[int], Picture]]:
     ]
     by_generation = [[0.3, 0.4, None], [0.5, 0.45, 0.2], [0.7, 0.6, 0.65]]
     edges = [(0, 1, 0.3), (1, 2, 0.3), (0, 2, 0.1)]
+    parties = [
+        PartyRow(f"member0{text}", "Federated/FedAvg", "3 rounds", [2.0, 1.0, 0.5]),
+        PartyRow(f"member0{text}/client0", f"Local{text}", "3 segments", [2.1, 1.1]),
+        PartyRow("member1", "Federated/FedAvg", "1 round", [2.2], f"out of memory{text}"),
+    ]
+    noted = [DecisionMark(10.0 * n, f"rung{text}", f"{n}: a goes on{text}") for n in range(1, 4)]
     return {
+        "party-tree": draw(party_tree, parties),
+        "decisions": draw(decisions, noted, end=40.0),
         "curve": draw(curve, lines, marks),
         "curve-log": draw(curve, lines, log=True, unit="round"),
         "members": draw(members, stays, now=60.0),
         "time-line": draw(time_line, spans),
-        "topology": draw(topology, [f"worker-{n}{text}" for n in range(3)], edges),
-        "stages": draw(stages, [f"rank 0{text}", "rank 1"], tasks),
+        "topology": draw(
+            *(topology, [f"node {n}" for n in range(3)], edges),
+            workers=[f"worker-{n // 2}{text}" for n in range(3)],
+        ),
+        "stages": draw(stages, [f"stage 0{text}", "stage 1"], tasks),
         "client-grid": draw(client_grid, cells),
         "rounds": draw(rounds, bars),
         "lineage": draw(lineage, nodes, best=f"member 0{text}"),
         "scores": draw(scores, by_generation, metric=f"test.accuracy{text}"),
-        "parallel-axes": draw(parallel_axes, ["lr", "name", "score"], trials),
+        "parallel-axes": draw(parallel_axes, ["lr", "name", "score"], trials, log=["lr"]),
         "histogram": draw(histogram, [0.1, 0.2, 0.2, 0.9, 0.4], name=f"seconds{text}"),
     }

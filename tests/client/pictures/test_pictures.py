@@ -6,15 +6,21 @@
 import math
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from stratagem.client.pictures.curve import Line, curve
+from stratagem.client.pictures.curve import curve
+from stratagem.client.pictures.curve_rows import Line
 from stratagem.client.pictures.drawing.colours import DARK, LIGHT
 from stratagem.client.pictures.drawing.lanes import Bar, merged
 from stratagem.client.pictures.drawing.scales import Axis, duration, short
+from stratagem.client.pictures.drawing.svg import width_of
+from stratagem.client.pictures.members import Stay, members
+from stratagem.client.pictures.parallel_axes import BOLD, Trial, parallel_axes
+from stratagem.client.pictures.picture import Picture
 from stratagem.client.pictures.time_line import Span, time_line
 from tests.client.pictures.samples import HOSTILE, make
 
@@ -94,6 +100,81 @@ def test_a_spike_of_one_step_in_thirty_thousand_is_drawn() -> None:
     assert greatest == {"1", "9"}
 
 
+def heights(picture: Picture, sign: str) -> list[float]:
+    """The heights of all points of the lines of this width."""
+    paths = ElementTree.fromstring(picture.svg).iter(f"{SVG}path")
+    data = "".join(each.get("d", "") for each in paths if each.get("stroke-width") == sign)
+    return [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", data)]
+
+
+def test_the_first_steps_do_not_fix_the_scale_and_are_marked_at_the_edge() -> None:
+    values = [90.0, 60.0, 30.0] + [2.0 - n / 500 for n in range(500)]
+    picture = curve([Line("loss", range(1, 504), values)], title="Loss", height=260)
+    drawn = heights(picture, "1.8")
+    assert max(drawn) - min(drawn) > 150, "the other steps fill the frame"
+    assert min(drawn) >= 24, "nothing is drawn above it"
+    assert "loss 90 at 1</title>" in picture.svg
+    assert "above the frame up to 90 at step 1" in picture.description
+    assert picture.table.rows[0][-1] == "90"
+    logarithmic = curve([Line("loss", range(1, 504), values)], title="Loss", log=True)
+    assert "above the frame" not in logarithmic.description
+
+
+def test_values_that_are_not_far_from_the_others_are_all_in_the_frame() -> None:
+    for values in ([2.3 * 0.97**n for n in range(200)], [1.0] * 99 + [9.0], [5.0, 0.1, 0.1]):
+        picture = curve([Line("loss", range(1, len(values) + 1), values)], title="Loss")
+        assert "the frame" not in picture.description
+
+
+def test_dots_of_a_long_run_stand_apart() -> None:
+    steps = range(10, 20_001, 10)
+    few = Line("test.loss", [10, 20, 30], [3.0, 2.0, 1.0], dots=True)
+    many = Line("test.loss", steps, [1 / step for step in steps], dots=True)
+    for line in (few, many):
+        picture = curve([line], title="Loss", width=720)
+        dots = [
+            float(each.get("cx", 0))
+            for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}circle")
+        ][1:]  # the first one is in the legend
+        assert 3 <= len(dots) < 100
+        assert all(after - before > 2 for before, after in pairwise(dots))
+
+
+def test_axes_have_several_numbers_and_the_last_one_stays() -> None:
+    line = Line("test.accuracy", [20, 40, 60, 80, 100], [0.81, 0.85, 0.88, 0.9, 0.91])
+    for width, height in ((340, 150), (720, 190)):
+        picture = curve([line], title="Accuracy", width=width, height=height)
+        texts = [each.text for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}text")]
+        assert sum(str(text).startswith("0.") for text in texts) >= 2
+        assert {"100", "step"} <= set(texts)
+
+
+# ---- members ----
+
+
+def test_a_worker_that_is_a_member_of_several_parties_has_a_lane_for_each() -> None:
+    stays = [Stay("worker-0", f"member{n}", 0.0, 10.0) for n in range(3)]
+    stays += [Stay("worker-0", "member3", 10.0, 20.0), Stay("worker-10", "", 0.0, None)]
+    stays += [Stay("worker-2", "", 5.0, None)]
+    root = ElementTree.fromstring(members(stays, title="Members", now=20.0).svg)
+    bars = [each for each in root.iter(f"{SVG}rect") if each.get("height") == "14"]
+    places = [tuple(float(each.get(at, 0)) for at in ("x", "y", "width")) for each in bars]
+    assert len(places) == 6
+    for x, y, width in places:
+        others = [each for each in places if each[1] == y and each != (x, y, width)]
+        assert all(x + width <= other[0] or other[0] + other[2] <= x for other in others)
+    assert len({y for _, y, _ in places}) == 5, "the fourth follows the first in its lane"
+    names = [each.text for each in root.iter(f"{SVG}text") if each.get("text-anchor") == "end"]
+    assert names == ["worker-0", "worker-2", "worker-10"]
+
+
+def test_a_thousand_workers_have_a_lane_each_in_a_picture_that_can_be_looked_at() -> None:
+    stays = [Stay(f"worker-{n}", "", 0.0, None) for n in range(1000)]
+    picture = members(stays, title="Members", now=20.0)
+    assert picture.height < 2100
+    assert picture.svg.count("still a member</title>") == 1000
+
+
 def test_a_line_breaks_where_a_value_is_not_finite() -> None:
     picture = curve([Line("loss", [1, 2, 3, 4], [1.0, math.inf, 2.0, 1.5])], title="Loss")
     lines = [each for each in ElementTree.fromstring(picture.svg).iter(f"{SVG}path")]
@@ -125,6 +206,32 @@ def test_a_time_line_of_very_many_things_has_no_more_marks_than_pixels() -> None
     assert picture.table.rows[0][:3] == ("worker-0", "segment", "25000")
 
 
+def test_many_thin_bars_between_gaps_are_few_elements_and_wide_ones_stay() -> None:
+    """A browser reads and draws each element; 19,000 took it a second."""
+    spans = [
+        Span(f"worker-{n % 20}", 2.5 * n, 2.5 * n + 0.1, kind, f"{kind} {n}")
+        for n in range(4000)
+        for kind in ("segment", "commit", "evaluation")
+    ]
+    picture = time_line([*spans, Span("worker-0", 0.0, 900.0, "lost")], title="Time line")
+    assert picture.svg.count("<") < 400
+    assert len(picture.svg) < 300_000
+    assert picture.svg.count("thin ones, first: ") == 60
+    assert "lost, 15:00" in picture.svg
+    few = time_line(spans[:60], title="Time line")
+    assert few.svg.count("<rect") == 60 + 3, "few are drawn alone, besides the legend"
+
+
+def test_bars_on_each_other_and_more_lanes_than_rows_are_few_elements() -> None:
+    """Of 40,000 clients at the same time there were 40,000 lanes of two pixels each."""
+    many = [Span("clients", 0.01 * n, 900.0 + 0.01 * n, "work", f"{n}") for n in range(40_000)]
+    assert time_line(many, title="Time line").svg.count("<") < 3000
+    lanes_of_one = [Span(f"client-{n}", 0.0, 900.0, "work") for n in range(40_000)]
+    picture = time_line(lanes_of_one, title="Time line")
+    assert picture.height < 2100
+    assert picture.svg.count("<rect") <= 1001
+
+
 def test_bars_that_can_be_told_apart_stay_apart() -> None:
     x = Axis(0, 100, 0, 1000)
     wide = [Bar(0, 10.0 * n, 10.0 * n + 10, "s1", f"{n}") for n in range(5)]
@@ -142,3 +249,23 @@ def test_numbers_and_times_are_written_shortly() -> None:
     assert [duration(v) for v in (0.25, 12, 61, 3723, math.inf)] == [
         *("0.25 s", "12 s", "1:01", "1:02:03", "unknown"),
     ]
+
+
+# ---- parallel axes ----
+
+
+@pytest.mark.parametrize("width", [330, 720])
+def test_the_names_of_axes_never_overlap(width: int) -> None:
+    names = ["optimizer.lr", "optimizer.momentum", "optimizer.weight_decay", "test.accuracy"]
+    trials = [Trial("member 0", dict.fromkeys(names, 0.5))]
+    drawn = ElementTree.fromstring(parallel_axes(names, trials, title="x", width=width).svg)
+    by_line: dict[str, list[tuple[float, float]]] = {}
+    for text in drawn.iter(f"{SVG}text"):
+        if text.get("font-weight") == "600":
+            x, half = float(text.attrib["x"]), width_of(text.text, BOLD) / 2
+            by_line.setdefault(text.attrib["y"], []).append((x - half, x + half))
+    assert sum(map(len, by_line.values())) == len(names)
+    for spans in by_line.values():
+        assert spans[0][0] >= 0
+        assert spans[-1][1] <= width
+        assert all(before[1] < after[0] for before, after in pairwise(spans))

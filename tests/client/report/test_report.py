@@ -4,22 +4,35 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stratagem.client.history.step_history import StepSeries
-from stratagem.client.report.html_page import page
-from stratagem.client.report.notebook import Listed, follow, header_html, run_html
-from stratagem.client.report.panels import curve_panels, strategy_panels
+from stratagem.client.history.step_history import History, StepSeries
+from stratagem.client.pictures.drawing.scales import short
+from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.lines import recorded as recorded_of
+from stratagem.client.report.notebook import (
+    ListedEvents,
+    ListedRuns,
+    ListedWorkers,
+    follow,
+    header_html,
+    run_html,
+)
+from stratagem.client.report.pages.html_page import page
+from stratagem.client.report.run_panels import strategy_panels
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.views import Commit, Event, Phase, UserError
+from stratagem.client.sdk.views import Commit, Event, Phase, UserError, Worker
+from stratagem.common.base.errors import WrongStateError
 from stratagem.common.history import Columns
 from tests.client.course.recorded import golden
 from tests.client.pictures.samples import HOSTILE
 from tests.client.report.reported import reported
+from tests.client.report.tags import Tags
 
 MADE_AT = "2026-11-23 08:00:00 UTC"
 RUNS = {
@@ -28,39 +41,11 @@ RUNS = {
     "golden-gossip": ["topology", "members"],
     "golden-pipeline": ["stages", "members"],
     "golden-fedavg": ["clients", "rounds", "client-times", "members"],
-    "golden-silos": ["clients", "rounds", "client-times", "members"],
-    "golden-population": ["lineage", "scores", "hyperparameters", "members"],
+    "golden-silos": ["clients", "rounds", "members", "parties"],
+    "golden-population": ["lineage", "scores", "hyperparameters", "members", "parties"],
     "golden-failed": ["members"],
     "golden-waiting": ["members"],
 }
-
-
-class Tags(HTMLParser):
-    """Checks that tags are closed in order, and keeps them with their attributes."""
-
-    VOID = ("meta", "img", "br")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
 
 @pytest.mark.parametrize("run_id", RUNS)
@@ -103,7 +88,7 @@ def test_what_others_have_named_is_never_markup() -> None:
     job = {**run.job, "name": HOSTILE, "evaluation": {"split": HOSTILE, "best": HOSTILE}}
     changes = {"job": job, "name": HOSTILE, "error": error, "reason": HOSTILE}
     shown = ReportedRun.of(reported("golden-population", **changes).status, hostile)
-    for text in (page(shown, HOSTILE), run_html(shown), Listed(hostile)._repr_html_()):
+    for text in (page(shown, HOSTILE), run_html(shown), ListedEvents(hostile)._repr_html_()):
         assert not re.search(r"<script|[\x00-\x08\x0b-\x1f\u202e]", text)
         Tags(text)
 
@@ -115,8 +100,117 @@ def test_the_winner_of_a_population_is_said_with_its_schedule() -> None:
 
 
 def test_nested_parties_are_a_tree() -> None:
-    text = page(reported("golden-silos"), MADE_AT)
-    assert re.search(r"<ul><li>client0 .*3 segments, loss [\d.]+</span></li><li>client1 ", text)
+    run = reported("golden-silos")
+    tree = next(panel for panel in strategy_panels(run) if panel.name == "parties").draw(720)
+    assert [row[:3] for row in tree.table.rows] == [
+        (f"client{n}", "DataParallel/AllReduce", "3 segments") for n in range(2)
+    ]
+    for row in tree.table.rows:
+        line = run.course.parties[row[0]].lines["train.loss"]
+        assert row[3:] == (short(line.last[0]), short(line.last[-1]), "")
+
+
+def test_the_parties_of_a_strategy_of_somebodys_own_are_told_by_what_they_have_done() -> None:
+    run = reported("golden-fedavg")
+    events = [
+        replace(each, payload={**each.payload, "party": "a/b10"})
+        if "party" in each.payload
+        else each
+        for each in golden("golden-fedavg")
+    ]
+    events += [
+        replace(each, payload={**each.payload, "party": "a/b9"})
+        for each in golden("golden-pipeline")
+        if each.kind in ("MembersFormed", "SegmentFinished")
+    ]
+    payload = {"party": "", "kind": "rung", "reason": "1: a/b10 goes on", "data": {}}
+    events.append(replace(events[-1], kind="Noted", payload=payload))
+    failed = {"party": "a/b9", "reason": "no rows"}
+    events.append(replace(events[-1], kind="PartyFailed", payload=failed, sentence="a/b9 failed"))
+    job = {**run.job, "strategy": {"type": "Custom", "coordinator": "Mine", "config": {}}}
+    status = reported("golden-fedavg", job=job).status
+    panels = {panel.name: panel for panel in strategy_panels(ReportedRun.of(status, events))}
+    assert list(panels) == [
+        *("decisions", "members", "parties"),
+        *(f"a/b10:{name}" for name in ("clients", "rounds", "client-times")),
+    ]
+    assert [row[1:] for row in panels["decisions"].draw(720).table.rows] == [
+        ("rung", "1: a/b10 goes on")
+    ]
+    rows = panels["parties"].draw(720).table.rows
+    assert [row[:2] for row in rows] == [
+        *(("a", ""), ("a/b9", "ModelParallel"), ("a/b10", "Federated")),
+    ]
+    assert rows[1][-1] == "a/b9 failed"
+    assert "1 have failed" in panels["parties"].draw(340).description
+
+
+def test_every_member_of_a_population_of_pipelines_has_its_stages() -> None:
+    run = reported("golden-pipeline")
+    events = [
+        replace(each, payload={**each.payload, "party": f"member{member}"})
+        for each in golden("golden-pipeline")
+        if "party" in each.payload
+        for member in range(20)
+    ]
+    inner = {"type": "DataParallel", "num_replicas": 1, "options": {"inner": run.strategy}}
+    strategy = {"type": "PopulationBased", "options": {"inner": inner}}
+    job = {**run.job, "strategy": strategy}
+    status = reported("golden-pipeline", job=job).status
+    panels = strategy_panels(ReportedRun.of(status, events))
+    stages = [panel for panel in panels if panel.name.endswith(":stages")]
+    assert [panel.name for panel in stages] == [f"member{n}:stages" for n in range(12)]
+    assert stages[0].draw(720).table == strategy_panels(run)[0].draw(720).table
+    tree = next(panel for panel in panels if panel.name == "parties")
+    assert tree.note == "Pictures of 8 more of them are left out."
+    assert len(tree.draw(720).table.rows) == 20
+
+
+def test_a_pipeline_has_the_bubble_and_the_memory_that_were_measured_and_work_as_long() -> None:
+    run = reported("golden-pipeline")
+    ranks = len(run.course.root.ranks)
+    one = recorded(1, [0.5, 0.25], certain=2)
+    own = {
+        f"stage/{stage}": {"busy_s": one, "memory_bytes": one, **({} if stage else {"span_s": one})}
+        for stage in range(ranks)
+    }
+    history = History(
+        replace(series, name=name, party=party)
+        for party, of_one in own.items()
+        for name, series in of_one.items()
+    )
+    asked, parties = recorded_of(run.job)
+    assert all(name.partition(":")[2] in asked for name in history)
+    assert {name.partition(":")[0] for name in history} < set(parties)
+    shown = replace(run, history=history)
+    panels = {panel.name: panel for panel in strategy_panels(shown)}
+    assert list(panels) == ["stages", "bubble", "stage-memory", "members"]
+    tasks = panels["stages"].draw(720).table.rows
+    for rank in range(max(run.course.root.ranks) + 1):
+        ends = [row[4] for row in tasks if row[0] == f"stage {rank}"]
+        assert ends[-1].endswith(" s"), "times are seconds"
+    steps, shares = history.bubble()
+    rows = panels["bubble"].draw(720).table.rows
+    expected = [("bubble", str(s), short(100 * x)) for s, x in zip(steps, shares, strict=True)]
+    assert list(rows) == expected
+    assert f"was {shares[-1]:.0%}." in panels["stages"].note
+    memory = panels["stage-memory"].draw(720).table.rows
+    assert {row[0] for row in memory} == {f"stage {stage}" for stage in range(ranks)}
+    assert curve_panels(shown)[0].draw(720).table == curve_panels(run)[0].draw(720).table
+
+
+def test_nodes_that_gossip_have_a_loss_each() -> None:
+    run = reported("golden-gossip")
+    one = recorded(1, [0.5, 0.25], certain=2)
+    history = History([replace(one, party="node/0"), replace(one, party="node/1")])
+    panels = {panel.name: panel for panel in strategy_panels(replace(run, history=history))}
+    rows = panels["node-loss"].draw(720).table.rows
+    assert [row[:3] for row in rows] == [
+        (f"node {node}", step, loss)
+        for node in range(2)
+        for step, loss in (("1", "0.5"), ("2", "0.25"))
+    ]
+    assert panels["node-loss"].note.endswith("of 4 nodes.")
 
 
 def test_losses_share_a_frame_and_rounds_are_counted_where_there_are_rounds() -> None:
@@ -160,7 +254,56 @@ def test_the_step_history_takes_the_place_of_what_the_facts_say_of_training() ->
     }
 
 
+def test_what_workers_do_for_the_clients_of_a_federation_is_in_their_lanes() -> None:
+    run = reported("golden-fedavg")
+    panel = next(each for each in strategy_panels(run) if each.name == "members")
+    rows = panel.draw(720).table.rows
+    clients = [(row[0], row[4]) for row in rows if row[4].startswith("client ")]
+    trained = [
+        (client.worker_id, f"client {client.client}, round {each.number}: {client.state}")
+        for each in run.course.root.rounds
+        for client in each.clients
+    ]
+    assert sorted(clients) == sorted(trained)
+    assert {row[1] for row in rows} == {"clients", "member that evaluates"}
+
+
+def test_what_a_run_counts_is_said() -> None:
+    for run_id, unit in (
+        ("golden-local", "steps"),
+        ("golden-fedavg", "rounds"),
+        ("golden-population", "generations"),
+    ):
+        run = reported(run_id)
+        assert f"12 of 12 {unit}" in page(run, MADE_AT)
+        assert f"12 of 12 {unit}" in header_html(run.status)
+
+
+def test_curves_can_have_a_logarithmic_axis_and_say_what_they_are() -> None:
+    run = reported("golden-allreduce")
+    curves = {panel.name: panel for panel in curve_panels(run)}
+    loss = curves["loss"]
+    assert loss.drawn(400, log=True).svg != loss.drawn(400).svg == loss.draw(400).svg
+    assert loss.drawn(400, log=True).table == loss.draw(400).table
+    for panel in strategy_panels(run):
+        assert panel.drawn(400, log=True) == panel.draw(400)
+    assert "the greatest norm" in curves["train.max_grad_norm"].note
+
+
 # ---- notebooks ----
+
+
+def test_a_history_says_what_is_in_it() -> None:
+    series = [recorded(2, [4.0, 3.0, 2.0], certain=2)]
+    history = History([*series, replace(series[0], name="busy_s", party="stage/0", observed=True)])
+    assert repr(history) == "History(2 series up to step 6: train.loss, stage/0:busy_s)"
+    text = history._repr_html_()
+    Tags(text)
+    assert "<td>6</td><td>2</td><td>1</td><td>8</td>" in text
+    assert "<td>stage/0</td>" in text
+    assert "observed" in text
+    assert repr(History([])) == "History(0 series up to step 0)"
+    Tags(History([])._repr_html_())
 
 
 def test_a_notebook_shows_pictures_as_images_without_scripts() -> None:
@@ -175,15 +318,61 @@ def test_a_notebook_shows_pictures_as_images_without_scripts() -> None:
     assert "golden-gossip" in text
 
 
-def test_lists_are_tables_and_still_tuples() -> None:
-    status = reported("golden-local").status
-    listed = Listed([status])
-    text = listed._repr_html_()
+def test_lists_are_tables_for_people_and_still_tuples() -> None:
+    status = reported("golden-local", submitted_at_s=1.8e9, ended_at_s=1.8e9 + 185).status
+    listed = ListedRuns([status])
     assert tuple(listed) == (status,)
-    assert "golden-local" in text
-    assert '<th scope="col">job</th>' not in text
-    assert "test.loss 0.25" in text
-    assert Listed[int]()._repr_html_() == "<p>none</p>"
+    text = listed._repr_html_()
+    headings = ("run", "name", "strategy", "phase", "progress", "metrics", "begun", "took")
+    assert "".join(f'<th scope="col">{each}</th>' for each in headings) in text
+    for told in ("golden-local", "12 of 12 steps", "test.loss 0.25", "2027-01-15 08:00:00", "3:05"):
+        assert told in text
+    worker = Worker(
+        *("w1", "inc", "h:1", True, 0.0, "cpu", "X86", 25276514304, 2, "n", (), ("gpu",), ("r",)),
+        reason="",
+    )
+    shown = ListedWorkers([worker])._repr_html_()
+    assert "<td>alive</td><td>cpu (X86)</td><td>23.5 GiB</td><td>2</td><td>r</td>" in shown
+    assert "reason" not in shown
+    event = Event(3, 1.8e9, "Noted", "said", {}, Phase.RUNNING)
+    cells = "<td>2027-01-15 08:00:00 UTC</td><td>Noted</td><td>RUNNING</td><td>said</td>"
+    assert cells in ListedEvents([event])._repr_html_()
+    assert ListedRuns[int]()._repr_html_() == "<p>none</p>"
+
+
+def test_a_history_tells_times_and_memory_with_their_units() -> None:
+    (one,) = [recorded(1, [1.8e9], certain=1)]
+    names = ("time.wall_s", "worker.w1.memory_bytes")
+    text = History(replace(one, name=name) for name in names)._repr_html_()
+    assert "<td>2027-01-15 08:00:00 UTC</td>" in text
+    assert "<td>1.7 GiB</td>" in text
+
+
+def test_a_series_that_is_not_there_is_answered_with_those_that_are() -> None:
+    history = History([recorded(2, [4.0], certain=1)])
+    with pytest.raises(KeyError, match=r"'test\.accuracy'.*has: train\.loss; .*run\.metrics"):
+        history["test.accuracy"]
+    with pytest.raises(KeyError, match=r"'train\.los' in this history, which has: train\.loss.$"):
+        history["train.los"]
+    assert "test.accuracy" not in history
+    assert history.get("test.accuracy") is None
+
+
+class Notebook:
+    """The shell of IPython, as far as it is asked what it shows."""
+
+    def __init__(self, *shown: str) -> None:
+        self.display_formatter = SimpleNamespace(active_types=shown)
+
+
+@pytest.mark.parametrize("shell", [None, Notebook("text/plain")])
+def test_where_there_is_no_notebook_nothing_is_shown_and_it_says_what_to_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: object
+) -> None:
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    with pytest.raises(WrongStateError, match="stratagem attach RUN"):
+        follow([1], lambda: pytest.fail("drawn"))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_header_names_the_winner_and_the_error() -> None:
@@ -216,6 +405,7 @@ class Displayed:
 def following(monkeypatch: pytest.MonkeyPatch, items: Sequence[object]) -> list[str]:
     displayed = Displayed()
     monkeypatch.setitem(sys.modules, "IPython.display", displayed)
+    monkeypatch.setattr("IPython.get_ipython", lambda: Notebook("text/plain", "text/html"))
     counts = iter(range(100))
 
     def changes() -> Any:
@@ -245,3 +435,31 @@ def test_events_of_newer_versions_are_left_out() -> None:
     run = reported("golden-allreduce")
     newer = Event(99, run.events[-1].time_s, "SomethingNew", "new", {"a": 1}, Phase.COMPLETED)
     page(ReportedRun.of(run.status, [*run.events, newer]), MADE_AT)
+
+
+def test_a_topology_has_all_nodes_and_the_worker_of_each_however_few_workers_there_are() -> None:
+    run = reported("golden-gossip")  # four nodes on three workers
+    drawn = {panel.name: panel for panel in strategy_panels(run)}["topology"].draw(360)
+    assert [row[:2] for row in drawn.table.rows] == [
+        ("node 0 on worker-0", "node 1 on worker-0"),
+        ("node 0 on worker-0", "node 3 on worker-2"),
+        ("node 1 on worker-0", "node 2 on worker-1"),
+        ("node 2 on worker-1", "node 3 on worker-2"),
+    ]
+    assert drawn.svg.count(">0.3333</text>") == 4
+
+
+def test_what_is_searched_on_a_log_scale_has_a_logarithmic_axis() -> None:
+    run = reported("golden-population")  # its learning rates are close to each other
+    dimensions = run.job["search_space"]["dimensions"]
+    linear = [{**each, "scale": "Linear"} for each in dimensions]
+    job = {**run.job, "search_space": {**run.job["search_space"], "dimensions": linear}}
+    ticks = []
+    for each in (run, reported("golden-population", job=job)):
+        panel = {panel.name: panel for panel in strategy_panels(each)}["hyperparameters"]
+        drawn = panel.draw(720).svg
+        third = re.findall(r'<text class="sg-f-muted[^>]* x="459.3" y="([\d.]+)"', drawn)
+        apart = [abs(float(a) - float(b)) for a, b in pairwise(third)]
+        ticks.append(max(apart) - min(apart))
+    assert ticks[0] > 4
+    assert ticks[1] < 1

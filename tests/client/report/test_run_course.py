@@ -1,5 +1,6 @@
 """A run that is read on, event by event, is the run that is read at once; few marks tell all."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,8 +13,11 @@ from stratagem.client.course.rounds import rounds
 from stratagem.client.pictures.rounds import RoundBar
 from stratagem.client.pictures.rounds import rounds as rounds_picture
 from stratagem.client.pictures.time_line import Span, time_line
-from stratagem.client.report.panels import federated_panels, strategy_panels
+from stratagem.client.report.federated_panels import federated_panels
+from stratagem.client.report.lines import MAX_POINTS, LinesFolding
+from stratagem.client.report.member_panels import MAX_CLIENTS
 from stratagem.client.report.run_course import RunCourse
+from stratagem.client.report.run_panels import strategy_panels
 from stratagem.client.report.time_marks import MAX_MARKS, TimeMarks, merged
 from tests.client.course.recorded import golden, job_of
 from tests.client.report.reported import reported
@@ -58,6 +62,19 @@ def test_marks_of_a_long_run_are_few_and_count_all() -> None:
     picture = time_line(spans, title="Time line", end=float(count))
     assert picture.table.rows[0][:3] == ("training", "training", f"{count}")
     assert picture.svg.count("<rect") < 2000
+
+
+def test_lanes_of_a_time_line_have_an_order_that_does_not_depend_on_what_came_first() -> None:
+    for run_id in RUNS:
+        spans = RunCourse.of(golden(run_id), job_of(golden(run_id))).time_marks.spans
+        lanes = list(dict.fromkeys(span.lane for span in spans))
+        known = ("members", "training", "clients", "rounds", "generations", "commits")
+        assert [lane for lane in lanes if lane in known] == [
+            each for each in known if each in lanes
+        ]
+        parties = [lane for lane in lanes if lane not in known]
+        assert parties == sorted(parties)
+        assert not parties or lanes.index(parties[0]) > lanes.index("members")
 
 
 def test_marks_that_overlap_become_one_and_wide_ones_behind_each_other_do_not() -> None:
@@ -105,3 +122,46 @@ def test_a_federation_below_the_root_has_the_pictures_of_one_that_is_the_run() -
         found = by_name[f"silo-1:{panel.name}"]
         assert found.draw(500).table == panel.draw(500).table
         assert found.title.startswith("silo-1: ")
+
+
+def test_a_long_line_has_few_rows_that_keep_every_spike() -> None:
+    event = next(each for each in golden("golden-local") if each.kind == "SegmentFinished")
+    count, folding = 3 * MAX_POINTS, LinesFolding()
+    for number in range(1, count + 1):
+        value = 99.0 if number == 777 else math.nan if number == 778 else 1 / number
+        fact = {"segment": number, "step": 10 * number, "loss": value, "metrics": {}}
+        folding.fold(replace(event, payload=fact))
+        if number == MAX_POINTS:
+            assert not folding.lines["train.loss"].high, "as they are, while they are few"
+    line = folding.lines["train.loss"]
+    assert len(line.step) <= MAX_POINTS
+    assert max(line.high) == 99.0
+    assert (line.step[-1], line.last[-1]) == (10 * count, 1 / count)
+
+
+def test_bars_of_very_many_clients_are_those_of_the_newest_rounds() -> None:
+    events = golden("golden-fedavg")
+    by_kind = {each.kind: each for each in events}
+    member = by_kind["ClientsAssigned"].payload["assignments"][0]["member"]
+    clients = range(600)
+    more = [*events]
+    for number in range(4, 8):
+        for kind, payload in (
+            ("ClientsSelected", {"clients": list(clients)}),
+            (
+                "ClientsAssigned",
+                {"assignments": [{"client": each, "member": member} for each in clients]},
+            ),
+        ):
+            of_kind = by_kind[kind]
+            payload = {**of_kind.payload, **payload, "round_num": number}
+            more.append(replace(of_kind, payload=payload, time_s=events[-1].time_s + number))
+    run = reported("golden-fedavg")
+    panels = strategy_panels(replace(run, course=RunCourse.of(more, run.job)))
+    panel = next(each for each in panels if each.name == "members")
+    picture = panel.draw(720)
+    assert picture.svg.count("client ") < 2 * MAX_CLIENTS
+    assert len(picture.svg) < 500_000
+    assert "round 7: not answered so far" in picture.svg
+    assert "round 4" not in picture.svg
+    assert panel.note.endswith(f" Of clients the newest {MAX_CLIENTS} at most.")

@@ -318,7 +318,7 @@ async def test_the_blocking_client_works_where_a_loop_runs_already(address: str)
         run = client.submit(JOB, "mine")
         shown = run._repr_html_()
     assert shown.startswith(
-        "<div><b>mine</b> Local · COMPLETED · step 20 of 20 · test.accuracy 0.97"
+        "<div><b>mine</b> Local · COMPLETED · 20 of 20 steps · test.accuracy 0.97"
     )
     with pytest.raises(RuntimeError, match="closed"):
         client.runs()

@@ -84,9 +84,9 @@ def test_a_line_for_each_segment() -> None:
     committed = fact("SegmentCommitted", segment=1, step=100, metrics={"test.accuracy": 0.9})
     redone = finished(2, num_redone_steps=3, metrics={})
     assert told(*BEGIN, finished(1), committed, redone, END)[3:] == [
-        "segment 1/30  step 100  loss 0.500  test.accuracy 0.900  test.loss 0.250  500 rows/s",
-        "3%  step 100  loss 0.500  test.accuracy 0.900  test.loss 0.250",
-        "segment 2/30  step 200  loss 0.500  500 rows/s  3 steps done again",
+        "segment 1/30  step 100  mean loss 0.500  test.accuracy 0.900  test.loss 0.250  500 rows/s",
+        "3%  step 100  test.accuracy 0.900  test.loss 0.250",
+        "segment 2/30  step 200  mean loss 0.500  500 rows/s  3 steps done again",
         "COMPLETED  completed: all",
     ]
 
@@ -144,6 +144,7 @@ def test_what_goes_wrong_is_always_said() -> None:
         fact("MembersFormed", Phase.RECOVERING, "members are nobody", membership=2),
         fact("ModelBuilt", sentence="model built; warning: few rows", warning="few rows"),
         fact("RunFailed", Phase.FAILED, "failed: no worker"),
+        fact("RunReleased", Phase.FAILED, "its workers are free again"),
     ]
     waits = [steps(0, reason="waits for w1")] * 2
     assert told(*BEGIN, *trouble[:2], *waits, *trouble[2:], seconds_each=0.0) == [
@@ -152,8 +153,17 @@ def test_what_goes_wrong_is_always_said() -> None:
         "RECOVERING  members are nobody",
         "RECOVERING  waits for w1",
         "RUNNING  model built; warning: few rows",
-        "FAILED  failed: no worker",
+        "FAILED",
     ]
+
+
+def test_an_end_says_how_far_the_run_has_come() -> None:
+    """Why it has failed follows as the error of the command."""
+    stopped = fact("RunCancelled", Phase.CANCELLED, "cancelled: asked")
+    assert told(*BEGIN, finished(2), stopped)[-1] == "CANCELLED  at step 200"
+    assert (
+        told(*BEGIN, END, fact("RunReleased", Phase.COMPLETED))[-1] == "COMPLETED  completed: all"
+    )
 
 
 def test_every_event_or_only_the_end_is_asked_for() -> None:

@@ -98,6 +98,14 @@ def test_epoch_learning_rate_and_time_left() -> None:
     assert str(live_line(run, 36)) == "mine  25%  step 150/600  loss 2.83"
 
 
+def test_only_what_is_done_is_a_hundred_percent() -> None:
+    counts = ((229, 230, "99%"), (230, 230, "100%"), (29, 100, "29%"))
+    for step, of, percent in counts:
+        run = followed(fact("ModelBuilt"), steps(step, of=of))
+        assert f" {percent}  step {step}/{of}" in str(live_line(run, 200))
+        assert plain_line(run).startswith(f"mine-1  {percent}  step {step}/{of}")
+
+
 def test_times_are_short() -> None:
     texts = [duration_text(seconds) for seconds in (0.4, 130, 3730, 4e6)]
     assert texts == ["0:00", "2:10", "1:02:10", "46 days"]
@@ -107,7 +115,8 @@ def test_times_are_short() -> None:
 def test_a_loss_of_zero_and_one_that_is_no_number_are_shown(loss: float, text: str) -> None:
     line = line_of(fact("ModelBuilt"), steps(150, loss=loss))
     assert line.split("  ")[4] == text
-    assert "loss nan" in line_of(finished(1, loss="NaN"))
+    # A segment tells the mean over its steps, which is not what the line says of a step.
+    assert "loss 2.83" in line_of(steps(150), finished(1, loss="NaN"))
     assert "loss" not in line_of(fact("ModelBuilt"), steps(0, loss=math.nan), steps(0, loss=0.0))
 
 
@@ -141,7 +150,7 @@ FEDERATED = "Federated/FedAvg"
 def test_a_federation_counts_rounds_and_clients() -> None:
     items = [selected(1), update(1, 0), closed(1, [0], train_loss=1.5), selected(2)]
     assert line_of(*items, strategy=FEDERATED) == (
-        "mine  ━━──────────  20%  round 2/5  0 of 4 done"
+        "mine  ━━──────────  20%  round 2/5  0 of 4 done  loss 1.50"  # of the round before
     )
     # The mean over samples, of those that are done; what is of another round is not counted.
     items += [update(2, 0, 1.0, 30), update(2, 1, 2.0, 10), update(1, 3), rejected(2, 2)]
@@ -155,6 +164,21 @@ def test_a_federation_counts_rounds_and_clients() -> None:
         "mine  ━━━━╸───────  40%  round 2/5  2 of 4 done, 1 late, 1 rejected  loss 1.75"
     )
     assert "loss nan" in line_of(*items, closed(2, [0, 1], train_loss="NaN"), strategy=FEDERATED)
+
+
+def test_the_bar_of_a_federation_does_not_go_back_while_a_round_is_aggregated() -> None:
+    """A round is closed before its state is committed, which is what progress counts."""
+    items: list[Event | Progress] = [selected(1), update(1, 0), closed(1, [0], train_loss=1.5)]
+    late = steps(0, of=5, segment=0, strategy_phase="AGGREGATING")
+    assert line_of(*items, late, strategy=FEDERATED).startswith(
+        "mine  ━━──────────  20%  round 1/5  1 of 4 done, 3 late  aggregating  loss 1.50"
+    )
+    # Of the round before, when the next one has begun.
+    assert "aggregating" not in line_of(*items, selected(2), late, strategy=FEDERATED)
+    back = fact("RunResumed", from_segment=0, step=0)
+    assert "  0%  " in line_of(*items, late, back, selected(1), strategy=FEDERATED)
+    population = (generation(1, [0.5], 0), steps(0, segment=0))
+    assert " 20%  generation 1/5" in line_of(*population, strategy="PopulationBased/Truncation")
 
 
 def test_late_clients_of_earlier_rounds_are_counted() -> None:
@@ -194,7 +218,7 @@ def test_a_population_names_its_best_member() -> None:
 def test_no_single_client_and_no_member_speaks_for_the_run() -> None:
     member = finished(4, party="member2", loss=9.0, metrics={"test.accuracy": 0.1})
     run = followed(finished(1), member, strategy="PopulationBased/Truncation")
-    assert (run.segment, run.loss, run.metrics["test.accuracy"]) == (1, 0.5, 0.9)
+    assert (run.segment, run.mean_loss, run.metrics["test.accuracy"]) == (1, 0.5, 0.9)
 
 
 def test_where_there_is_no_terminal_the_line_has_the_id_and_no_bar() -> None:

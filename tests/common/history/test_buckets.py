@@ -126,6 +126,27 @@ def test_a_recorder_goes_on_from_the_rows_of_another_one(
     assert copy.end()[LOSS].to_bytes() == recorded(values, stride).to_bytes()
 
 
+@pytest.mark.parametrize("stride", [1, 16])
+def test_rows_do_not_depend_on_when_they_are_taken(stride: int) -> None:
+    chance = random.Random(stride)
+    others = [math.nan, math.inf, 0.0, -0.0]
+    values = [chance.choice([chance.random(), *others]) for _ in range(5000)]
+    recorder = Recorder(stride, 0)
+    pieces: list[Columns] = []
+    for step, value in enumerate(values, 1):
+        recorder.add(step, [(LOSS, value)])
+        recorder.add(step, [(LOSS, 7.0)])  # a step that is there already
+        if chance.random() < 0.001:
+            pieces += recorder.take().values()
+    pieces.append(recorder.end()[LOSS])
+    assert joined(pieces, stride).to_bytes() == recorded(values, stride).to_bytes()
+    assert sum(map(len, pieces)) == math.ceil(5000 / stride), "each row goes out once"
+    rows = np.array(recorded(values, stride).arrays, np.float64)
+    np.testing.assert_array_equal(rows, np.array(by_hand(values, stride), np.float64).T)
+    recorder.rewind()
+    assert recorder.take()[LOSS].to_bytes() == recorded(values, stride).to_bytes()
+
+
 def test_too_many_series_and_names_that_are_none_are_left_out_and_named() -> None:
     recorder = Recorder(1, 0)
     values = [(Series(f"train.m{i}"), 1.0) for i in range(300)]

@@ -62,6 +62,19 @@ def test_parts_are_small_and_make_the_whole() -> None:
     assert not list(packed_parts({}))
 
 
+def test_rows_that_were_packed_before_they_stood_in_planes_are_read() -> None:
+    older = head(["train.loss", False, 2], ["time.wall_s", True, 1], body=in_columns(3, 5, 5))
+    rows = unpack(older)
+    assert [series.observed for series in rows] == [False, True]
+    assert [columns.step.tolist() for columns in rows.values()] == [[3, 5], [5]]
+    assert same(rows, unpack(pack(rows)))
+
+
+def in_columns(*steps: int) -> bytes:
+    num = len(steps)
+    return struct.pack(f"<{num}q{3 * num}d{2 * num}q", *steps, *[0.5] * 3 * num, *[1] * 2 * num)
+
+
 def head(*series: object, body: bytes = b"") -> bytes:
     text = json.dumps(series).encode()
     return zlib.compress(struct.pack("<I", len(text)) + text + body)
@@ -76,6 +89,9 @@ def row(step: int, count: int = 1) -> bytes:
     [
         (lambda: b"no zlib", "cannot be decompressed"),
         (lambda: pack(rows(50))[:-5], "are cut off"),
+        (lambda: b"\x01", "are cut off"),
+        (lambda: b"\x01" + zlib.compress(bytes(1 << 28)), "more than"),
+        (lambda: b"\x01" + head(["a", False, 1], body=bytes(47)), "bytes for 1 rows"),
         (lambda: zlib.compress(bytes(1 << 28)), "more than"),
         (lambda: zlib.compress(b"ab"), "head cannot be read"),
         (lambda: head(["a", False]), "head cannot be read"),

@@ -449,6 +449,10 @@ def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
         ({"strategy": RING}, "strategy.options.all_reduce: ring adds in an order that depends on"),
         ({"partition": {"method": "contiguous"}}, "partition: belongs to Federated only; the"),
         ({"data": {"worker_local": "scans"}}, "data.worker_local: belongs to Federated only"),
+        (
+            {"recording": {"client_steps": True}},
+            "recording.client_steps: belongs to Federated only",
+        ),
         ({"evaluation": {"every": "1 round"}}, "evaluation.every: '1 round' is not allowed; Loc"),
         ({"checkpoint": {"every": "2 rounds"}}, "checkpoint.every: '2 rounds' is not allowed"),
     ],
@@ -463,6 +467,10 @@ def test_wrong_values_are_named(changes: dict[str, Any], expected: str) -> None:
         ({"evaluation": {"every": "1 epoch"}}, "evaluation.every: '1 epoch' is not allowed; Fed"),
         ({"checkpoint": {"every": "9 steps"}}, "checkpoint.every: '9 steps' is not allowed; Fed"),
         ({"steps": 3}, "steps: has no meaning under Federated"),
+        (
+            {"recording": {"steps": False, "client_steps": True}},
+            "recording.client_steps: needs recording.steps",
+        ),
         ({"partition": {"method": "dirichlet", "alpha": 0}}, "partition.alpha: 0 is not allowed"),
         ({"partition": {"method": "contiguous", "alpha": 1}}, "partition.alpha: belongs to"),
         (

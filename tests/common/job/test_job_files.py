@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job import JobSpec, load_job, parse_yaml
+from stratagem.common.job import JobSpec, check_optimizer, load_job, parse_yaml, with_fields
 from stratagem.common.strategy import Federated
 
 pytestmark = pytest.mark.core
@@ -97,13 +97,68 @@ def test_overrides_set_nested_values_of_every_kind(job_file: Path) -> None:
     assert federated.strategy.rounds == 9
 
 
+def test_overrides_reach_into_sections_that_are_bare_text(job_file: Path) -> None:
+    short = ["code=folder", "loss=cross_entropy", "optimizer.schedule=cosine", "data.order=shuffle"]
+    into = ["code.exclude=[notes/]", "loss.kwargs.label_smoothing=0.1"]
+    into += ["optimizer.schedule.warmup_steps=2", "data.order.by=sequential"]
+    job = load_job(job_file, [*short, *into])
+    assert job.code is not None
+    assert (job.code.path, job.code.exclude) == ("folder", ("notes/",))
+    assert job.loss is not None
+    assert job.loss.kwargs == {"label_smoothing": 0.1}
+    schedule = job.optimizer.schedule
+    assert schedule is not None
+    assert (schedule.name, schedule.warmup_steps) == ("cosine", 2)
+    entrypoint = load_job(job_file, ["loss=task:loss", "loss.kwargs.weight=2"]).loss
+    assert entrypoint is not None
+    assert entrypoint.entrypoint == "task:loss"
+
+
+GROUPS = """optimizer.groups=[{name: head, match: ["*.bias"]}, {name: rest, max_dims: 1}]"""
+
+
+def test_overrides_reach_into_lists_by_place_and_by_name(job_file: Path) -> None:
+    into = ["optimizer.groups.1.lr=0.5", "optimizer.groups.head.lr=0.25", "model.kwargs.a.0=7"]
+    job = load_job(job_file, [GROUPS, "model.kwargs.a=[1, 2]", *into])
+    assert [group.lr for group in job.optimizer.groups or ()] == [0.25, 0.5]
+    assert list(job.model.kwargs["a"]) == [7, 2]
+    assert with_fields(job, {"optimizer.groups.0.lr": 0.75}).optimizer.groups[0].lr == 0.75  # type: ignore[index]
+    items = "optimizer.groups has no item '{}'; its items are 0 to 1, named head, rest"
+    with pytest.raises(InvalidInputError) as caught:
+        load_job(job_file, [GROUPS, "optimizer.groups.2.lr=0.5"])
+    assert str(caught.value) == f"override 'optimizer.groups.2.lr=0.5': {items.format('2')}"
+    with pytest.raises(InvalidInputError, match=items.format("tail")):
+        with_fields(job, {"optimizer.groups.tail.lr": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.momentum=high", "optimizer.momentum: 'high' is not a number"),
+        ("optimizer.nesterov=soon", "optimizer.nesterov: 'soon' is not true or false"),
+        ("optimizer={name: Adam, lr: 1, betas: 0.9}", "optimizer.betas: 0.9 is not a list of 2 "),
+        ("optimizer={name: adafactor, lr: 1, eps: [null, x]}", "optimizer.eps: [0, 'x'] is not a "),
+        (
+            "optimizer.groups=[{name: a, max_dims: 1, momentum: high}]",
+            "optimizer.groups[0].momentum: 'high' is not a number",
+        ),
+    ],
+)
+def test_values_that_an_optimizer_does_not_take_are_named(
+    job_file: Path, override: str, expected: str
+) -> None:
+    job = load_job(job_file, [override])
+    (violation,) = check_optimizer(job.optimizer)
+    assert str(violation).startswith(expected)
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("epochs", "override 'epochs' is not of the form a.b=value"),
         ("a..b=1", "override 'a..b=1' is not of the form a.b=value"),
         ("=1", "override '=1' is not of the form a.b=value"),
-        ("name.x=3", "override 'name.x=3': name is 'digits', not a mapping"),
+        ("name.x=3", "override 'name.x=3': name is 'digits', neither a mapping"),
         ("epochs=[1", "override 'epochs=[1': not valid YAML: line 1, column 3"),
         ("seed=.nan", "override 'seed=.nan': nan is not a finite number"),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a number"),

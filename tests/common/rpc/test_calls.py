@@ -285,3 +285,12 @@ def test_malloc_respects_the_operator(changes: dict[str, str], said: str) -> Non
         check=True,
     )
     assert said in run.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_on_a_channel_that_was_closed_finds_nobody(kind: str) -> None:
+    """Whoever has found that the other side is gone closes it, under those who still call."""
+    async with open_channel("127.0.0.1:1") as channel:
+        stub = stub_of(channel)
+    with pytest.raises(errors.UnavailableError, match=r"channel to 127\.0\.0\.1:1 is closed"):
+        await kinds(stub)[kind]()

@@ -17,8 +17,17 @@ def steady(seconds: int, per_s: float = 2.0, *, pace: Pace | None = None, from_s
 
 
 def test_the_first_ten_seconds_say_nothing() -> None:
-    assert steady(9).eta_s(9.9, 1000) is None
-    assert steady(10).eta_s(10.0, 1000) == pytest.approx((1000 - 20) / 2)
+    assert steady(10).eta_s(10.9, 1000) is None
+    assert steady(11).eta_s(11.0, 1000) == pytest.approx((1000 - 22) / 2)
+
+
+def test_what_comes_before_the_first_step_is_no_measure_of_the_others() -> None:
+    """A cold worker has taken 30 s to the first step; where no other follows soon, it is one."""
+    first = Pace().seen(0.0, 0.0, trains=True).seen(30.0, 1.0, trains=True)
+    assert first.eta_s(31.0, 101) is None
+    assert first.eta_s(40.0, 101) == pytest.approx(100 * 40.0)
+    pace = steady(12, pace=first, from_s=30)
+    assert pace.eta_s(42.0, 125) == pytest.approx(100 / 2)
 
 
 def test_what_is_left_is_divided_by_the_pace_of_the_last_minute() -> None:
@@ -31,9 +40,9 @@ def test_what_is_left_is_divided_by_the_pace_of_the_last_minute() -> None:
 def test_an_evaluation_counts_as_time_that_it_takes() -> None:
     """20 s of training at 2 steps per second, then 20 s in which no step is done."""
     pace = steady(20)
-    assert pace.eta_s(40.0, 140) == pytest.approx((140 - 40) / 1.0)
+    assert pace.eta_s(40.0, 140) == pytest.approx((140 - 40) * 39 / 38)
     looked = pace.seen(40.0, 40.0, trains=True)
-    assert looked.eta_s(40.0, 140) == pytest.approx(100.0)
+    assert looked.eta_s(40.0, 140) == pytest.approx(100 * 39 / 38)
 
 
 def test_time_without_training_does_not_count_and_has_no_answer() -> None:
@@ -76,7 +85,7 @@ def test_nothing_is_left_at_the_end_nor_after_it() -> None:
 def test_a_clock_that_stands_still_or_jumps_back_adds_nothing() -> None:
     pace = steady(20).seen(5.0, 42.0, trains=True)
     assert pace.trained_s == 20.0
-    assert pace.eta_s(0.0, 142) == pytest.approx(100 * 20 / 42)
+    assert pace.eta_s(0.0, 142) == pytest.approx(100 * 19 / 40)
 
 
 def test_marks_close_together_are_one() -> None:

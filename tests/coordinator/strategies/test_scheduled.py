@@ -1,5 +1,6 @@
 """Jobs whose hyperparameters and seed change by step, in the pure core."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,12 +8,13 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec, entry_points
-from stratagem.coordinator.core.commands import LoseWorker
-from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.commands import CancelRun, LoseWorker, ResumeRun
+from stratagem.coordinator.core.effects import Base, RunSegment
 from stratagem.coordinator.core.facts import MembersFormed, RunCompleted, SegmentCommitted
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import pending
+from stratagem.coordinator.strategies import nested
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, check_at_submit, job_text
 from tests.coordinator.core.simulation import RUN, Simulation, member, start
 
@@ -83,6 +85,81 @@ def test_the_members_that_are_left_go_on_under_the_setting() -> None:
     assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
     assert len(simulation.facts(MembersFormed)[-1].members) == 2
     assert [fact.step for fact in simulation.facts(SegmentCommitted)] == [5, 10, 15, 20]
+
+
+def stopped(num_commits: int, text: str) -> Simulation:
+    """A run that was stopped, and that nobody holds, after so many commits."""
+    simulation = start(text, "a", "b", "c")
+    while len(simulation.state.runs[RUN].commits) < num_commits:
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    return simulation
+
+
+def trained(simulation: Simulation) -> dict[int, object]:
+    """What each segment is trained with from now on, by the step at which it ends."""
+    seen: dict[int, object] = {}
+    while True:
+        for effect in pending(simulation.state):
+            if isinstance(effect, RunSegment):
+                seen[effect.to_step] = (*trained_with(simulation), effect.num_steps)
+        if not simulation.queue:
+            return seen
+        simulation.tell(simulation.queue.popleft())
+
+
+@pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL])
+@pytest.mark.parametrize("segment", [0, 1, 2, 3])
+def test_from_an_earlier_commit_it_trains_again_as_it_did(
+    strategy: dict[str, Any], segment: int
+) -> None:
+    text = scheduled(strategy, retention=8)
+    undisturbed = trained(start(text, "a", "b", "c"))
+    assert list(undisturbed) == [5, 10, 15, 20]
+    simulation = stopped(4, text)
+    commit = simulation.state.runs[RUN].commits[segment]
+    simulation.tell(ResumeRun(RUN, from_segment=segment))
+    simulation.crash()
+    committed = nested.progress(simulation.state.runs[RUN].value.child).committed
+    assert committed
+    assert (committed.step, committed.digest) == (segment * 5, commit.digest)
+    again = trained(simulation)
+    assert again == {step: own for step, own in undisturbed.items() if step > segment * 5}
+    run = simulation.state.runs[RUN]
+    assert (run.ended, run.is_reproducible) == (RunPhase.COMPLETED, True)
+    assert [each.step for each in run.commits] == [0, 5, 10, 15, 20]
+
+
+@pytest.mark.parametrize("round_num", [1, 2])
+def test_a_federation_goes_back_to_a_round_and_its_setting(round_num: int) -> None:
+    settings = [SETTINGS[0], {**SETTINGS[1], "from_step": 2}]
+    changes = {"hyperparameter_schedule": {"settings": settings}, "retention": 8}
+    simulation = stopped(3, scheduled(FEDERATED, steps=None, checkpoint=None, **changes))
+    simulation.tell(ResumeRun(RUN, from_segment=round_num))
+    assert trained_with(simulation) == ((1, 0.1) if round_num == 1 else (2, 0.2))
+    simulation.run()
+    run = simulation.state.runs[RUN]
+    assert run.ended is RunPhase.COMPLETED
+    assert [commit.segment for commit in run.commits] == [0, 1, 2, 3]
+    assert trained_with(simulation) == (2, 0.2)
+
+
+def test_a_child_without_a_way_back_goes_on_from_the_commit_as_from_any_state() -> None:
+    """As a strategy of a plug-in may be, which says only how it is given a state."""
+    simulation = stopped(4, scheduled(retention=8))
+    child = simulation.state.runs[RUN].value.child
+    nesting = replace(child.strategy.nesting, returned=None)
+    commit = simulation.state.runs[RUN].commits[1]
+    base = Base(commit.segment, commit.step, commit.digest)
+    other = replace(child, strategy=replace(child.strategy, nesting=nesting))
+    back = nested.returned(other, base, {})
+    num_rows = nested.progress(child).num_rows
+    assert num_rows
+    assert back == nested.rebased(other, child.job, base, num_rows, child.horizon)
+    committed = nested.progress(back).committed
+    assert committed
+    assert committed.digest == base.digest
 
 
 def test_before_there_are_workers_it_says_what_it_waits_for() -> None:

@@ -168,6 +168,21 @@ def test_memory_that_cannot_be_estimated_is_no_fault() -> None:
     assert (last.level, last.found) == (Level.WARN, "cannot be estimated: loss: reads values")
 
 
+def test_a_step_that_fails_is_said_once() -> None:
+    """Without a traceback where nothing was raised, and not again as a fault of the memory."""
+    told = found(job(loss="tests.userland.losses:infinite_loss"))
+    (fault,) = (f for f in told if f.level is Level.FAIL)
+    assert "accumulation.non_finite: skip_step" in fault.found
+    assert "traceback" not in fault.advice
+    last = told[-1]
+    assert (last.check, last.found) == ("memory", "not estimated: needs a step, which failed")
+    (wrong,) = (
+        f.found for f in found(job(loss="tests.userland.losses:three_values")) if f.level == "fail"
+    )
+    assert wrong.endswith("must be a loss or (loss, weight), not 3 values")
+    assert 'what "tests.userland.losses:three_values" returns' in wrong
+
+
 def test_parameters_without_a_gradient_are_named() -> None:
     (warning,) = (
         f for f in found(job(model=user_model("acting_models:Idle"))) if f.level == "warn"

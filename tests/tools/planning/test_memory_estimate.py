@@ -11,7 +11,7 @@ from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
-from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory
+from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
 from stratagem.tools.planning.simulated_step import measure_training
 from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
@@ -188,7 +188,10 @@ def test_a_pipeline_is_its_heaviest_stage() -> None:
     }
     whole, stage = estimate(kind_job("mlp")), estimate(kind_job("mlp", strategy=cut))
     assert 0.6 * whole.parameters < stage.parameters < 0.8 * whole.parameters
-    assert stage.notes == ("stage 0 of 2: 3 micro-batches at one time",)
+    first, second = stage.notes  # the need of each
+    assert first == f"stage 0 of 2: {text_of(stage.total)}, 3 micro-batches at one time"
+    assert second.startswith("stage 1 of 2: ")
+    assert text_of(stage.total) not in second
 
 
 def test_gossip_keeps_a_model_for_each_node_and_the_mean() -> None:

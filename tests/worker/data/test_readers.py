@@ -136,6 +136,7 @@ def test_what_the_users_code_raises_is_raised_here(
             assert "row 3 of data.raises" in str(caught.value)
 
 
+@pytest.mark.sweep
 def test_a_reader_that_dies_is_replaced_and_its_orders_are_repeated(
     pool: ReaderPool, data: dict[str, RowDataset]
 ) -> None:

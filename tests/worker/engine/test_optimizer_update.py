@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stratagem.common.job import OptimizerSpec
-from stratagem.common.job.optimizer.optimizers import KEYWORDS
+from stratagem.common.job.optimizer.optimizers import KEYWORDS, why_no_value
 from stratagem.worker.engine.optim.optimizers import _OPTIMIZERS, make_optimizer, update
 
 SHAPES = {"muon": ((7, 3), (1, 1)), "adafactor": ((7, 3), (1,), ())}
@@ -29,6 +29,16 @@ def test_the_table_of_keywords_is_torchs() -> None:
     }
     assert {name: set(known) for name, known in KEYWORDS.items()} == found
     assert all(len(set(known)) == len(known) for known in KEYWORDS.values())
+    usual = {
+        (name.lower(), key): each.default
+        for name, kind in vars(torch.optim).items()
+        if name.lower() in KEYWORDS
+        for key, each in inspect.signature(kind).parameters.items()
+        if key in KEYWORDS[name.lower()]
+    }
+    assert len(usual) > 60
+    refused = {at: why for at, value in usual.items() if (why := why_no_value(*at, value))}
+    assert refused == {}
 
 
 def params_of(seed: int, shapes: tuple[tuple[int, ...], ...]) -> list[nn.Parameter]:

@@ -95,11 +95,20 @@ def test_a_pattern_and_a_group_that_hold_nothing_are_refused() -> None:
     groups: Any = [{"name": "convolutions", "match": ["conv*"], "lr": 0.1}]
     with pytest.raises(
         InvalidInputError,
-        match=r"optimizer.groups\[0\]: 'convolutions' holds no trained parameter",
+        match=r"optimizer.groups\[0\]: 'convolutions' holds no trained parameter: "
+        r"match 'conv\*' fits none; they are 0.weight, 0.bias, 2.weight",
     ):
         build_model(
             with_fields(spec, {"optimizer.groups": groups}), ALLOWED, device=CPU, fresh=True
         )
+
+
+def test_a_group_behind_one_that_holds_all_of_its_own_names_it() -> None:
+    groups: Any = [{"name": "all", "match": ["*"]}, {"name": "small", "max_dims": 1}]
+    changed = with_fields(job("mlp"), {"optimizer.groups": groups})
+    expected = r"'small' .* max_dims 1 fits 0.bias, .*, which group 'all' before it holds"
+    with pytest.raises(InvalidInputError, match=expected):
+        build_model(changed, ALLOWED, device=CPU, fresh=True)
 
 
 def test_a_group_is_found_by_its_name() -> None:
@@ -107,7 +116,7 @@ def test_a_group_is_found_by_its_name() -> None:
     changed = with_fields(spec, {"optimizer.groups.head.lr": 0.25})
     assert changed.optimizer.groups
     assert changed.optimizer.groups[0].lr == 0.25
-    with pytest.raises(InvalidInputError, match=r"optimizer.groups.tail' is a value"):
+    with pytest.raises(InvalidInputError, match=r"optimizer.groups has no item 'tail'"):
         with_fields(spec, {"optimizer.groups.tail.lr": 0.25})
     with pytest.raises(InvalidInputError, match="is a list; name the item"):
         with_fields(spec, {"optimizer.groups.head": 0.25})

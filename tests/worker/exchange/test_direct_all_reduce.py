@@ -96,7 +96,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["gloo", "grpc"])
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("grpc", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("size", "case"), WAYS, ids=lambda value: getattr(value, "way", str(value))
 )

@@ -136,7 +136,7 @@ def test_factories() -> None:
     assert caught.value.activity == "building the model"
     with pytest.raises(InvalidInputError, match="returned a dict"):
         trainer_of(job({"entrypoint": "tests.userland.data:classes"}))
-    with pytest.raises(UserCodeError, match="unexpected keyword"):
+    with pytest.raises(InvalidInputError, match=r"model.kwargs.width: 3, but .* it takes hidden"):
         trainer_of(job({"entrypoint": "tests.userland.models:mlp", "kwargs": {"width": 3}}))
     model = build_model(job(execution={"precision": "Full"}), ALLOWED, device=CPU, fresh=False)
     assert {param.dtype for param in model.parameters()} == {torch.float64}

@@ -328,6 +328,7 @@ def test_pipelines_through_a_directory(tmp_path: Path) -> None:
         assert time.monotonic() < deadline_s
 
 
+@pytest.mark.sweep  # tests.cluster.test_activation_store has one of workers
 def test_pipelines_through_s3() -> None:
     with s3_server("activations") as endpoint:
         s3 = s3_settings(endpoint)

@@ -20,6 +20,7 @@ from tests.worker.service.saying import Plan, attend, base_of, build_request, ev
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.sweep  # a fork of the template, which most workers of tests are, has one of its own
 async def test_nobody_counts_what_is_left_at_the_end(own_rig: Rig) -> None:
     """What is kept from collections libraries would take for leaks."""
     worker = await own_rig.start("w", PYTHONPATH=str(ROOT / "tests/client/complaining"))

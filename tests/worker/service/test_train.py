@@ -67,7 +67,11 @@ async def test_build_says_what_was_built(w0: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [{}, {"PYTHONNODEBUGRANGES": "1"}], ids=["fork of the template", "started alone"]
+    "variables",
+    [
+        pytest.param({}, id="fork of the template"),
+        pytest.param({"PYTHONNODEBUGRANGES": "1"}, id="started alone", marks=pytest.mark.sweep),
+    ],
 )
 async def test_a_data_loader_of_the_users_has_processes_of_its_own(
     rig: Rig, variables: dict[str, str]

@@ -117,7 +117,7 @@ def test_a_bundle_is_looked_in_first_and_only_what_is_in_it_is_allowed(store: Co
     broken = resolver(store, pack({"model.py": b"1 / 0\n"}))
     with pytest.raises(UserCodeError, match="division by zero") as caught:
         broken.resolve("model:build")
-    assert 'model.py", line 1' in caught.value.traceback
+    assert 'File "model.py", line 1, in <module>\n    1 / 0' in caught.value.traceback
     with pytest.raises(InvalidInputError, match=r'no module "model.part" .* the job\'s code'):
         resolver(store, pack(FIRST)).resolve("model.part:build")
 

@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,19 @@ def test_what_a_call_does_to_its_arguments_is_its_own() -> None:
         assert (log, options) == ([1, {"deep": [3]}, 3], {})
         assert (type(log), type(log[1]), type(options)) == (list, dict, dict)
     assert kwargs == {"log": [1, {"deep": []}], "options": {"a": 1}}
+
+
+def test_keywords_that_a_function_does_not_take_are_named() -> None:
+    def refusal(name: str, **kwargs: Any) -> str:
+        with pytest.raises(InvalidInputError) as caught:
+            EntryPoints([ALLOW]).bind(name, kwargs, "model")
+        return str(caught.value)
+
+    name = f"{LOSSES}:spoiling"
+    assert refusal(name, optoins={}, log=[]) == (
+        f"model.kwargs.optoins: {{}}, but \"{name}\" takes no 'optoins'; did you mean options?; "
+        "it takes extra, log, options"
+    )
 
 
 def test_what_is_listed_by_its_own_name_may_come_from_elsewhere() -> None:

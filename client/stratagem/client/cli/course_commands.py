@@ -1,6 +1,7 @@
 """Commands that show the course of a run: its report, and the generations of a population."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stratagem.client.cli.options import CoordinatorOption, Format, FormatOption, RunArgument
+from stratagem.client.cli.options import (
+    CoordinatorOption,
+    Format,
+    FormatOption,
+    RunArgument,
+    RunsArgument,
+)
 from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.query_commands import connected
 from stratagem.client.cli.reporting import make_console
 from stratagem.client.course.population import Population
 from stratagem.client.course.replay import replayed
+from stratagem.client.report.pages.comparison_page import comparison_page
+from stratagem.client.report.run_values import time_text
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.wording import values_text
@@ -23,21 +32,33 @@ from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 
 def report(
-    run_id: RunArgument,
+    run_ids: RunsArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="RUN.html if not named.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="RUN.html if not named, of several runs comparison.html.",
+        ),
     ] = None,
 ) -> None:
-    """Write a run as one page of HTML.
+    """Write a run, or a comparison of up to 8, as one page of HTML.
 
-    It holds curves, a panel for the strategy, the events and the job; an error of your code comes
-    first. It needs neither scripts nor a network, and prints well. Of a run that goes on it shows
-    what has happened so far.
+    That of a run holds curves, a panel for the strategy, the events and the job; an error of your
+    code comes first. That of several holds what they have reached, the fields in which their jobs
+    differ, and curves with a line for each. Neither needs scripts or a network, and both print
+    well. Of a run that goes on they show what has happened so far.
     """
     with connected(coordinator, proof) as client:
-        path = client.get(run_id).report(output or Path(f"{run_id}.html"))
+        if len(run_ids) == 1:
+            path = client.get(run_ids[0]).report(output or Path(f"{run_ids[0]}.html"))
+        else:
+            path = output or Path("comparison.html")
+            text = comparison_page(client.compare(run_ids), time_text(time.time()))
+            path.write_text(text, encoding="utf-8")
         print_line(make_console(), str(path))
 
 
@@ -87,7 +108,7 @@ def _print(console: Console, found: Population) -> None:
     for generation in found.generations:
         scores = sorted(m.score for m in generation.members if m.score is not None)
         best = None if generation.best is None else generation.of(generation.best)
-        copies = [f"{m.member} of {m.parent}" for m in generation.members if m.parent != m.member]
+        copies = [f"{m.member} from {m.parent}" for m in generation.members if m.parent != m.member]
         table.add_row(
             str(generation.number),
             "" if best is None else f"member {best.member}",

@@ -1,6 +1,7 @@
 """The command that writes a run in the form of another program: its model, or its history."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
@@ -18,6 +19,7 @@ from stratagem.client.cli.query_commands import connected
 from stratagem.client.cli.reporting import FAILED, complain, make_console
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import RunHandle
+from stratagem.client.sdk.downloads import ExportedModel
 from stratagem.client.sinks.registry import sink_names, sink_of
 from stratagem.client.sinks.run_outlets import LogOutlets
 from stratagem.common.base.errors import InvalidInputError
@@ -73,16 +75,16 @@ def export(  # noqa: PLR0913  (each parameter is an option of the command line)
             _export_history(client.get(run_id), to, form, follow=follow)
             return
         run, path = client.get(run_id), Path(target)
-        difference = run.export(
+        written = run.export(
             path,
             cast(ModelForm, name),
             which,
             shard_size=shard_size,
             import_path=import_path or (),
         )
-    written = {"path": str(path), "difference": difference}
-    text = _text(name, path, difference) if form is Format.TEXT else json.dumps(written)
-    print_line(make_console(), text)
+    said = {"path": str(path), "difference": written.difference, "inputs": written.inputs}
+    for text in _texts(name, written) if form is Format.TEXT else [json.dumps(said)]:
+        print_line(make_console(), text)
 
 
 def _export_history(run: RunHandle, to: str, form: Format, *, follow: bool) -> None:
@@ -95,7 +97,11 @@ def _export_history(run: RunHandle, to: str, form: Format, *, follow: bool) -> N
     print_line(make_console(), text)
 
 
-def _text(name: str, path: Path, difference: float) -> str:
+def _texts(name: str, written: ExportedModel) -> Iterator[str]:
     if name == "hf":
-        return str(path)
-    return f"{path}: its outputs differ from the model's by at most {difference:.3g}"
+        yield str(written.path)
+        return
+    difference = f"{written.difference:.3g}"
+    yield f"{written.path}: its outputs differ from the model's by at most {difference}"
+    takes = ", ".join(written.inputs)
+    yield f"takes {takes}: any number of rows; the other sizes are fixed to those of the data"

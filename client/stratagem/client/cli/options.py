@@ -113,6 +113,10 @@ WebOption = Annotated[
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The id of a run.", autocompletion=run_ids)
 ]
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN...", help="The ids of runs.", autocompletion=run_ids),
+]
 WhichOption = Annotated[
     str,
     typer.Option(

@@ -1,7 +1,7 @@
 """Commands that ask about runs and workers, or give a run one order."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -24,6 +24,7 @@ from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import LogLine, Phase, RunStatus
+from stratagem.common.base.wording import counted
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 
@@ -70,11 +71,21 @@ def list_runs(
         return is_named and is_so and (not phase or run.phase in phase)
 
     with connected(coordinator, proof) as client:
-        runs = tuple(islice(filter(is_wanted, client.runs()), limit or None))
+        known = client.runs()
+        runs = tuple(islice(filter(is_wanted, known), limit or None))
+        if known and not runs:
+            complain(_none_of(known))
         if form is Format.JSON:
             print(tables.many_to_json(runs))
         else:
             tables.print_runs(make_console(), runs)
+
+
+def _none_of(known: Sequence[RunStatus]) -> str:
+    """Return that no run is as asked for, and what the runs are."""
+    phases = ", ".join(sorted({str(run.phase) for run in known}))
+    strategies = ", ".join(sorted({run.strategy for run in known}))
+    return f"of {counted(len(known), 'run')} none is so; phases: {phases}; strategies: {strategies}"
 
 
 def status(

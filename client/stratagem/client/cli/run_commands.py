@@ -42,7 +42,6 @@ from stratagem.client.cli.progress import (
 )
 from stratagem.client.cli.query_commands import client_of, connected
 from stratagem.client.cli.reporting import complain, make_console, reporting
-from stratagem.client.course.population import winner_text
 from stratagem.client.dashboard.page_start import page_beside
 from stratagem.client.local.local_cluster import LocalCluster, threads_each
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
@@ -363,8 +362,6 @@ class _Following:
             result.download(self.output)
         if form is Format.TEXT:
             tables.print_status(console, result.status, self.threads)
-            if winner := winner_text(result.status):
-                print_line(console, f"best: {winner}")
             if self.output is not None:
                 print_line(console, f"state written to {self.output}")
             if self.report is not None:

@@ -137,6 +137,7 @@ def dashboard(  # noqa: PLR0913  (each parameter is an option of the command lin
             },
         )
         acts = " (its buttons act as you)" if operate else ""
+        signal.signal(signal.SIGTERM, _interrupt)
         print(f"page of {coordinator} at {server.url}{acts}", flush=True)
         server.serve()
 

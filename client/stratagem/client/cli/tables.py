@@ -34,8 +34,12 @@ COLOURS: Final[Mapping[str, str]] = {
 }
 
 
-GRADIENT_NORMS: Final = frozenset({"train.grad_norm", "train.max_grad_norm"})
+SIDE_METRICS: Final = frozenset((
+    *("train.grad_norm", "train.max_grad_norm"),
+    *("train.loss_min", "train.loss_max", "train.loss_std"),
+))  # fmt: skip
 """Left out where states are listed: the newest stand with the run, and JSON has all."""
+LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
 """Of a member's hyperparameters, that are shown; JSON has all."""
 
@@ -104,11 +108,27 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
     ]
     for name, value in rows:
         if value:
-            console.print(Text.assemble((f"{name:<10}", "bold"), value))
+            _print_row(console, name, value)
     if status.error is not None:
         console.print(Text(status.error.traceback.rstrip(), style="red"))
     if status.commits:
-        console.print(_commits_table(status))
+        console.print(_commits_table(status, with_states=not console.is_terminal))
+    for commit in status.commits if console.is_terminal else ():
+        label = Text(f"{f'state {commit.segment}':<{LABEL_CELLS}}", style="bold")
+        # No line ends in a path that is to be copied, however long it is.
+        console.print(label.append(_state_text(commit), ""), soft_wrap=True)
+
+
+def _print_row(console: Console, name: str, value: str) -> None:
+    """Print a name and what it is; on a terminal further lines begin below the value."""
+    if not console.is_terminal:
+        console.print(Text(f"{name:<{LABEL_CELLS}}{value}"))
+        return
+    row = Table.grid()
+    row.add_column(width=LABEL_CELLS, style="bold")
+    row.add_column(overflow="fold")
+    row.add_row(Text(name), Text(value))
+    console.print(row)
 
 
 def _threads_text(threads: int) -> str:
@@ -145,9 +165,14 @@ def _run_cells(run: RunStatus) -> list[str]:
 
 def _chief_metrics_text(run: RunStatus) -> str:
     """Return the metric that decides which state is best, and the loss of the training."""
+    shown = (_chief_metric(run), "train.loss")
+    return metrics_text({n: v for n, v in run.metrics.items() if n in shown})
+
+
+def _chief_metric(run: RunStatus) -> str:
+    """Return the metric that decides which state is best."""
     evaluation = run.job.get("evaluation") or {}
-    chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
-    return metrics_text({n: v for n, v in run.metrics.items() if n in (chief, "train.loss")})
+    return f"{evaluation.get('split')}.{evaluation.get('best')}"
 
 
 def print_workers(console: Console, workers: Iterable[Worker]) -> None:
@@ -173,10 +198,13 @@ def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Yield the hyperparameters with which the best state of a population was trained, and those of
     the result if it is another state."""
     best, final = status.commit("best"), status.commit()
+    metric = _chief_metric(status)
     for name, commit in (("best", best), ("final" if status.phase.is_final else "newest", final)):
         if commit is not None and commit.member is not None and (name == "best" or commit != best):
             values = values_text(commit.hyperparameters)
-            yield name, f"segment {commit.segment}, member {commit.member}: {values}"
+            score = commit.metrics.get(metric)
+            told = "" if score is None else f", score {score:.4g}"
+            yield name, f"segment {commit.segment}, member {commit.member}: {values}{told}"
             if len(commit.schedule) > 1:
                 yield "", _schedule_text(commit.schedule)
 
@@ -205,17 +233,22 @@ def _engine_text(status: RunStatus) -> str:
     return ", ".join(word for word in (status.engine, plane) if word)
 
 
-def _commits_table(status: RunStatus) -> Table:
-    table = _table("segment", "step", "kind", "metrics", "state")
+def _commits_table(status: RunStatus, *, with_states: bool) -> Table:
+    names = ("segment", "step", "kind", "metrics")
+    table = _table(*names, "state") if with_states else _table(*names)
     for commit in status.commits:
         kinds = [
             name for name, is_so in (("best", commit.is_best), ("final", commit.is_final)) if is_so
         ]
-        where = _path_text(commit.path) or f"sha256:{commit.digest[:16]}"
-        measured = {n: v for n, v in commit.metrics.items() if n not in GRADIENT_NORMS}
+        where = [_state_text(commit)] if with_states else []
+        measured = {n: v for n, v in commit.metrics.items() if n not in SIDE_METRICS}
         metrics = metrics_text(measured) or _measured_elsewhere(status, commit)
-        table.add_row(str(commit.segment), str(commit.step), ", ".join(kinds), metrics, where)
+        table.add_row(str(commit.segment), str(commit.step), ", ".join(kinds), metrics, *where)
     return table
+
+
+def _state_text(commit: Commit) -> str:
+    return _path_text(commit.path) or f"sha256:{commit.digest[:16]}"
 
 
 def _measured_elsewhere(status: RunStatus, commit: Commit) -> str:

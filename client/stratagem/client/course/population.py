@@ -1,8 +1,8 @@
 """A population over its generations: scores, hyperparameters, who was copied, and who won."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stratagem.client.course.payloads import number, party_of
@@ -20,6 +20,9 @@ class Ancestor:
     """Steps behind the state that it began from."""
     params: Mapping[str, Any]
     """That it was trained with, by dotted path of the job, such as "optimizer.lr"."""
+    before: "Ancestor | None" = field(default=None, repr=False, compare=False)
+    """What came before it. Members share their pasts: a copy of each one's would grow with the
+    square of the generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,28 @@ class MemberInGeneration:
     """One member in one generation."""
 
     member: int
-    past: tuple[Ancestor, ...]
-    """Of its state, from the first generation on; the last one is this generation of itself."""
+    now: Ancestor
+    """This generation of itself."""
     score: float | None = None
     """The value of the metric at the end; None: there is none, or the member has failed."""
     is_scored: bool = False
     """The generation is over for it."""
 
     @property
+    def past(self) -> tuple[Ancestor, ...]:
+        """Return the past of its state, from the first generation on; the last one is this
+        generation of itself."""
+        return tuple(_back_from(self.now))[::-1]
+
+    @property
     def params(self) -> Mapping[str, Any]:
         """Return the hyperparameters that it trains with, by dotted path of the job."""
-        return self.past[-1].params
+        return self.now.params
 
     @property
     def parent(self) -> int:
         """Return whose state it begins from: its own, unless it was replaced by a copy."""
-        return self.past[-2].member if len(self.past) > 1 else self.member
+        return self.member if self.now.before is None else self.now.before.member
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +192,7 @@ class PopulationFolding:
             case "PopulationFormed":
                 first = enumerate(fact["params"])
                 self.found = [
-                    {m: MemberInGeneration(m, (Ancestor(1, m, 0, params),)) for m, params in first}
+                    {m: MemberInGeneration(m, Ancestor(1, m, 0, params)) for m, params in first}
                 ]
                 self.newest = dict.fromkeys(self.found[0], 1)
             case "SegmentCommitted":
@@ -213,25 +222,36 @@ class PopulationFolding:
 
     def _advance(self, copies: Mapping[int, Mapping[str, Any] | None]) -> None:
         """Let members begin their next generation, from one snapshot of all."""
-        pasts = {member: self._past(member) for member in self.newest}
+        newest = {member: self._newest(member) for member in self.newest}
         for member, copied in copies.items():
             generation = self.newest[member] + 1
             if copied is None:
-                past, params = pasts[member], pasts[member][-1].params
-                step = self.steps.get(f"member{member}", past[-1].from_step)
+                before = newest[member]
+                step = self.steps.get(f"member{member}", before.from_step)
+                params = before.params
             else:
                 step, params = copied["step"], copied["params"]
-                # The donor may have begun another generation, which the copied state knows not.
-                donor = pasts[copied["donor"]]
-                past = donor[:1] + tuple(each for each in donor[1:] if each.from_step < step)
-            now = Ancestor(generation, member, step, params)
+                before = _known_at(newest[copied["donor"]], step)
+            now = Ancestor(generation, member, step, params, before)
             if len(self.found) < generation:
                 self.found.append({})
-            self.found[generation - 1][member] = MemberInGeneration(member, (*past, now))
+            self.found[generation - 1][member] = MemberInGeneration(member, now)
             self.newest[member] = generation
 
-    def _past(self, member: int) -> tuple[Ancestor, ...]:
-        return self.found[self.newest[member] - 1][member].past
+    def _newest(self, member: int) -> Ancestor:
+        return self.found[self.newest[member] - 1][member].now
+
+
+def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:
+    while ancestor is not None:
+        yield ancestor
+        ancestor = ancestor.before
+
+
+def _known_at(donor: Ancestor, step: int) -> Ancestor:
+    """Return what a copied state of this step comes from: its donor may have begun another
+    generation since."""
+    return next(each for each in _back_from(donor) if each.from_step < step or not each.before)
 
 
 def _generation(number: int, folding: PopulationFolding) -> Generation:

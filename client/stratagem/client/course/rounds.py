@@ -168,7 +168,7 @@ class RoundsFolding:
                     state=ClientState.DONE,
                     loss=number(fact["loss"]),
                     num_samples=fact["num_samples"],
-                    seconds=number(fact["seconds"]),
+                    seconds=number(fact["seconds"]) or math.nan,  # Not of a silo.
                     sent_bytes=(fact.get("traffic") or {}).get("sent_bytes", 0),
                     answered_s=event.time_s,
                     cause="",

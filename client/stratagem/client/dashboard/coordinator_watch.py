@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,16 +37,30 @@ class CoordinatorWatch:
     """Asks the coordinator at intervals whether it answers; all tabs hear when that changes."""
 
     client: AsyncClient
-    listeners: list[Callable[[], None]] = field(default_factory=list)
+    _listeners: list[Callable[[], None]] = field(default_factory=list)
+    _is_watched: asyncio.Event = field(default_factory=asyncio.Event)
     state: CoordinatorHealth = field(default_factory=CoordinatorHealth)
     answered_s: float | None = None
     """When it has answered last, by the clock of this process."""
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Ask until cancelled, while somebody wants to know."""
         while True:
+            await self._is_watched.wait()
             self._take(await self._asked())
             await asyncio.sleep(ASK_PAUSE_S)
+
+    @contextmanager
+    def listened_to(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call the listener when the state changes."""
+        self._listeners.append(listener)
+        self._is_watched.set()
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._is_watched.clear()
 
     @property
     def silent_s(self) -> float:
@@ -59,14 +74,17 @@ class CoordinatorWatch:
         except TimeoutError:
             return CoordinatorHealth("away", f"{self.client.address} does not answer")
         except StratagemError as error:
-            return CoordinatorHealth(state_of(error), told(error))
+            state, has_been = state_of(error), self.answered_s is not None
+            is_away = state == "away" and has_been  # the words of a broken connection help nobody
+            why = f"{self.client.address} does not answer" if is_away else told(error)
+            return CoordinatorHealth(state, why)
         self.answered_s = time.monotonic()
         return CoordinatorHealth("live")
 
     def _take(self, state: CoordinatorHealth) -> None:
         if state != self.state:
             self.state = state
-            for listener in self.listeners:
+            for listener in self._listeners:
                 listener()
 
 

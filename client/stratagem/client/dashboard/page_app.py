@@ -5,26 +5,33 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
+from stratagem.client.dashboard.curve_view import CurveView
 from stratagem.client.dashboard.page_gate import PageGate
-from stratagem.client.dashboard.page_pictures import drawn, panels_of, pictures_of
+from stratagem.client.dashboard.page_pictures import drawn, extent, panels_of, pictures_of
 from stratagem.client.dashboard.page_rules import PageAddress
 from stratagem.client.dashboard.page_sessions import PageSessions
-from stratagem.client.dashboard.page_stream import TabStream
+from stratagem.client.dashboard.page_stream import TabResponse, TabStream
 from stratagem.client.dashboard.page_values import as_json
 from stratagem.client.dashboard.run_books import RunBooks
+from stratagem.client.dashboard.runs_watch import RunsWatch
 from stratagem.client.pictures.drawing.colours import stylesheet
-from stratagem.client.report.comparison import job_differences, overlay_panels
-from stratagem.client.report.html_page import page
+from stratagem.client.report.comparison import (
+    check_compared,
+    job_differences,
+    overlay_panels,
+)
+from stratagem.client.report.pages.html_page import page
 from stratagem.client.report.run_values import time_text
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.client.sdk.views import Event
@@ -44,7 +51,6 @@ FILES: Final = frozenset(path.name for path in STATIC.iterdir())
 MIN_WIDTH: Final = 280
 MAX_WIDTH: Final = 1600
 MAX_EVENTS: Final = 500
-MAX_COMPARED: Final = 8
 _WITH_STYLES: Final = {
     "content-security-policy": (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; "
@@ -80,9 +86,11 @@ class PageSettings:
 class Page:
     """The routes of the page, over one client of the coordinator."""
 
-    def __init__(self, settings: PageSettings, client: AsyncClient) -> None:
-        self._settings, self._client = settings, client
-        self._watch, self._books = CoordinatorWatch(client), RunBooks(client)
+    def __init__(self, settings: PageSettings, client: AsyncClient, asking: AsyncClient) -> None:
+        """asking: what the banner asks with, which waits less than `client`."""
+        self._settings, self._client, self._asking = settings, client, asking
+        self._watch, self._books = CoordinatorWatch(asking), RunBooks(client)
+        self._runs = RunsWatch(client)
 
     def app(self) -> PageGate:
         """Return the application, behind its gate."""
@@ -109,7 +117,7 @@ class Page:
 
     @asynccontextmanager
     async def _life(self, _app: Starlette) -> AsyncIterator[None]:
-        async with self._client:
+        async with self._client, self._asking:
             asking = asyncio.create_task(self._watch.run())
             try:
                 yield
@@ -158,28 +166,31 @@ class Page:
         return _json(await self._client.runs())
 
     async def run(self, request: Request) -> Response:
-        run = await self._client.get(request.path_params["run_id"])
-        return _json(await run.status())
+        return _json(await self._books.status(request.path_params["run_id"]))
 
     async def workers(self, _request: Request) -> Response:
         return _json(await self._client.workers())
 
     async def panels(self, request: Request) -> Response:
-        """Return the pictures of a run, drawn for a width, each with the table of its numbers."""
+        """Return the pictures of a run, drawn for a width, each with the table of its numbers: of
+        the events that could be read in a while, where there are many."""
         run_id = request.query_params.get("run", "")
-        text = await self._books.drawn(run_id, _width(request), drawn)
+        view = _view(request)
+        draw = partial(drawn, view=view)
+        text = await self._books.drawn(run_id, _width(request), draw, view)
         return Response(text, media_type="application/json")
 
     async def compare(self, request: Request) -> Response:
         """Return the curves of several runs in one picture each, and in what their jobs differ."""
         ids = list(dict.fromkeys(request.query_params.get("runs", "").split(",")))
-        if not 2 <= len(ids) <= MAX_COMPARED:
-            raise InvalidInputError.at("runs", f"names {len(ids)} runs, and takes 2 to 8")
-        runs = [await self._books.shown(each) for each in ids]
-        panels = overlay_panels(runs)
-        pictures = await asyncio.to_thread(pictures_of, panels, _width(request))
+        check_compared(ids)
+        view = _view(request)
+        runs = await self._books.so_far(ids, view)
+        panels = overlay_panels(runs, view.steps(max(run.status.step for run in runs)))
+        pictures = await asyncio.to_thread(pictures_of, panels, _width(request), view)
         differences = job_differences([run.job for run in runs])
-        return _json({"runs": ids, "differences": differences, "panels": pictures})
+        answer = {**extent(runs), "runs": ids, "differences": differences, "panels": pictures}
+        return _json(answer)
 
     async def picture(self, request: Request) -> Response:
         """Return one picture of a run as a file of its own."""
@@ -228,9 +239,12 @@ class Page:
         last = request.headers.get("last-event-id", "")
         from_index = int(last) + 1 if last.isascii() and last.isdigit() else 0
         from_index = from_index or _number(request, "from", 0)
-        stream = TabStream(self._client, self._watch)
-        messages = stream.messages(request.query_params.get("run", ""), from_index)
-        return StreamingResponse(messages, media_type="text/event-stream")
+        stream, run_id = TabStream(self._watch), request.query_params.get("run", "")
+        if run_id:
+            messages = stream.of_run(self._books.watch(run_id), from_index)
+        else:
+            messages = stream.of_runs(self._runs)
+        return TabResponse(messages, media_type="text/event-stream")
 
     async def act(self, request: Request) -> Response:
         """Stop, resume or delete a run."""
@@ -242,11 +256,20 @@ class Page:
         run = await self._client.get(request.path_params["run_id"])
         calls = {"stop": run.cancel, "resume": run.resume, "delete": run.delete}
         await calls[action]()
+        self._books.watch(run.run_id).changed()
         return _json({})
 
 
 def _width(request: Request) -> int:
     return min(max(_number(request, "width", 720), MIN_WIDTH), MAX_WIDTH)
+
+
+def _view(request: Request) -> CurveView:
+    first, last = _number(request, "from", 1), _number(request, "to", 0)
+    if last and last <= first:
+        raise InvalidInputError.at("to", f"{last} is not behind {first}, where the steps begin")
+    columns = min(max(_number(request, "columns", 1), 1), 2)
+    return CurveView(max(first, 1), last or None, "log" in request.query_params, columns)
 
 
 Handler = Callable[[Request], Awaitable[Response]]

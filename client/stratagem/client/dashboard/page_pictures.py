@@ -3,29 +3,46 @@
 from collections.abc import Sequence
 from typing import Any
 
+from stratagem.client.dashboard.curve_view import WHOLE, CurveView
 from stratagem.client.dashboard.page_values import as_json
-from stratagem.client.report.panels import Panel, curve_panels, strategy_panels, time_line_panel
+from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.panel import Panel
+from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.client.report.run_values import ReportedRun
 
 
-def drawn(run: ReportedRun, width: int) -> str:
-    """Return the pictures of a run as the page takes them."""
-    return as_json(pictures_of(panels_of(run), width))
+def drawn(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
+    """Return the pictures of a run as the page takes them, and of how many of its events they
+    are."""
+    pictures = pictures_of(panels_of(run, view), width, view)
+    return as_json({**extent([run]), "panels": pictures})
 
 
-def panels_of(run: ReportedRun) -> list[Panel]:
+def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
+    """Return how many events of runs are read, and how many there are."""
+    read = [run.course.num_events for run in runs]
+    there = [run.status.event_index + 1 for run in runs]
+    return {"num_read": sum(read), "num_events": sum(map(max, read, there))}
+
+
+def panels_of(run: ReportedRun, view: CurveView = WHOLE) -> list[Panel]:
     """Return what the page shows of a run, in order."""
-    return [*curve_panels(run), *strategy_panels(run), time_line_panel(run)]
+    curves = curve_panels(run, view.steps(run.status.step))
+    return [*curves, *strategy_panels(run), time_line_panel(run)]
 
 
-def pictures_of(panels: Sequence[Panel], width: int) -> list[dict[str, Any]]:
+def pictures_of(panels: Sequence[Panel], width: int, view: CurveView) -> list[dict[str, Any]]:
     """Return pictures for a width, each with the table of its numbers."""
-    pictures = [(panel, panel.draw(width)) for panel in panels]
+    pictures = [
+        (panel, panel.drawn(view.width_of(at, len(panels), width), log=view.log))
+        for at, panel in enumerate(panels)
+    ]
     return [
         {
             "title": panel.title,
             "note": panel.note,
             "svg": picture.svg,
+            "steps": picture.steps,
             "headings": picture.table.headings,
             "rows": picture.table.rows,
         }

@@ -4,7 +4,7 @@ Pure: knows requests as plain texts, and neither sockets nor sessions.
 """
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -56,30 +56,57 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_unspecified(host: str) -> bool:
+    """Return whether the host is all addresses of this machine, by which nobody opens a page."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def address_of(
-    host: str, port: int, *, has_tls: bool, public_url: str, has_token: bool, behind_proxy: bool
+    host: str,
+    port: int,
+    *,
+    has_tls: bool,
+    public_url: str,
+    has_token: bool,
+    behind_proxy: bool,
+    names: Sequence[str] = (),
 ) -> PageAddress:
     """Return the address of the page, where it may be served there.
 
-    public_url: how browsers reach it where that is not the address itself. Raises
-    InvalidInputError: elsewhere than on this machine it takes a token, and TLS of its own or of a
-    proxy in front of it.
+    public_url: how browsers reach it where that is not the address itself. names: the hosts that
+    its certificate names. Raises InvalidInputError: elsewhere than on this machine it takes a
+    token, and TLS of its own or of a proxy in front of it, and a name that browsers know.
     """
     if behind_proxy and not public_url:
         raise InvalidInputError.at("--behind-proxy", "needs --public-url, the proxy's own address")
     if not is_loopback(host) and not (has_token and (has_tls or behind_proxy)):
         text = (
             f"{host} is reached from elsewhere, which takes --page-token-file, and "
-            "--page-tls-cert with --page-tls-key, or --behind-proxy; 127.0.0.1 takes neither"
+            "--page-tls-cert with --page-tls-key, or --behind-proxy with --public-url; 127.0.0.1 "
+            "takes none of them"
         )
         raise InvalidInputError.at("--listen", text)
     scheme = "https" if has_tls else "http"
-    names = ["127.0.0.1", "localhost", "[::1]"] if is_loopback(host) else [_bracketed(host)]
-    own = [origin_of(f"{scheme}://{name}:{port}") for name in names]
-    printed = origin_of(f"{scheme}://{_bracketed(host)}:{port}")
+    hosts = ["127.0.0.1", "localhost", "::1"] if is_loopback(host) else [host]
+    if is_unspecified(host):
+        if not (public_url or names):
+            text = (
+                f"missing: nobody opens a page at {host}, and its certificate names no host; write "
+                f"--public-url {scheme}://HOST:{port}, as browsers reach it"
+            )
+            raise InvalidInputError.at("--public-url", text)
+        hosts = []
+    own = [origin_of(f"{scheme}://{_bracketed(name)}:{port}") for name in (*hosts, *names)]
     if public_url:
         printed = origin_of(public_url)
         own = [printed, *(own if is_loopback(host) else ())]
+    elif is_unspecified(host):
+        printed = own[0]
+    else:
+        printed = origin_of(f"{scheme}://{_bracketed(host)}:{port}")
     return PageAddress(host, port, frozenset((*own, printed)), printed)
 
 

@@ -1,5 +1,6 @@
 """Serves the page: in this process until it is stopped, or in a thread beside other work."""
 
+import logging
 import secrets
 import socket
 import threading
@@ -13,15 +14,20 @@ from typing import Final
 import uvicorn
 
 from stratagem.client.dashboard.page_app import Page, PageSettings
+from stratagem.client.dashboard.page_gate import PageGate
 from stratagem.client.dashboard.page_rules import address_of
 from stratagem.client.dashboard.page_sessions import PageSessions, token_in
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.host_port import split_address
+from stratagem.common.identity.tls_files import certificates_in, names_of
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 PATIENCE_S: Final = 10.0
 """How long a call of the page waits for a coordinator that is away: the banner says so sooner."""
+BANNER_PATIENCE_S: Final = 2.0
+"""How long the banner does, which then says what the coordinator has answered."""
+DEFAULT_PORT: Final = 7080
 _ENDING_S: Final = 30.0
 
 
@@ -46,7 +52,8 @@ class PageServer:
         try:
             host, port = split_address(options.listen)
         except ValueError as error:
-            raise InvalidInputError.at("--listen", str(error)) from None
+            text = f"{error}; write such as {options.listen}:{DEFAULT_PORT}"
+            raise InvalidInputError.at("--listen", text) from None
         if (options.tls_cert is None) != (options.tls_key is None):
             raise InvalidInputError.at("--page-tls-cert", "goes with --page-tls-key")
         has_tls, file = options.tls_cert is not None, options.token_file
@@ -58,6 +65,7 @@ class PageServer:
             public_url=options.public_url,
             has_token=file is not None,
             behind_proxy=options.behind_proxy,
+            names=() if options.tls_cert is None else _named_in(options.tls_cert),
         )
         rules(port)  # before anything listens
         self._socket = _bound(host, port)
@@ -65,23 +73,13 @@ class PageServer:
         address = rules(port)
         is_secure = address.printed.startswith("https:")
         settings = PageSettings(address, PageSessions(token, port), options.operates, is_secure)
-        client = AsyncClient(
-            coordinator, patience_s=PATIENCE_S, tls=proof.tls, token_file=proof.token_file
+        client, asking = (
+            AsyncClient(coordinator, patience_s=each, tls=proof.tls, token_file=proof.token_file)
+            for each in (PATIENCE_S, BANNER_PATIENCE_S)
         )
         self.url = address.printed if file else f"{address.printed}/#token={token}"
         """Where to open it; with the token, unless the user has that in a file."""
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Page(settings, client).app(),
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                ssl_certfile=options.tls_cert,
-                ssl_keyfile=options.tls_key,
-                timeout_graceful_shutdown=1,
-                lifespan="on",
-            )
-        )
+        self._server = _Server(Page(settings, client, asking).app(), options)
 
     def serve(self) -> None:
         """Serve until SIGINT or SIGTERM."""
@@ -101,6 +99,40 @@ class PageServer:
         finally:
             self._server.should_exit = True
             thread.join(_ENDING_S)
+
+
+class _Server(uvicorn.Server):
+    """Ends what goes on before it waits for that."""
+
+    def __init__(self, gate: PageGate, options: PageOptions) -> None:
+        self._gate = gate
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                ssl_certfile=options.tls_cert,
+                ssl_keyfile=options.tls_key,
+                timeout_graceful_shutdown=1,
+                lifespan="on",
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gate.end()
+        # What is left are connections that browsers are slow to close, which is no error.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
+
+
+def _named_in(path: Path) -> tuple[str, ...]:
+    """Return the hosts that a certificate names, patterns left out."""
+    from cryptography import x509
+
+    own = certificates_in("--page-tls-cert", path)[0]
+    names = [*names_of(own, x509.DNSName), *names_of(own, x509.IPAddress)]
+    return tuple(name for name in names if "*" not in name)
 
 
 def _bound(host: str, port: int) -> socket.socket:

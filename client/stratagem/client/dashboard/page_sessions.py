@@ -2,15 +2,12 @@
 
 import hmac
 import secrets
-from collections import deque
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
 
-MAX_SESSIONS: Final = 1000
-"""Cookies that count at once; the oldest one ends when there is another."""
 MIN_TOKEN_CHARS: Final = 16
 
 
@@ -27,19 +24,22 @@ def token_in(path: Path) -> str:
 
 
 class PageSessions:
-    """The token of the page, and the cookies that were given for it."""
+    """The token of the page, and the cookies that were given for it.
+
+    A cookie is a random number with its signature by the token. So none is kept, and a page that
+    is started again with the same token knows those of before.
+    """
 
     def __init__(self, token: str, port: int) -> None:
-        self.token = token
+        self._token = token.encode()
         self.cookie = f"stratagem-{port}"  # cookies are shared by all ports of a host
-        self._open: deque[str] = deque(maxlen=MAX_SESSIONS)
 
     def begin(self, token: str) -> str | None:
         """Return the value of a new cookie; None for a wrong token."""
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not hmac.compare_digest(token.encode(), self._token):
             return None
-        self._open.append(secrets.token_urlsafe(32))
-        return self._open[-1]
+        number = secrets.token_urlsafe(24)
+        return f"{number}.{self._signature(number)}"
 
     def knows(self, cookie_header: str) -> bool:
         """Return whether a request carries a cookie that counts."""
@@ -49,5 +49,9 @@ class PageSessions:
             return False
         if morsel is None:
             return False
-        shown = morsel.value.encode()
-        return any(hmac.compare_digest(shown, each.encode()) for each in self._open)
+        number, _, signature = morsel.value.partition(".")
+        return hmac.compare_digest(signature.encode(), self._signature(number).encode())
+
+    def _signature(self, number: str) -> str:
+        signed = f"{self.cookie} {number}"  # a page of the same token elsewhere is another one
+        return hmac.new(self._token, signed.encode(), "sha256").hexdigest()

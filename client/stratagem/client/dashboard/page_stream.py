@@ -1,91 +1,132 @@
-"""The event stream of one tab: a run's facts and progress, or all runs, and a beat."""
+"""The event stream of one tab: a run's facts and progress, or all runs, and a beat.
+
+A tab is told at the pace at which it reads, and nothing waits for it in memory: who reads a run
+slowly gets events of its past later, and of all else the latest. One that reads nothing is cut.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Final
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, suppress
+from typing import Final, cast
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Send
 
 from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
-from stratagem.client.dashboard.page_queue import PageQueue
 from stratagem.client.dashboard.page_values import server_sent
-from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.dashboard.run_watch import RETRY_S, RunWatch
+from stratagem.client.dashboard.runs_watch import RunsWatch, ToldRuns
 from stratagem.client.sdk.views import Event
-from stratagem.common.base.errors import NotFoundError, StratagemError
-from stratagem.common.base.exception_text import told
+from stratagem.common.base.errors import StratagemError
 
 BEAT_S: Final = 10.0
-RETRY_S: Final = 2.0
-"""Before the coordinator is asked again for what it has refused."""
+STALL_S: Final = 60.0
+"""Until a tab that reads nothing of what waits for it is cut; it comes back with the number of the
+last event it has seen."""
 
 
 class TabStream:
-    """One tab's stream: what happens is put into its queue by tasks that end with it."""
+    """One tab's stream."""
 
-    def __init__(self, client: AsyncClient, watch: CoordinatorWatch) -> None:
-        self._client, self._watch = client, watch
-        self._queue = PageQueue()
+    def __init__(self, coordinator: CoordinatorWatch) -> None:
+        self._coordinator = coordinator
+        self._news = asyncio.Event()
+        self._beat_s = time.monotonic() - BEAT_S
+        self._beat_of: object = None
         self._next = 0
-        """The event that comes next."""
+        """The event that the tab is told next."""
 
-    async def messages(self, run_id: str, from_index: int) -> AsyncIterator[bytes]:
-        """Yield the messages of a run from an event on, or of all runs, until the reader goes or
-        is cut."""
-        work = self._follow_run(run_id, from_index) if run_id else self._follow_runs()
-        tasks = [asyncio.create_task(self._beat()), asyncio.create_task(work)]
-        self._watch.listeners.append(self._say_state)
+    async def of_run(self, watch: RunWatch, index: int) -> AsyncGenerator[bytes]:
+        """Yield the messages of a run from an event on."""
+        self._next = index
+        num_progress, ended_at, is_gone = 0, -1, False
+        with self._coordinator.listened_to(self._news.set), watch.looked_at(self._news.set):
+            while True:
+                self._news.clear()
+                for beat in self._beats():
+                    yield beat
+                if watch.is_ready:
+                    async with aclosing(self._facts(watch)) as facts:
+                        async for message in facts:
+                            yield message
+                if watch.progress and watch.num_progress != num_progress:
+                    num_progress = watch.num_progress
+                    yield watch.progress
+                if self._next == watch.ended_at != ended_at:
+                    ended_at = watch.ended_at
+                    yield server_sent("end", {})
+                if watch.gone and not is_gone:
+                    is_gone = True
+                    yield watch.gone
+                await self._wait()
+
+    async def of_runs(self, watch: RunsWatch) -> AsyncGenerator[bytes]:
+        """Yield the messages of all runs."""
+        seen = ToldRuns()
+        with self._coordinator.listened_to(self._news.set), watch.looked_at(self._news.set):
+            while True:
+                self._news.clear()
+                for message in (*self._beats(), *watch.news(seen)):
+                    yield message
+                await self._wait()
+
+    async def _facts(self, watch: RunWatch) -> AsyncGenerator[bytes]:
+        """Yield the events of a run that have not been told, and beats between them."""
+        self._next = min(self._next, watch.next)  # behind it is another run of the name
         try:
-            async for message in self._queue.messages():
-                yield message
-        finally:
-            self._watch.listeners.remove(self._say_state)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _beat(self) -> None:
-        while True:
-            self._say_state()
-            await asyncio.sleep(BEAT_S)
-
-    def _say_state(self) -> None:
-        state = self._watch.state
-        told_so = {"state": state.state, "why": state.why, "silent_s": self._watch.silent_s}
-        self._queue.replace("beat", server_sent("beat", {**told_so, "time_s": time.time()}))
-
-    async def _follow_run(self, run_id: str, from_index: int) -> None:
-        self._next = from_index
-        while True:
-            try:
-                await self._run(run_id)
-            except NotFoundError as error:
-                self._queue.put(server_sent("gone", {"why": told(error)}))
-                return
-            except StratagemError:
-                await asyncio.sleep(RETRY_S)  # the beat says what it is
-
-    async def _run(self, run_id: str) -> None:
-        """Follow a run to its end, and wait until something more happens to it."""
-        run = await self._client.get(run_id)
-        newest = (await run.status()).event_index
-        async with aclosing(run.watch(min(self._next, newest + 1))) as items:
-            async for item in items:
-                if not isinstance(item, Event):
-                    self._queue.replace("progress", server_sent("progress", item))
+            while self._next < watch.next:
+                if self._next >= watch.first:
+                    self._next += 1
+                    yield watch.event(self._next - 1)
                     continue
-                if item.index <= newest:
-                    await self._queue.room()
-                self._next = item.index + 1
-                self._queue.put(server_sent("fact", item, item.index))
-        self._queue.put(server_sent("end", {}))
-        while (await run.status()).event_index < self._next:  # noqa: ASYNC110  (asked far away)
-            await asyncio.sleep(RETRY_S)
+                first = self._next
+                past = watch.run.watch(first, follow=False, before_index=watch.first)
+                async with aclosing(past) as items:
+                    async for item in items:
+                        self._next = cast(Event, item).index + 1
+                        yield server_sent("fact", item, self._next - 1)
+                        for beat in self._beats():
+                            yield beat
+                if self._next == first:  # the run is deleted
+                    return
+        except StratagemError:
+            await asyncio.sleep(RETRY_S)  # the beat says what it is
+            self._news.set()
 
-    async def _follow_runs(self) -> None:
-        while True:
-            try:
-                async for change in self._client.watch_runs():
-                    await self._queue.room()
-                    self._queue.put(server_sent("runs", change))
-            except StratagemError:
-                await asyncio.sleep(RETRY_S)
+    def _beats(self) -> Iterator[bytes]:
+        """Yield how the coordinator is, when that has changed or was not said for a while."""
+        state, now_s = self._coordinator.state, time.monotonic()
+        if state == self._beat_of and now_s - self._beat_s < BEAT_S:
+            return
+        self._beat_of, self._beat_s = state, now_s
+        told_so = {"state": state.state, "why": state.why, "silent_s": self._coordinator.silent_s}
+        yield server_sent("beat", {**told_so, "time_s": time.time()})
+
+    async def _wait(self) -> None:
+        """Wait for news, or until a beat is due."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(self._beat_s + BEAT_S - time.monotonic(), 0.0)):
+                await self._news.wait()
+
+
+class TabResponse(StreamingResponse):
+    """The answer that a stream is: of a tab that reads nothing for a while, only its end waits."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Send what there is until the tab goes or is cut."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALL_S):
+                await send(message)
+
+        body = cast("AsyncGenerator[bytes]", self.body_iterator)
+        begin = {"type": "http.response.start", "status": self.status_code}
+        with suppress(TimeoutError):
+            async with aclosing(body) as messages:
+                await send({**begin, "headers": self.raw_headers})
+                async for message in messages:
+                    await send_in_time(
+                        {"type": "http.response.body", "body": message, "more_body": True}
+                    )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

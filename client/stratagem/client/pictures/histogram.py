@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stratagem.client.pictures.drawing.frame import Box, x_values
+from stratagem.client.pictures.drawing.frame import EDGE, Box, below, x_values
 from stratagem.client.pictures.drawing.scales import Axis, short, steps, whole_steps
 from stratagem.client.pictures.drawing.svg import SMALL, element, hint, label
 from stratagem.client.pictures.picture import NumberTable, Picture
@@ -17,7 +17,7 @@ def histogram(
     name: str,
     form: Callable[[float], str] = short,
     width: int = 360,
-    height: int = 180,
+    height: int = 194,
 ) -> Picture:
     """Return a bar for each range of values; name: what they are. Those not finite are left out."""
     finite = sorted(value for value in values if math.isfinite(value))
@@ -26,7 +26,7 @@ def histogram(
     for value in finite:
         place = sum(edge <= value for edge in edges[1:-1])
         counts[place] += 1
-    box = Box(40, 14, width - 14, height - 24)
+    box = Box(40, 14, width - EDGE, height - below(name))
     x = Axis(edges[0], edges[-1], box.left, box.right)
     most = max(counts, default=0) or 1
     y = Axis(0, most * 1.05, box.bottom, box.top)

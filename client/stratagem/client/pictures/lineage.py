@@ -4,7 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.client.pictures.drawing.frame import Box, dot_sign, legend, line_sign, x_values
+from stratagem.client.pictures.drawing.frame import (
+    EDGE,
+    Box,
+    below,
+    dot_sign,
+    legend,
+    line_sign,
+    x_values,
+)
 from stratagem.client.pictures.drawing.scales import Axis, short, whole_steps
 from stratagem.client.pictures.drawing.svg import SMALL, element, hint, label
 from stratagem.client.pictures.picture import NumberTable, Picture, thinned
@@ -26,9 +34,14 @@ class LineageNode:
 
 
 def lineage(
-    nodes: Sequence[LineageNode], *, title: str, best: str = "", width: int = 720
+    nodes: Sequence[LineageNode],
+    *,
+    title: str,
+    best: str = "",
+    less_is_better: bool = False,
+    width: int = 720,
 ) -> Picture:
-    """Return the members of all generations. best: the winner in words."""
+    """Return the members of all generations. best: the winner, in words."""
     count = max((node.member for node in nodes), default=0) + 1
     last = max((node.generation for node in nodes), default=1)
     step = 26 if count <= 24 else max(480 / count, 4.0)
@@ -40,7 +53,7 @@ def lineage(
     shown, top = legend(signs, 74, width)
     box = Box(74, top + 12, width - 60, top + 12 + step * (count - 1) + 12)
     x = Axis(1, max(last, 2), box.left + 10, box.right)
-    scores = sorted(node.score for node in nodes if node.score is not None)
+    scores = sorted((n.score for n in nodes if n.score is not None), reverse=less_is_better)
     known = {(node.member, node.generation): node for node in nodes}
 
     def place(member: int, generation: int) -> tuple[float, float]:
@@ -59,13 +72,13 @@ def lineage(
     for node in sorted(nodes, key=lambda each: each.wins):
         parts += _node(node, *place(node.member, node.generation), radius, scores)
     generations = whole_steps(1, last, max(2, round((box.right - box.left) / 80)))
-    axis_box = Box(box.left, box.top, width - 14, box.bottom + 4)
+    axis_box = Box(box.left, box.top, width - EDGE, box.bottom + 4)
     parts += x_values(x, axis_box, generations, "generation")
     copies = sum(node.parent != node.member for node in nodes)
     words = (
         f"{count} members, {last} generations, {copies} copies{f'; best: {best}' if best else ''}"
     )
-    height = int(box.bottom + 4 + 26)
+    height = int(box.bottom + 6 + below("generation"))
     return Picture(title, words, width, height, "".join(parts), _table(nodes))
 
 
@@ -89,7 +102,7 @@ def _node(
     text = f"member {node.member}, generation {node.generation}: {score}"
     more = hint(f"{text}, {node.params}" if node.params else text)
     yield element("circle", cx=x, cy=y, r=radius, fill="surface")
-    depth = "0"
+    depth = "0"  # scores: from the worst to the best
     if node.score is not None and scores:
         span = scores[-1] - scores[0]
         share = (node.score - scores[0]) / span if span else 1.0
@@ -104,11 +117,12 @@ def _node(
 def _table(nodes: Sequence[LineageNode]) -> NumberTable:
     rows = [
         (
-            *(str(node.generation), str(node.member), str(node.parent)),
+            *(str(node.generation), str(node.member)),
+            str(node.parent) if node.parent != node.member else "",
             *("" if node.score is None else short(node.score), node.params),
             "winner" if node.wins else "",
         )
         for node in sorted(nodes, key=lambda each: (each.generation, each.member))
     ]
-    headings = ("generation", "member", "copied from", "score", "hyperparameters", "")
+    headings = ("generation", "member", "copied from", "score", "hyperparameters", "wins")
     return NumberTable(headings, thinned(rows, 200))

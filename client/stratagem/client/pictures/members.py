@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stratagem.client.pictures.drawing.colours import series_colour
+from stratagem.client.pictures.drawing.colours import NUM_SERIES, series_colour
 from stratagem.client.pictures.drawing.frame import box_sign
 from stratagem.client.pictures.drawing.lanes import Bar, lanes
+from stratagem.client.pictures.drawing.order import natural
 from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.pictures.drawing.svg import label
-from stratagem.client.pictures.picture import NumberTable, Picture
+from stratagem.client.pictures.picture import NumberTable, Picture, thinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,56 +18,75 @@ class Stay:
 
     worker: str
     party: str
+    """Whose member it was, or what it did; "" is the whole run."""
     start: float
     end: float | None
     """None: it is one now."""
     ending: str = ""
     is_lost: bool = False
+    task: str = ""
+    """What it did for the party, such as "client 3"."""
 
 
 def members(stays: Sequence[Stay], *, title: str, now: float, width: int = 720) -> Picture:
-    """Return a lane for each worker; parties have colours of their own. now: the time until which
-    those are drawn that have not ended."""
-    names = sorted({stay.worker for stay in stays}, key=_natural)
-    parties = list(dict.fromkeys(stay.party for stay in stays))
-    places, colours = {n: i for i, n in enumerate(names)}, {p: i for i, p in enumerate(parties)}
+    """Return a lane for each worker, and further ones below it for what it did at the same time;
+    parties have colours of their own. now: the time until which those are drawn that have not
+    ended."""
+    in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
+    names, places = _placed(in_order, now)
+    parties = sorted({stay.party for stay in stays}, key=natural)
+    colours = {party: series_colour(at) for at, party in enumerate(parties)}
     bars = [
         Bar(
-            *(places[stay.worker], stay.start, now if stay.end is None else stay.end),
-            series_colour(colours[stay.party]),
-            f"{stay.worker}{f' in {stay.party}' if stay.party else ''}: {_ending(stay)}",
-            inside=stay.party,
+            *(place, stay.start, now if stay.end is None else stay.end, colours[stay.party]),
+            f"{stay.worker}{f', {stay.party}' if stay.party else ''}: {_told(stay)}",
+            inside=stay.task or stay.party,
             ending="✕" if stay.is_lost else "",
         )
-        for stay in stays
+        for place, stay in zip(places, in_order, strict=True)
     ]
     signs = [
-        (box_sign(series_colour(at), fill_opacity="0.82"), party or "member")
-        for at, party in enumerate(parties)
+        (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
     ]
+    if len(parties) > NUM_SERIES:  # colours repeat: what is written in the bars tells them apart
+        signs = [(box_sign("s1", fill_opacity="0.82"), f"member of one of {len(parties)} parties")]
     if any(stay.is_lost for stay in stays):
         signs.append((label(-5, 5, "✕", fill="bad", size=13, weight="700"), "lost"))
     content, height = lanes(names, bars, signs, width=width, end=now)
-    rows = tuple(
+    rows = [
         (
             *(stay.worker, stay.party or "the run", duration(stay.start)),
             "" if stay.end is None else duration(stay.end),
-            _ending(stay),
+            _told(stay),
         )
-        for stay in sorted(stays, key=lambda each: (_natural(each.worker), each.start))
-    )
-    lost = sum(stay.is_lost for stay in stays)
-    words = f"{len(names)} workers within {duration(now)}; {lost or 'none'} lost"
-    table = NumberTable(("worker", "of", "from", "to", "why it ended"), rows)
+        for stay in in_order
+    ]
+    lost, workers = sum(stay.is_lost for stay in stays), len({stay.worker for stay in stays})
+    words = f"{workers} workers within {duration(now)}; {lost or 'none'} lost"
+    table = NumberTable(("worker", "of", "from", "to", "why it ended"), thinned(rows, 200))
     return Picture(title, words, width, height, content, table)
 
 
-def _ending(stay: Stay) -> str:
-    return "still a member" if stay.end is None else stay.ending
+def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:
+    """Return the names of lanes and the lane of each stay: the first one of its worker that is
+    free. stays: by worker, then in order of time."""
+    names: list[str] = []
+    free: list[float] = []
+    """By lane of the worker, from when on."""
+    places: list[int] = []
+    worker = None
+    for stay in stays:
+        if stay.worker != worker:
+            worker, free = stay.worker, []
+        lane = next((at for at, since in enumerate(free) if since <= stay.start), len(free))
+        if lane == len(free):
+            free.append(0.0)
+            names.append("" if lane else stay.worker)
+        free[lane] = now if stay.end is None else stay.end
+        places.append(len(names) - len(free) + lane)
+    return names, places
 
 
-def _natural(name: str) -> tuple[str, int, str]:
-    """Return what names are ordered by: worker-2 before worker-10."""
-    head = name.rstrip("0123456789")
-    digits = name[len(head) :]
-    return head, int(digits) if digits else -1, name
+def _told(stay: Stay) -> str:
+    ending = "still a member" if stay.end is None and not stay.ending else stay.ending
+    return f"{stay.task}, {ending}" if stay.task else ending

@@ -1,5 +1,6 @@
 """A picture: its SVG text, what it says in words, and a table of the same numbers."""
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -41,6 +42,8 @@ class Picture:
     content: str
     """SVG elements."""
     table: NumberTable
+    steps: tuple[float, float, float, float] | None = None
+    """Of a curve: its first and its last step, and where these are to the right, in pixels."""
 
     @property
     def svg(self) -> str:
@@ -55,6 +58,13 @@ class Picture:
             "rect", width=self.width, height=self.height, rx=6, fill="surface", stroke="none"
         )
         return self._whole(f"<style>{stylesheet()}</style>{surface}")
+
+    def to_html(self) -> str:
+        """Return the picture as an image that has its bytes in it: shown without scripts, also
+        where nobody trusts the page."""
+        data = base64.b64encode(self.svg_file.encode()).decode()
+        words = escaped(f"{self.title}: {self.description}")
+        return f'<img alt="{words}" src="data:image/svg+xml;base64,{data}">'
 
     def _whole(self, before: str) -> str:
         size = f'width="{self.width}" height="{self.height}"'

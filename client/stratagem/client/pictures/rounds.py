@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.client.pictures.drawing.frame import (
+    EDGE,
     Box,
+    below,
     box_sign,
     legend,
     line_sign,
@@ -54,7 +56,7 @@ def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture
         signs.append((_dashes("bad"), "deadline"))
     shown, top = legend(signs, 52, width)
     first, last = (bars[0].number, bars[-1].number) if bars else (1, 1)
-    left, right = 52.0, width - 14.0
+    left, right = 52.0, float(width - EDGE)
     x = Axis(first - 0.5, last + 0.5, left, right)
     boxes = [Box(left, top + a, right, top + b) for a, b in ((10, 110), (134, 214), (238, 298))]
     columns = _columns(bars, math.ceil(len(bars) * MIN_PIXELS / (right - left)))
@@ -74,7 +76,7 @@ def rounds(bars: Sequence[RoundBar], *, title: str, width: int = 720) -> Picture
     ]
     headings = ("round", "loss", "done", "late", "rejected", "needed", "time", "deadline")
     table = NumberTable(headings, thinned(rows))
-    return Picture(title, _words(bars), width, top + 324, "".join(parts), table)
+    return Picture(title, _words(bars), width, top + 300 + below("round"), "".join(parts), table)
 
 
 def _words(bars: Sequence[RoundBar]) -> str:

@@ -4,7 +4,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stratagem.client.pictures.drawing.frame import Box, legend, line_sign, x_values, y_grid
+from stratagem.client.pictures.drawing.frame import (
+    EDGE,
+    Box,
+    below,
+    legend,
+    line_sign,
+    x_values,
+    y_grid,
+)
 from stratagem.client.pictures.drawing.scales import Axis, axis_of, short, whole_steps
 from stratagem.client.pictures.drawing.svg import element, hint, path_of
 from stratagem.client.pictures.picture import NumberTable, Picture, thinned
@@ -19,8 +27,8 @@ def scores(
     """Return the scores of all members, and the best of each generation; metric: what they are."""
     signs = [(line_sign("s2"), f"best {metric}"), (line_sign("muted"), "each member")]
     shown, top = legend(signs, 52, width)
-    height = top + 200
-    box = Box(52, top + 6, width - 14, height - 24)
+    height = top + 176 + below("generation")
+    box = Box(52, top + 6, width - EDGE, top + 176)
     known = [[s for s in of_one if s is not None and math.isfinite(s)] for of_one in values]
     x = Axis(1, max(len(values), 2), box.left + 8, box.right - 8)
     y = axis_of([score for of_one in known for score in of_one], box.bottom, box.top)

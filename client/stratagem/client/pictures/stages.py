@@ -17,7 +17,7 @@ class Task:
     """A stage at work on one micro-batch."""
 
     lane: int
-    """Which of the lanes: a stage, or the rank that it is on."""
+    """Which of the lanes: a stage, or those that one worker takes turns at."""
     start: float
     end: float
     kind: str

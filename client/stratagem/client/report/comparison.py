@@ -1,15 +1,24 @@
 """Several runs beside each other: their curves in one picture, and in what their jobs differ."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final, Self
 
-from stratagem.client.pictures.curve import Line, curve
-from stratagem.client.pictures.picture import Picture
+from stratagem.client.pictures.curve import curve
+from stratagem.client.pictures.curve_rows import Line
+from stratagem.client.pictures.drawing.scales import duration, short
+from stratagem.client.pictures.picture import NumberTable, Picture
+from stratagem.client.report.curve_panels import MAX_CURVES, NOTES, Steps, between, unit_of
 from stratagem.client.report.lines import groups, with_history
-from stratagem.client.report.panels import MAX_CURVES, Panel, unit_of
-from stratagem.client.report.run_values import ReportedRun
+from stratagem.client.report.panel import Panel
+from stratagem.client.report.run_values import ReportedRun, progress_text
+from stratagem.common.base.errors import InvalidInputError
+
+MAX_COMPARED: Final = 8
+WIDTH: Final = 720
+"""Of pictures in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +48,101 @@ def _fields(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
             yield f"{above}{name}", each
 
 
-def overlay_panels(runs: Sequence[ReportedRun]) -> list[Panel]:
-    """Return a curve for each metric, with a line for each run that has it."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs beside each other: what they have reached, and in what their jobs differ."""
+
+    runs: tuple[ReportedRun, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[ReportedRun]) -> Self:
+        """Return a comparison of 2 to 8 runs. Raises InvalidInputError for another number."""
+        check_compared([run.status.run_id for run in runs])
+        return cls(tuple(runs))
+
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """Return the names of the runs, in order."""
+        return tuple(run.status.run_id for run in self.runs)
+
+    @property
+    def differences(self) -> tuple[JobDifference, ...]:
+        """Return the fields in which their jobs differ."""
+        return job_differences([run.job for run in self.runs])
+
+    @property
+    def metrics(self) -> Mapping[str, tuple[float | None, ...]]:
+        """Return the newest metrics, by name, of each run in order; None: it has none."""
+        names = sorted({name for run in self.runs for name in run.status.metrics})
+        return {name: tuple(run.status.metrics.get(name) for run in self.runs) for name in names}
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Return a curve for each metric, with a line for each run."""
+        return overlay_panels(self.runs)
+
+    @property
+    def runs_table(self) -> NumberTable:
+        """Return how far the runs are, and their newest metrics: a column for each run."""
+        rows: list[tuple[str, ...]] = [
+            ("phase", *(run.status.phase for run in self.runs)),
+            ("strategy", *(run.status.strategy for run in self.runs)),
+            ("progress", *(progress_text(run.status) for run in self.runs)),
+            ("time", *(duration(run.seconds) for run in self.runs)),
+        ]
+        for name, values in self.metrics.items():
+            rows.append((name, *("" if value is None else short(value) for value in values)))
+        return NumberTable(("", *self.run_ids), tuple(rows))
+
+    @property
+    def differences_table(self) -> NumberTable:
+        """Return the fields in which their jobs differ: a column for each run."""
+        rows = tuple((each.key, *map(_text, each.values)) for each in self.differences)
+        return NumberTable(("field", *self.run_ids), rows)
+
+    def _repr_html_(self) -> str:
+        """Return the tables and the curves as images, without scripts."""
+        pictures = "".join(f"<div>{each.draw(WIDTH).to_html()}</div>" for each in self.panels[:4])
+        return f"{self.runs_table.to_html()}{self.differences_table.to_html()}{pictures}"
+
+
+def check_compared(run_ids: Sequence[str]) -> None:
+    """Raise InvalidInputError unless these are 2 to 8 different runs."""
+    if not 2 <= len(run_ids) <= MAX_COMPARED:
+        text = f"names {len(run_ids)} runs, and takes 2 to {MAX_COMPARED}"
+        raise InvalidInputError.at("runs", text)
+    double = next((each for each in run_ids if run_ids.count(each) > 1), None)
+    if double is not None:
+        raise InvalidInputError.at("runs", f"{double!r} is named twice")
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def overlay_panels(runs: Sequence[ReportedRun], steps: Steps | None = None) -> list[Panel]:
+    """Return a curve for each metric, with a line for each run that has it. steps: the first and
+    the last one that are shown; unless given, all."""
     found: dict[str, list[Line]] = {}
-    for run in runs:
-        for name, line in with_history(run.course.root.lines, run.history).items():
-            found.setdefault(name, []).append(replace(line, name=run.status.run_id))
+    for at, run in enumerate(runs):
+        lines = between(with_history(run.course.root.lines, run.history), steps)
+        for name, line in lines.items():
+            found.setdefault(name, []).append(replace(line, name=run.status.run_id, colour=at))
     in_order = [
         name
         for _, frame in groups({name: replace(of[0], name=name) for name, of in found.items()})
         for name in (line.name for line in frame)
     ]
     unit = " or ".join(dict.fromkeys(map(unit_of, runs)))
-    return [
-        Panel(name, name, partial(_drawn, found[name], name, unit))
-        for name in in_order[:MAX_CURVES]
-    ]
+    return [_panel(found[name], name, unit, steps) for name in in_order[:MAX_CURVES]]
 
 
-def _drawn(lines: Sequence[Line], title: str, unit: str, width: int) -> Picture:
-    return curve(lines, title=title, unit=unit, width=width, height=220)
+def _panel(lines: Sequence[Line], name: str, unit: str, steps: Steps | None) -> Panel:
+    def draw(width: int, *, log: bool = False) -> Picture:
+        frame = partial(curve, title=name, unit=unit, width=width, height=234, span=steps)
+        return frame(lines, log=log)
+
+    has_log = any(value > 0 for line in lines for value in line.last)
+    return Panel(
+        name, name, draw, NOTES.get(name, ""), partial(draw, log=True) if has_log else None
+    )

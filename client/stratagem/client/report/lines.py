@@ -1,10 +1,15 @@
 """The curves of a run from its facts: one value for each segment or round that has ended."""
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from stratagem.client.course.payloads import number, numbers, party_of, undone_from
 from stratagem.client.course.shapes import EventLike, SeriesLike
-from stratagem.client.pictures.curve import Line
+from stratagem.client.pictures.curve_rows import Line
+from stratagem.common.history import Columns
+from stratagem.common.history.columns import Floats, Ints, shortened
 
 _TRAIN = "train.loss"
 _RATE = "train.lr"
@@ -12,8 +17,33 @@ _COUNTED = ("train.loss_", "stop.", "plateau.", "train.skipped_steps")
 """Metrics that are no curve: spreads, and what the coordinator counts on."""
 
 _GRAD_NORM = "train.grad_norm"
+_OWN = ("train.", "time.")
+"""Beginnings of the names of a run's own series: those of its parts begin with the part."""
 RECORDED = ("train.*", "time.rows_per_s")
 """Series of the step history that have a curve."""
+
+MAX_POINTS = 4096
+"""Of one line, more than a picture has columns; others are rows of several values each."""
+MAX_PARTS = 16
+"""Stages and nodes of a party whose steps are asked for."""
+_OF_STAGES = ("busy_s", "span_s", "memory_bytes")
+
+
+def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the series and the parties whose steps the pictures of a run with this job show: its
+    own, and those of the stages of its pipeline or of its nodes."""
+    strategy = job.get("strategy") or {}
+    aggregation = (strategy.get("aggregation") or {}).get("method")
+    if strategy.get("type") == "DataParallel":
+        inner = (strategy.get("options") or {}).get("inner") or {}
+        strategy = inner if inner.get("type") == "ModelParallel" else strategy
+    if strategy.get("type") == "ModelParallel":
+        stages = (f"stage/{stage}" for stage in range(MAX_PARTS))
+        return (*RECORDED, *_OF_STAGES), ("", *stages)
+    if aggregation == "Decentralized":
+        return RECORDED, ("", *(f"node/{node}" for node in range(MAX_PARTS)))
+    return RECORDED, ()
+
 
 Point = tuple[int, float, float]
 """Segment, step, value."""
@@ -68,17 +98,20 @@ class LinesFolding:
 
 
 def with_history(lines: Mapping[str, Line], history: Mapping[str, SeriesLike]) -> dict[str, Line]:
-    """Return the lines with every step of those series that were recorded."""
-    recorded = {
-        name: _recorded(name, series) for name, series in history.items() if len(series.step)
+    """Return the lines with every step of those series of the party itself that were recorded."""
+    own = {
+        name: recorded_line(name, series)
+        for name, series in history.items()
+        if len(series.step) and name.startswith(_OWN)
     }
-    found = {**lines, **recorded}
-    if _GRAD_NORM in recorded:
+    found = {**lines, **own}
+    if _GRAD_NORM in own:
         found.pop("train.max_grad_norm", None)  # which its band shows
     return found
 
 
-def _recorded(name: str, series: SeriesLike) -> Line:
+def recorded_line(name: str, series: SeriesLike) -> Line:
+    """Return a recorded series as a line of this name."""
     certain = series.step[~series.provisional]
     values = (series.step, series.last, series.min, series.max)
     step, last, low, high = (each.tolist() for each in values)
@@ -89,7 +122,21 @@ def _recorded(name: str, series: SeriesLike) -> Line:
 def _line(name: str, points: Mapping[int, Point]) -> Line:
     in_order = sorted(points.values(), key=lambda point: point[1])
     dots = not name.startswith("train.")
-    return Line(name, [p[1] for p in in_order], [p[2] for p in in_order], dots=dots)
+    steps, values = [p[1] for p in in_order], [p[2] for p in in_order]
+    if len(in_order) <= MAX_POINTS:
+        return Line(name, steps, values, dots=dots)
+    rows = _few(np.array(steps), np.array(values))
+    step, last, low, high = (each.tolist() for each in rows.arrays[:4])
+    return Line(name, step, last, low, high, dots=dots)
+
+
+def _few(steps: Ints, values: Floats) -> Columns:
+    """Return values as rows that keep the last, the least and the greatest of those in each."""
+    is_finite = np.isfinite(values)
+    finite = np.where(is_finite, values, np.nan)
+    counts, others = is_finite.astype(np.int64), (~is_finite).astype(np.int64)
+    rows = Columns(steps, finite, finite, finite, counts, others)
+    return shortened(rows, 1, MAX_POINTS)[0]
 
 
 def groups(lines: Mapping[str, Line]) -> list[tuple[str, list[Line]]]:

@@ -4,66 +4,113 @@ Pictures are images within the page, so that they are shown without scripts, and
 nobody has trusted yet.
 """
 
-import base64
 import importlib
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from stratagem.client.course.population import winner_text
-from stratagem.client.pictures.drawing.scales import short
+from stratagem.client.pictures.drawing.scales import duration, short, size_text
 from stratagem.client.pictures.drawing.svg import escaped
-from stratagem.client.pictures.picture import NumberTable, Picture
-from stratagem.client.report.panels import curve_panels, strategy_panels
-from stratagem.client.report.run_values import ReportedRun, StatusLike
+from stratagem.client.pictures.picture import NumberTable
+from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.run_panels import strategy_panels
+from stratagem.client.report.run_values import ReportedRun, StatusLike, progress_text, time_text
 from stratagem.common.base.errors import WrongStateError
 
 Item = TypeVar("Item")
+Columns = Mapping[str, Callable[[Any], str]]
 
 WIDTH: Final = 720
 REFRESH_S: Final = 0.5
 
 
 class Listed(tuple[Item, ...]):
-    """A tuple that a notebook shows as a table."""
+    """A tuple that a notebook shows as a table; what its cells say is for people."""
 
     __slots__ = ()
+    columns: ClassVar[Columns] = {"": str}
+    """What is told of each item, by heading."""
 
     def _repr_html_(self) -> str:
-        """Return the values of all items by name, without what is longer than a line."""
+        """Return a row for each item, without columns that say nothing."""
         if not self:
             return "<p>none</p>"
-        columns = [name for name in getattr(self[0], "__slots__", ()) if name not in _LONG]
-        rows = tuple(tuple(_cell(getattr(each, name)) for name in columns) for each in self)
-        shown = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
-        kept = tuple(tuple(row[at] for at in shown) for row in rows)
-        return NumberTable(tuple(columns[at] for at in shown), kept).to_html()
+        cells = {name: [_cut(cell(each)) for each in self] for name, cell in self.columns.items()}
+        shown = {name: column for name, column in cells.items() if any(column)}
+        return NumberTable(tuple(shown), tuple(zip(*shown.values(), strict=True))).to_html()
 
 
-_LONG: Final = ("payload", "job", "commits", "error", "numerics", "incarnation")
+class ListedRuns(Listed[Item]):
+    """Statuses of runs."""
+
+    __slots__ = ()
+    columns: ClassVar[Columns] = {
+        "run": lambda run: run.run_id,
+        "name": lambda run: run.name,
+        "strategy": lambda run: run.strategy,
+        "phase": lambda run: run.phase,
+        "progress": progress_text,
+        "metrics": lambda run: _metrics(run),
+        "begun": lambda run: time_text(run.submitted_at_s),
+        "took": lambda run: "" if run.seconds is None else duration(run.seconds),
+    }
+
+
+class ListedWorkers(Listed[Item]):
+    """Registered workers."""
+
+    __slots__ = ()
+    columns: ClassVar[Columns] = {
+        "worker": lambda worker: worker.worker_id,
+        "state": lambda worker: (
+            "alive" if worker.is_alive else f"silent for {duration(worker.silent_s)}"
+        ),
+        "device": lambda worker: f"{worker.device} ({worker.device_name})",
+        "memory": lambda worker: size_text(worker.memory_bytes) if worker.memory_bytes else "",
+        "threads": lambda worker: str(worker.num_threads or ""),
+        "runs": lambda worker: ", ".join(worker.run_ids),
+        "tags": lambda worker: ", ".join(worker.tags),
+        "address": lambda worker: worker.address,
+        "reason": lambda worker: worker.reason,
+    }
+
+
+class ListedEvents(Listed[Item]):
+    """Events of a run."""
+
+    __slots__ = ()
+    columns: ClassVar[Columns] = {
+        "event": lambda event: str(event.index),
+        "time": lambda event: time_text(event.time_s),
+        "kind": lambda event: event.kind,
+        "phase": lambda event: event.phase,
+        "what": lambda event: event.sentence,
+    }
+
+
 _MAX_CELL: Final = 120
+_MAX_METRICS: Final = 3
 
 
-def _cell(value: object) -> str:
-    match value:
-        case None | "" | () | False:
-            return ""
-        case float():
-            return short(value)
-        case dict():
-            text = ", ".join(f"{name} {_cell(each)}" for name, each in sorted(value.items()))
-        case tuple():
-            text = ", ".join(map(str, value))
-        case _:
-            text = str(value)
+def _cut(text: str) -> str:
     return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 1]}…"
+
+
+def _metrics(run: StatusLike) -> str:
+    """Return a few metrics: the one that decides first, then evaluations, then the training's."""
+    evaluation = run.job.get("evaluation") or {}
+    chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
+    names = sorted(
+        run.metrics, key=lambda each: (each != chief, each[:6] == "train.", each != "train.loss")
+    )
+    return ", ".join(f"{name} {short(run.metrics[name])}" for name in names[:_MAX_METRICS])
 
 
 def header_html(status: StatusLike) -> str:
     """Return a run in a few lines."""
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.metrics.items()))
-    steps = f"step {status.step} of {status.num_steps}" if status.num_steps else ""
-    parts = [status.strategy, status.phase, steps, metrics, status.reason]
+    parts = [status.strategy, status.phase, progress_text(status), metrics, status.reason]
     shown = " · ".join(escaped(part) for part in parts if part)
     winner = winner_text(status)
     more = [f"best: {winner}"] if winner else []
@@ -77,14 +124,8 @@ def header_html(status: StatusLike) -> str:
 def run_html(run: ReportedRun) -> str:
     """Return a run as it is shown in a notebook: a header, its losses, and its strategy."""
     panels = [*curve_panels(run)[:1], *strategy_panels(run)[:2]]
-    pictures = "".join(f"<div>{_image(panel.draw(WIDTH))}</div>" for panel in panels)
+    pictures = "".join(f"<div>{panel.draw(WIDTH).to_html()}</div>" for panel in panels)
     return f"<div>{header_html(run.status)}</div>{pictures}"
-
-
-def _image(picture: Picture) -> str:
-    data = base64.b64encode(picture.svg_file.encode()).decode()
-    words = escaped(f"{picture.title}: {picture.description}")
-    return f'<img alt="{words}" src="data:image/svg+xml;base64,{data}">'
 
 
 class _Handle(Protocol):
@@ -92,11 +133,21 @@ class _Handle(Protocol):
 
 
 def _display() -> Any:
-    """Return IPython's module for outputs, which is not of the base install: notebooks have it."""
+    """Return IPython's module for outputs, which is not of the base install: notebooks have it.
+
+    Raises WrongStateError where nobody shows HTML: in a plain program, and in IPython's terminal.
+    """
     try:
-        return importlib.import_module("IPython.display")
+        shell = importlib.import_module("IPython").get_ipython()
+        display = importlib.import_module("IPython.display")
     except ImportError:
-        raise WrongStateError("show() is for notebooks: there is no IPython here") from None
+        shell = None
+    if shell is None or "text/html" not in shell.display_formatter.active_types:
+        raise WrongStateError(
+            "show() is for notebooks, and this is none: follow the run with `stratagem attach RUN`,"
+            " or `for item in run.watch(): print(item)`; run.report(path) writes a page about it"
+        )
+    return display
 
 
 def follow(changes: Iterable[object], render: Callable[[], str]) -> None:

@@ -3,8 +3,10 @@
 A run that goes on is read on: nothing of what was read is read again, and no event is kept.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 from stratagem.client.course.clients import FederatedClient, Home, homes, of_rounds
 from stratagem.client.course.members import MembersFolding
@@ -12,9 +14,23 @@ from stratagem.client.course.payloads import party_of
 from stratagem.client.course.population import PopulationFolding
 from stratagem.client.course.rounds import Round, RoundsFolding
 from stratagem.client.course.shapes import EventLike
-from stratagem.client.pictures.curve import Line
+from stratagem.client.pictures.curve_rows import Line
 from stratagem.client.report.lines import LinesFolding
 from stratagem.client.report.time_marks import TimeMarks
+
+MAX_DECISIONS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a strategy has noted."""
+
+    after_s: float
+    """The beginning of the run."""
+    party: str
+    kind: str
+    """In the strategy's own words."""
+    reason: str
 
 
 class PartyCourse:
@@ -28,6 +44,10 @@ class PartyCourse:
         self.worker_ids: tuple[str, ...] = ()
         """Of the newest membership with members."""
         self.engine = ""
+        self.num_segments = 0
+        """That have ended, those of all rounds of a silo together."""
+        self.failure = ""
+        """Why it has failed, as a sentence."""
         self.reached: list[tuple[float, int]] = []
         """Wall time and step of the ends of segments; neither ever decreases."""
 
@@ -62,8 +82,11 @@ class PartyCourse:
                 self.worker_ids = tuple(member["worker_id"] for member in members)
             case "SegmentFinished":
                 self.engine = str(event.payload["engine"])
+                self.num_segments += 1
                 at, step = self.reached[-1] if self.reached else (0.0, 0)
                 self.reached.append((max(at, event.time_s), max(step, event.payload["step"])))
+            case "PartyFailed":
+                self.failure = event.sentence
 
 
 class RunCourse:
@@ -71,7 +94,8 @@ class RunCourse:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         """job: of the run, as its status has it."""
-        self.num_events = 0
+        self.num_events = self.num_returns = 0
+        """Those that were read, and how many of them have gone back to an earlier commit."""
         self.began_s: float | None = None
         """Wall time of the first event; None: there is none yet."""
         self.newest_s = 0.0
@@ -80,6 +104,8 @@ class RunCourse:
         """By path, in order of first mention; "" is the root."""
         self.members, self.population = MembersFolding(), PopulationFolding(job)
         self.time_marks = TimeMarks()
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        """Of a strategy that is not one of the built-in ones, the newest ones."""
 
     @classmethod
     def of(cls, events: Iterable[EventLike], job: Mapping[str, Any]) -> Self:
@@ -107,6 +133,7 @@ class RunCourse:
             self.parties[party] = PartyCourse(party)
         concerned: Sequence[PartyCourse] = [self.parties[party]]
         if event.kind == "RunResumed":
+            self.num_returns += 1
             concerned = list(self.parties.values())
         for each in concerned:
             each.fold(event)
@@ -114,3 +141,6 @@ class RunCourse:
         self.members.fold(event)
         self.population.fold(event)
         self.time_marks.fold(event, self.began_s)
+        if event.kind == "Noted":
+            kind, reason = str(event.payload["kind"]), str(event.payload.get("reason") or "")
+            self.decisions.append(Decision(event.time_s - self.began_s, party, kind, reason))

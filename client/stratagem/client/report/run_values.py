@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from stratagem.client.course.shapes import EventLike, RunLike, SeriesLike
 from stratagem.client.report.run_course import RunCourse
@@ -45,6 +45,8 @@ class StatusLike(RunLike, Protocol):
     def segment(self) -> int: ...
     @property
     def num_segments(self) -> int: ...
+    @property
+    def event_index(self) -> int: ...
     @property
     def submitted_at_s(self) -> float: ...
     @property
@@ -102,6 +104,20 @@ class ReportedRun:
     def seconds(self) -> float:
         """Return the time from the first to the newest event."""
         return self.course.newest_s - self.began_s if self.course.num_events else 0.0
+
+
+_UNITS: Final[Mapping[str, str]] = {
+    "Federated": "rounds",
+    "PopulationBased": "generations",
+    "Custom": "steps of the strategy",
+}
+"""That a run counts, by the type of its strategy; others count steps."""
+
+
+def progress_text(status: StatusLike) -> str:
+    """Return how far a run is, as "12 of 30 rounds"; "" where it is not known."""
+    unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
+    return f"{status.step:,} of {status.num_steps:,} {unit}" if status.num_steps else ""
 
 
 def time_text(time_s: float) -> str:

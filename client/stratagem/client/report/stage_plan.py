@@ -19,30 +19,45 @@ _TAKES: Final = {
 
 
 def planned_tasks(
-    ranks: Sequence[int], engine: str, job: Mapping[str, Any]
+    ranks: Sequence[int],
+    engine: str,
+    strategy: Mapping[str, Any],
+    num_rows: int,
+    busy_s: Sequence[float] = (),
 ) -> tuple[list[str], list[Task]]:
-    """Return the ranks of one replica, and what they do when; nothing where that is not known.
+    """Return the lanes of one replica, named by their stages, and what is done in each when;
+    nothing where that is not known.
 
     ranks: of each stage in the newest membership. engine: the newest one, which names the schedule.
-    Times are in forward passes of one stage; hops take none, and all stages are equal.
+    strategy: of one replica. num_rows: of its part of a batch. busy_s: how long each stage has
+    computed in a step; times are then in seconds, and otherwise in forward passes of stages that
+    are equal. A backward pass takes twice as long as a forward one, hops take no time.
     """
-    sizes = (job.get("strategy") or {}).get("communication") or {}
-    size, batch = sizes.get("micro_batch_size"), job.get("batch_size")
-    if not ranks or not size or not batch:
+    size = (strategy.get("communication") or {}).get("micro_batch_size")
+    if not ranks or not size or not num_rows:
         return [], []
-    num_replicas = (job.get("strategy") or {}).get("num_replicas") or 1
-    count = max(math.ceil(batch / num_replicas / size), 1)
+    count = math.ceil(num_rows / size)
     if count * len(ranks) * 2 > MAX_TASKS:
         return [], []
     named = next((word for word in engine.split() if word in SCHEDULES), "1f1b")
-    return [f"rank {rank}" for rank in range(max(ranks) + 1)], _played(
-        choose(named, ranks, count), len(ranks)
+    return [_lane(ranks, rank) for rank in range(max(ranks) + 1)], _played(
+        choose(named, ranks, count),
+        [each / (3 * count) for each in busy_s]
+        if len(busy_s) == len(ranks)
+        else [1.0] * len(ranks),
     )
 
 
-def _played(schedule: Schedule, num_stages: int) -> list[Task]:
-    """Return when each action begins and ends, each as early as it can."""
-    needs = [(stage - 1,) if stage else () for stage in range(num_stages)]
+def _lane(ranks: Sequence[int], rank: int) -> str:
+    """Return what a rank has: "stage 1", or "stages 0, 2" where it takes turns at several."""
+    stages = [str(stage) for stage, its_rank in enumerate(ranks) if its_rank == rank]
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+
+
+def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:
+    """Return when each action begins and ends, each as early as it can. lengths: of a forward pass,
+    by stage."""
+    needs = [(stage - 1,) if stage else () for stage in range(len(lengths))]
     needed_by = consumers(needs)
     done: dict[Action, float] = {}
     tasks: list[Task] = []
@@ -56,7 +71,7 @@ def _played(schedule: Schedule, num_stages: int) -> list[Task]:
                     break
                 ready = [done[each] for group in wanted for each in group if each in done]
                 start = max([free[rank], *ready])
-                free[rank] = done[action] = start + _TAKES[action.kind]
+                free[rank] = done[action] = start + _TAKES[action.kind] * lengths[action.stage]
                 kind = action.kind.name.lower()
                 tasks.append(Task(rank, start, free[rank], kind, action.micro_batch))
                 places[rank] += 1

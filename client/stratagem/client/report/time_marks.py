@@ -6,6 +6,7 @@ from typing import Final
 
 from stratagem.client.course.payloads import party_of
 from stratagem.client.course.shapes import EventLike
+from stratagem.client.pictures.drawing.order import natural
 from stratagem.client.pictures.time_line import Span
 
 MAX_MARKS: Final = 4096
@@ -24,6 +25,15 @@ _INSTANTS: Final = {
     "GenerationClosed": ("generations", "generation closed"),
 }
 """Lane and words, by kind of event."""
+
+
+_LANES: Final = ("members", _TRAINING, "", "clients", "rounds", "generations", "commits")
+"""From top to bottom; "": those of parties."""
+
+
+def _in_order(span: Span) -> tuple[int, tuple[tuple[str, int], ...]]:
+    place = _LANES.index(span.lane) if span.lane in _LANES else _LANES.index("")
+    return place, natural(span.lane)
 
 
 class TimeMarks:
@@ -50,11 +60,11 @@ class TimeMarks:
 
     @property
     def spans(self) -> list[Span]:
-        """Return the marks so far, each lane in order of time."""
+        """Return the marks so far, lane by lane, each in order of time."""
         found = [span for of_one in self._marks.values() for span in of_one]
         if len(self._parties) > MAX_LANES:
             found = [replace(s, lane=_TRAINING) if s.kind == _TRAINING else s for s in found]
-        return found
+        return sorted(found, key=_in_order)
 
     def _add(self, span: Span) -> None:
         marks = self._marks.setdefault((span.lane, span.kind), [])

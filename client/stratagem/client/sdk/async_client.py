@@ -29,9 +29,10 @@ from stratagem.client.course.population import population as course_population
 from stratagem.client.course.rounds import Round
 from stratagem.client.course.rounds import rounds as course_rounds
 from stratagem.client.history.step_history import History
-from stratagem.client.report.html_page import page
-from stratagem.client.report.lines import RECORDED
-from stratagem.client.report.notebook import Listed
+from stratagem.client.report.comparison import Comparison, check_compared
+from stratagem.client.report.lines import recorded
+from stratagem.client.report.notebook import ListedEvents, ListedRuns, ListedWorkers
+from stratagem.client.report.pages.html_page import page
 from stratagem.client.report.run_values import ReportedRun, time_text
 from stratagem.client.sdk import downloads, uploads, views
 from stratagem.client.sdk.initial_source import resolve_initial
@@ -173,6 +174,10 @@ class AsyncClient:
         if from_segment is None and not status.phase.is_final:
             text = f"run {run_id} has not ended; stop it first, or name one of its commits"
             raise InvalidInputError.at("from_segment", text)
+        if status.commit(which) is None:
+            kept = ", ".join(str(commit.segment) for commit in status.commits) or "none"
+            text = f"{from_segment} is no kept commit of run {run_id!r}; kept are {kept}"
+            raise InvalidInputError.at("from_segment", text)
         initial: dict[str, JSON] = {"run": run_id, "which": which, "resume": True}
         values = {"initial": initial, **read_overrides(overrides)}
         job = with_fields(JobSpec.parse(dict(status.job)), values)
@@ -180,9 +185,13 @@ class AsyncClient:
 
     async def get(self, run_id: str) -> "AsyncRun":
         """An existing run; NotFoundError when there is none of this id."""
-        run = AsyncRun(self._connection, check_run_id(run_id))
+        run = self.handle(run_id)
         await run.status()
         return run
+
+    def handle(self, run_id: str) -> "AsyncRun":
+        """A handle on a run of this id; nobody is asked whether there is one."""
+        return AsyncRun(self._connection, check_run_id(run_id))
 
     async def runs(self) -> tuple[RunStatus, ...]:
         """Return all runs, newest first."""
@@ -193,8 +202,16 @@ class AsyncClient:
             response = await connection.call(connection.stub.ListRuns, request)
             statuses += [views.run_status(run) for run in response.runs]
             if not response.next_page_token:
-                return Listed(statuses)
+                return ListedRuns(statuses)
             request.page_token = response.next_page_token
+
+    async def compare(self, runs: Sequence["str | RunStatus | AsyncRun"]) -> Comparison:
+        """Return 2 to 8 runs beside each other: their newest metrics, the fields in which their
+        jobs differ, and curves with a line for each. runs: their ids, or anything with one."""
+        run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
+        check_compared(run_ids)
+        shown = [await (await self.get(each)).shown() for each in run_ids]
+        return Comparison.of(shown)
 
     async def watch_runs(self) -> AsyncIterator[RunsChange]:
         """All runs in brief, newest first, and then those that change, at most twice a second.
@@ -216,7 +233,7 @@ class AsyncClient:
         """All registered workers, alive or not."""
         connection = self._connection
         response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
-        return Listed(views.worker(worker) for worker in response.workers)
+        return ListedWorkers(views.worker(worker) for worker in response.workers)
 
 
 class AsyncRun:
@@ -314,12 +331,13 @@ class AsyncRun:
     async def events(self) -> tuple[Event, ...]:
         """All events so far."""
         items = self.watch(follow=False)
-        return Listed([item async for item in items if isinstance(item, Event)])
+        return ListedEvents([item async for item in items if isinstance(item, Event)])
 
     async def shown(self, max_rows: int = 2048) -> ReportedRun:
         """Return all that pictures of the run are made of; max_rows: of each curve."""
-        history = await self.history(RECORDED, max_rows=max_rows)
-        return ReportedRun.of(await self.status(), await self.events(), history)
+        status, events = await self.status(), await self.events()
+        history = await self.history(*recorded(status.job), max_rows=max_rows)
+        return await asyncio.to_thread(ReportedRun.of, status, events, history)
 
     async def report(self, path: str | PathLike[str]) -> Path:
         """Write the run as it is now as one page of HTML, without scripts: curves, a panel by
@@ -450,13 +468,13 @@ class AsyncRun:
         *,
         shard_size: str = "5GB",
         import_path: Sequence[Path] = (),
-    ) -> float:
+    ) -> downloads.ExportedModel:
         """Write the model in the form of another program; nothing may be there yet.
 
         The model is built on this machine, from the user's code, which needs torch: import_path
         names the folders of its modules, this folder unless given. hf: a folder for
         from_pretrained, in shards of shard_size. torch-export, onnx: a file, whose outputs are
-        compared with the model's. Returns by how much they differ.
+        compared with the model's; all sizes but the number of rows are those of the data.
         """
         job = JobSpec.parse(dict((await self.status()).job))
         asked = {"to": to, "shard_size": shard_size}

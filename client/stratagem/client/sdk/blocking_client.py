@@ -25,9 +25,11 @@ from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
 from stratagem.client.history.step_history import History
+from stratagem.client.report.comparison import Comparison
 from stratagem.client.report.notebook import follow, header_html, run_html
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient, AsyncRun
+from stratagem.client.sdk.downloads import ExportedModel
 from stratagem.client.sdk.fork_safety import check_fork, is_lost
 from stratagem.client.sdk.job_input import Job
 from stratagem.client.sdk.uploads import InlineData
@@ -178,6 +180,11 @@ class Client:
     def runs(self) -> tuple[RunStatus, ...]:
         """All runs, newest first."""
         return self._running().call(self._client.runs())
+
+    def compare(self, runs: Sequence[str | RunStatus | RunHandle]) -> Comparison:
+        """2 to 8 runs beside each other, which a notebook shows; see AsyncClient.compare."""
+        run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
+        return self._running().call(self._client.compare(run_ids))
 
     def watch_runs(self) -> Iterator[RunsChange]:
         """All runs in brief, and then those that change; see AsyncClient.watch_runs."""
@@ -338,7 +345,7 @@ class RunHandle:
         *,
         shard_size: str = "5GB",
         import_path: Sequence[Path] = (),
-    ) -> float:
+    ) -> ExportedModel:
         """Write the model in the form of another program; see AsyncRun.export."""
         return self._loop.call(
             self._run.export(path, to, which, shard_size=shard_size, import_path=import_path)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -56,6 +57,17 @@ async def to_file(
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedModel:
+    """A model that was written in the form of another program."""
+
+    path: Path
+    difference: float
+    """By how much its outputs differ from the model's; 0 where the form has no code of its own."""
+    inputs: tuple[str, ...] = ()
+    """What it takes, as "x float32[rows, 64]": all sizes but the number of rows are fixed."""
+
+
 async def exported(
     connection: Connection,
     run_id: RunId,
@@ -64,12 +76,12 @@ async def exported(
     path: Path,
     import_path: Sequence[Path],
     **asked: str,
-) -> float:
-    """Write the model in the form of another program; return by how much its outputs differ.
+) -> ExportedModel:
+    """Write the model in the form of another program.
 
     A process of its own, with torch and the user's code, builds the model.
     """
-    target = _free(path)
+    target = _free(path, is_file=asked["to"] != "hf")
     with TemporaryDirectory() as folder:
         state = Path(folder) / "model.safetensors"
         await to_file(connection, run_id, which, state, plain=True)
@@ -77,13 +89,17 @@ async def exported(
         answer = await asyncio.to_thread(
             lambda: ask("export", job, import_path=import_path, device="cpu", **named)
         )
-    return float(answer["difference"])
+    return ExportedModel(path, float(answer["difference"]), tuple(answer["inputs"]))
 
 
-def _free(path: Path) -> str:
-    """Return the whole path; raise InvalidInputError where something is there."""
+def _free(path: Path, *, is_file: bool) -> str:
+    """Return the whole path; raise InvalidInputError where something is there, or where no file can
+    be."""
     if path.exists():
         raise InvalidInputError.at("path", f"{path} is there already; nothing was written")
+    if is_file and not path.absolute().parent.is_dir():
+        text = f"{path}: there is no folder {str(path.absolute().parent)!r}; nothing was written"
+        raise InvalidInputError.at("path", text)
     return str(path.absolute())
 
 

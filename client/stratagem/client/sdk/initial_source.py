@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client.sdk import views
-from stratagem.client.sdk.resumed_job import check_resumed_job, counted
+from stratagem.client.sdk.resumed_job import check_resumed_job, check_steps_left, counted
 from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
@@ -49,6 +49,7 @@ async def _of_run(connection: Connection, job: JobSpec, run_id: str, which: str)
     digest = Digest(commit.digest)
     if job.initial is not None and job.initial.resume:
         check_resumed_job(status.job, job)
+        check_steps_left(status, commit, job)
         return InitialSpec(
             digest=digest,
             resume=True,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from stratagem.client.sdk.views import Commit, RunStatus
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec
 from stratagem.common.job.evaluation.followed_metric import plateau_metric, stop_metric
@@ -45,6 +46,25 @@ def check_resumed_job(earlier: Mapping[str, Any], job: JobSpec) -> None:
         violations.append(Violation("optimizer.groups", text))
     if violations:
         raise InvalidInputError(violations=violations)
+
+
+def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
+    """Raise InvalidInputError for epochs that end no later than the commit that the job goes on
+    from.
+
+    status: of the earlier run, whose epochs say how many steps one has. Where that one counted
+    steps, the worker says it, which knows how many rows there are.
+    """
+    earlier = JobSpec.parse(dict(status.job)).epochs
+    if job.steps is not None or not job.epochs or not earlier or not status.num_steps:
+        return
+    total = job.epochs * (status.num_steps // earlier)
+    if total <= commit.step:
+        text = (
+            f"{job.epochs} is a training of {total} steps, and the state that is resumed has "
+            f"{commit.step} already; give it more"
+        )
+        raise InvalidInputError.at("epochs", text)
 
 
 def _optimizers_of_groups(job: JobSpec) -> list[object]:

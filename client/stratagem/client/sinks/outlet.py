@@ -15,6 +15,7 @@ import numpy as np
 from stratagem.client.history.step_history import History, StepSeries
 from stratagem.client.sdk.views import Event, Progress, RunStatus
 from stratagem.client.sinks.contract import Cursor, RowBlock, Sink, SinkRun
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
 
 KINDS: Final = (
@@ -102,7 +103,9 @@ class Outlet:
     def __init__(
         self, name: str, sink: Sink, run: FollowedHandle, complain: Callable[[str], None]
     ) -> None:
-        """name: as the user has written it. complain: is told of the first failure."""
+        """name: as the user has written it. complain: is told of the first failure, and of a
+        refusal, which no further attempt would change."""
+        self.is_refused = False
         self._name, self._sink, self._run, self._complain = name, sink, run, complain
         self._cursor: Cursor | None = None
         self._woken, self._ending = threading.Event(), threading.Event()
@@ -128,7 +131,7 @@ class Outlet:
             self._woken.clear()
             is_last = self._ending.is_set()
             self._attempt(is_last=is_last)
-            if is_last:
+            if is_last or self.is_refused:
                 return
             if self._problem:
                 self._woken.set()
@@ -149,6 +152,9 @@ class Outlet:
             self._problem = ""
             if is_last:  # `finish()` may come during an attempt: one more follows then
                 self._sink.close()
+        except InvalidInputError as error:
+            self._problem, self.is_refused = str(error), True
+            self._complain(f"{self._name}: {error}; nothing of the run is written there")
         except Exception as error:  # of any library
             self._problem = f"{type(error).__name__}: {error}"
             self._let_go()

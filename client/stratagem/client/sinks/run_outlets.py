@@ -41,5 +41,7 @@ class LogOutlets:
         for text, outlet in self._outlets.items():
             if problem := outlet.finish():
                 self.problems[text] = problem
+                if outlet.is_refused:  # it has said so, and completes nothing
+                    continue
                 completed = f'"stratagem export {self._run_id} --to {text}" completes it'
                 self._complain(f"{text}: not all is written ({problem}); {completed}")

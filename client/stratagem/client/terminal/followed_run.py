@@ -49,6 +49,9 @@ class FollowedRun:
     segment: int = 0
     num_segments: int = 0
     loss: float | None = None
+    """Of the newest step that its progress has told."""
+    mean_loss: float | None = None
+    """Over the steps of the newest segment that has finished."""
     latest: Progress | None = None
     """The newest progress of the open segment."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -107,7 +110,10 @@ class FollowedRun:
     def _progress(self, item: Progress) -> None:
         self.is_waiting, self.latest = False, item
         self.step, self.num_steps = item.step, item.num_steps
-        self.segment, self.num_segments = item.segment, item.num_segments
+        # What closes a round or a generation is told before the state of it is committed.
+        is_ahead = self.is_federated or self.is_population
+        self.segment = max(self.segment, item.segment) if is_ahead else item.segment
+        self.num_segments = item.num_segments
         if item.step:
             self.loss = item.loss
 
@@ -128,7 +134,7 @@ class FollowedRun:
 
     def _finished(self, payload: Mapping[str, Any]) -> None:
         self.segment, self.step = payload["segment"], payload["step"]
-        self.loss = number(payload["loss"]) if payload["step"] else None
+        self.mean_loss = number(payload["loss"]) if payload["step"] else None
 
     def _resumed(self, payload: Mapping[str, Any]) -> None:
         self.latest = None

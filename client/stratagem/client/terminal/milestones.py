@@ -20,9 +20,9 @@ from stratagem.client.terminal.run_line import (
 from stratagem.client.terminal.wording import number_text
 from stratagem.common.base.wording import values_text
 
-TROUBLE: Final = frozenset(
-    {"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits", "RunCancelled", "RunFailed"}
-)
+TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
+ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFailed"})
+"""The facts that end a run. Why it has failed is said once, by who follows it."""
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
 """Facts about the whole run whose sentence says all."""
 
@@ -43,7 +43,10 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
     """
     if not isinstance(item, Event):
         return None
-    if item.phase.is_final or item.kind in TROUBLE:
+    if item.kind in ENDS:
+        text = item.sentence if item.phase is Phase.COMPLETED else _reached(run)
+        return Milestone(SEPARATOR.join(filter(None, (item.phase, text))), is_urgent=True)
+    if item.kind in TROUBLE:
         return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
     if item.phase is not before and (item.phase is Phase.RECOVERING or before is Phase.RECOVERING):
         return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
@@ -61,10 +64,15 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
         case "MembersFormed":
             is_first = item.payload.get("membership") == 1
             return Milestone(item.sentence, is_urgent=not is_first)
-        case kind if kind in ONCE or item.phase is not before:
+        case kind if kind in ONCE or (item.phase is not before and not item.phase.is_final):
             return Milestone(item.sentence, is_urgent=bool(item.payload.get("warning")))
         case _:
             return None
+
+
+def _reached(run: FollowedRun) -> str:
+    """Return how far a run has come that has ended before its end."""
+    return f"at {count_text(run)}" if run.has_begun else ""
 
 
 def _line(parts: Iterator[str]) -> Milestone:
@@ -76,8 +84,8 @@ def _segment(run: FollowedRun, event: Event) -> Iterator[str]:
     yield f"segment {segment}{of}"
     if run.step:
         yield count_text(run)
-    if run.loss is not None:
-        yield f"loss {number_text(run.loss)}"
+    if run.mean_loss is not None:
+        yield f"mean loss {number_text(run.mean_loss)}"
     found = evaluations_in(event.payload)
     yield from (text for text in evaluation_texts(run) if text.rpartition(" ")[0] in found)
     seconds, num_rows = event.payload.get("seconds"), event.payload.get("num_rows")

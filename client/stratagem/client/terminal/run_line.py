@@ -44,7 +44,7 @@ def live_line(run: FollowedRun, width: int) -> Text:
     done = fraction(run)
     if done is None or not _is_counting(run):
         return _joined(_fitted(fields, width), width)
-    percent = f" {done:4.0%}"
+    percent = f" {_percent(done):>4}"
     # The name gives way to its shortest before the bar does; both give way to what is counted.
     for cells, name_cells in (
         (MAX_BAR_CELLS, None),
@@ -65,7 +65,7 @@ def live_line(run: FollowedRun, width: int) -> Text:
 def plain_line(run: FollowedRun) -> str:
     """Return the line about a run where there is no terminal: whole, with the run's id."""
     done = fraction(run) if _is_counting(run) else None
-    parts = [run.run_id, "" if done is None else f"{done:.0%}"]
+    parts = [run.run_id, "" if done is None else _percent(done)]
     return SEPARATOR.join([*filter(None, parts), *(field.text for field in _fields(run))])
 
 
@@ -126,11 +126,22 @@ def best_text(run: FollowedRun) -> str:
 
 
 def loss_of(run: FollowedRun) -> float | None:
-    """Return the newest loss of the whole run; of a population there is none."""
+    """Return the newest loss of the whole run; of a population there is none.
+
+    Of a federation that of its newest round; of an open one that has none yet that of the round
+    before.
+    """
     if run.is_population:
         return None
+    if not run.is_federated:
+        return run.loss
     newest = run.rounds.newest
-    return run.loss if not run.is_federated else newest.loss_so_far if newest else None
+    if newest is None:
+        return None
+    if newest.loss_so_far is not None or not newest.is_open:
+        return newest.loss_so_far
+    closed = (each.loss_so_far for each in reversed(run.rounds.rounds) if not each.is_open)
+    return next(closed, None)
 
 
 def evaluation_texts(run: FollowedRun) -> list[str]:
@@ -157,9 +168,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
     if run.is_population:
         yield from _of_population(run)
     latest = run.latest
-    for phase in () if latest is None else (latest.strategy_phase, latest.training_phase):
-        if phase not in QUIET_PHASES:
-            yield Field(phase.lower())
+    yield from map(Field, _phases(run))
     loss = loss_of(run)
     if loss is not None:
         yield Field(f"loss {number_text(loss)}", stays=True)
@@ -170,6 +179,16 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
         yield from map(Field, evaluation_texts(run))
     for name, value in () if latest is None else sorted(latest.metrics.items()):
         yield Field(printable(f"{name} {number_text(value)}", is_line=True))
+
+
+def _phases(run: FollowedRun) -> Iterator[str]:
+    """Yield what the strategy and the training are at, where it does not go without saying."""
+    latest, newest = run.latest, run.rounds.newest
+    if latest is None or (newest is not None and newest.is_open and latest.segment < run.segment):
+        return  # it is of the round before
+    for phase in (latest.strategy_phase, latest.training_phase):
+        if phase not in QUIET_PHASES:
+            yield phase.lower()
 
 
 def _of_speed(latest: Progress) -> Iterator[Field]:
@@ -196,6 +215,11 @@ def _of_population(run: FollowedRun) -> Iterator[Field]:
         yield Field(f"{run.generations.num_copied} copied")
     if run.generations.scored:
         yield Field(f"{len(run.generations.scored)} of {run.num_members} members trained")
+
+
+def _percent(done: float) -> str:
+    """Return a share in whole percent, of which only all is "100%"."""
+    return f"{math.floor(round(done * 100, 6))}%"  # a product may be a last bit too small
 
 
 def _passes(epochs: float) -> int:

@@ -19,8 +19,8 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
     """Rows in order of step. step: the last one that is in the row; last, min and max: of the
-    finite values, NaN in a row without any; count and nonfinite: how many values are finite, and
-    how many are not."""
+    finite values, NaN in a row without any, where -0.0 counts as 0.0 for min and max; count and
+    nonfinite: how many values are finite, and how many are not."""
 
     step: Ints
     last: Floats
@@ -45,7 +45,22 @@ class Columns:
         )
 
 
-ROW_BYTES: Final = 6 * 8
+_NUMBER_BYTES: Final = 8
+ROW_BYTES: Final = 6 * _NUMBER_BYTES
+
+
+def in_planes(data: bytes) -> bytes:
+    """Reorder numbers of eight bytes: the first bytes of all, then the second ones, and so on.
+
+    What is alike in the numbers of a column (sign and exponent, the high bytes of whole numbers)
+    stands together then, so a compressor is several times as fast and its output smaller.
+    """
+    return np.frombuffer(data, np.uint8).reshape(-1, _NUMBER_BYTES).T.tobytes()
+
+
+def out_of_planes(data: bytes) -> bytes:
+    """Return what `in_planes` has reordered. Raises ValueError for another length."""
+    return np.frombuffer(data, np.uint8).reshape(_NUMBER_BYTES, -1).T.tobytes()
 
 
 def from_bytes(data: bytes) -> Columns:
@@ -63,6 +78,17 @@ def from_bytes(data: bytes) -> Columns:
 
 
 EMPTY: Final = from_bytes(b"")
+
+
+def from_values(steps: Sequence[int], values: Sequence[float]) -> Columns:
+    """Return the rows of a stride of one: a step and its value each."""
+    value = np.array(values, np.float64)
+    is_finite = np.isfinite(value)
+    last = np.where(is_finite, value, np.nan)
+    # Of 0.0 and -0.0 either is the least, and which one is taken would depend on the cuts.
+    bound = last + 0.0
+    counts = is_finite.astype(np.int64)
+    return Columns(np.array(steps, np.int64), last, bound, bound, counts, 1 - counts)
 
 
 def concatenated(parts: Sequence[Columns]) -> Columns:

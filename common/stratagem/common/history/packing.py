@@ -2,8 +2,9 @@
 
 The rows of several series are compressed as one: the length of a JSON head, the head (name, whether
 it is observed, and number of rows of each series), the columns, each with the rows of one series
-after those of the other. What is unpacked is checked against a limit before it is allocated, as it
-may come from anybody.
+after those of the other. A byte before the compressed ones says that the numbers of the columns
+stand in planes; rows that were packed before there were any begin without it. What is unpacked is
+checked against a limit before it is allocated, as it may come from anybody.
 """
 
 import json
@@ -21,6 +22,8 @@ from stratagem.common.history.columns import (
     Columns,
     concatenated,
     from_bytes,
+    in_planes,
+    out_of_planes,
     part_of,
 )
 from stratagem.common.history.recording import MAX_SERIES, Series, SeriesRows, is_series_name
@@ -36,14 +39,16 @@ _PART_ROWS: Final = 5000
 _LEVEL: Final = 3
 """As small as at a higher level, but for some percent, in half the time."""
 _LENGTH: Final = struct.Struct("<I")
+_IN_PLANES: Final = b"\x01"
+"""No compressed bytes begin with it: those of zlib begin with their method, which is another."""
 
 
 def pack(rows: SeriesRows) -> bytes:
     """Return the rows of all series, packed; the same rows in the same order give equal bytes."""
     head = [[series.name, series.observed, len(columns)] for series, columns in rows.items()]
     text = json.dumps(head, separators=(",", ":")).encode()
-    body = concatenated([*rows.values()]).to_bytes()
-    return zlib.compress(b"".join([_LENGTH.pack(len(text)), text, body]), _LEVEL)
+    body = in_planes(concatenated([*rows.values()]).to_bytes())
+    return _IN_PLANES + zlib.compress(b"".join([_LENGTH.pack(len(text)), text, body]), _LEVEL)
 
 
 def packed_parts(rows: SeriesRows) -> Iterator[bytes]:
@@ -68,7 +73,8 @@ def unpack(data: bytes, max_bytes: int = MAX_UNPACKED_BYTES) -> dict[Series, Col
 
     Raises InvalidInputError, for what is larger than max_bytes before it is decompressed.
     """
-    raw = _inflated(data, max_bytes)
+    has_planes = data.startswith(_IN_PLANES)
+    raw = _inflated(data[len(_IN_PLANES) :] if has_planes else data, max_bytes)
     try:
         (length,) = _LENGTH.unpack_from(raw)
         head = json.loads(raw[_LENGTH.size : _LENGTH.size + length])
@@ -77,7 +83,7 @@ def unpack(data: bytes, max_bytes: int = MAX_UNPACKED_BYTES) -> dict[Series, Col
         raise InvalidInputError.at("rows", f"the head cannot be read: {error}") from None
     body = raw[_LENGTH.size + length :]
     _check_head(sizes, len(head), len(body))
-    whole = from_bytes(body)
+    whole = from_bytes(out_of_planes(body) if has_planes else body)
     starts = [0, *accumulate(sizes.values())]
     _check(whole, starts)
     return {

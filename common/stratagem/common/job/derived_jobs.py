@@ -8,14 +8,14 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.optimizer.hyperparameter_schedule import SettingSpec
 from stratagem.common.job.spec import JobSpec
 from stratagem.common.schema.frozen import thawed
-from stratagem.common.schema.json_text import JSON
+from stratagem.common.schema.json_text import JSON, item_of, no_item
 from stratagem.common.strategy import Federated, Local, PopulationBased, dump_strategy
 from stratagem.common.strategy.search_space import Categorical, Ordinal, plain
 
 
 def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
     """The job with fields such as "optimizer.lr" set; None takes a field away. An item of a list is
-    found by its name, as in "optimizer.groups.head.lr".
+    found by its name, as in "optimizer.groups.head.lr", or by its place, as in "turns.0.params".
 
     Raises InvalidInputError when a path leads through a value or the job becomes invalid.
     """
@@ -24,7 +24,14 @@ def with_fields(job: JobSpec, values: Mapping[str, JSON]) -> JobSpec:
         *parents, last = path.split(".")
         place: dict[str, JSON] | list[JSON] = document
         for depth, key in enumerate(parents):
-            inner = _named(place, key) if isinstance(place, list) else place.setdefault(key, {})
+            if isinstance(place, list):
+                at = item_of(place, key)
+                if at is None:
+                    text = f"{'.'.join(parents[:depth])} {no_item(place, key)}"
+                    raise InvalidInputError.at(path, text)
+                inner = place[at]
+            else:
+                inner = place.setdefault(key, {})
             if not isinstance(inner, dict | list):
                 taken = ".".join(parents[: depth + 1])
                 raise InvalidInputError.at(path, f"{taken!r} is a value and holds no fields")
@@ -75,12 +82,6 @@ def scheduled_job(job: JobSpec, setting: SettingSpec) -> JobSpec:
     without."""
     own: dict[str, JSON] = {"hyperparameter_schedule": None, "seed": setting.seed}
     return with_fields(job, {**own, **thawed(setting.params)})
-
-
-def _named(items: list[JSON], name: str) -> JSON:
-    """The item of a list that has this name; None if there is none."""
-    mappings = (item for item in items if isinstance(item, dict))
-    return next((item for item in mappings if item.get("name") == name), None)
 
 
 def entry_points(job: JobSpec) -> tuple[str, ...]:

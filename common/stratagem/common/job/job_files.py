@@ -7,7 +7,7 @@ what is the user's own.
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +15,18 @@ import yaml
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.spec import JobSpec
-from stratagem.common.schema.json_text import JSON, check_json, load_json
+from stratagem.common.schema.json_text import JSON, check_json, item_of, load_json, no_item
 
 _OF_THE_USER: Final = frozenset({"kwargs", "config"})
 """Keys of mappings whose fields have no defaults of ours."""
+_SHORT_FORMS: Final = {
+    "code": ("path", "path"),
+    "loss": ("name", "entrypoint"),
+    "optimizer.schedule": ("name", "entrypoint"),
+    "data.order": ("by", "entrypoint"),
+    "compression": ("codec", "codec"),
+}
+"""What bare text in place of a section is: a field, and the one of "module:name"."""
 _SUFFIXES: Final = ".yaml, .yml, .toml, .json"
 
 
@@ -79,23 +87,48 @@ def _parse(suffix: str, text: str) -> object:
 
 
 def _apply(document: dict[str, JSON], override: str) -> None:
-    """Set one value in place; mappings on the way are made where they are missing. null takes a
-    field away, so that its default holds; to the user's own functions it is a value."""
+    """Set one value in place; mappings on the way are made where they are missing. An item of a
+    list is named by its place, from 0, or by its name. null takes a field away, so that its default
+    holds; to the user's own functions it is a value."""
     dotted, value = _read_override(override)
     parts = dotted.split(".")
-    target = document
+    target: dict[str, JSON] | list[JSON] = document
     for i, part in enumerate(parts[:-1]):
-        inner = target.setdefault(part, {})
-        if inner is None:
-            inner = target[part] = {}
-        if not isinstance(inner, dict):
+        inner = _inside(target, part, override, parts[:i])
+        if not isinstance(inner, dict | list):
             at = ".".join(parts[: i + 1])
-            raise InvalidInputError(f"override {override!r}: {at} is {inner!r}, not a mapping")
+            text = f"override {override!r}: {at} is {inner!r}, neither a mapping nor a list"
+            raise InvalidInputError(text)
         target = inner
-    if value is None and not _OF_THE_USER.intersection(parts[:-1]):
+    if isinstance(target, list):
+        target[_place(target, parts[-1], override, parts[:-1])] = value
+    elif value is None and not _OF_THE_USER.intersection(parts[:-1]):
         target.pop(parts[-1], None)
     else:
         target[parts[-1]] = value
+
+
+def _inside(
+    target: dict[str, JSON] | list[JSON], part: str, override: str, path: Sequence[str]
+) -> JSON:
+    """Return what a part of a path leads to; a mapping where there is nothing yet, or the short
+    form of one."""
+    if isinstance(target, list):
+        return target[_place(target, part, override, path)]
+    found, fields = target.get(part), _SHORT_FORMS.get(".".join([*path, part]))
+    if found is None:
+        target[part] = {}
+    elif isinstance(found, str) and fields is not None:
+        target[part] = {fields[":" in found]: found}
+    return target[part]
+
+
+def _place(items: list[JSON], part: str, override: str, path: Sequence[str]) -> int:
+    place = item_of(items, part)
+    if place is None:
+        text = f"override {override!r}: {'.'.join(path)} {no_item(items, part)}"
+        raise InvalidInputError(text)
+    return place
 
 
 def _read_override(override: str) -> tuple[str, JSON]:

@@ -202,11 +202,13 @@ class RecordingSpec(Section):
     """What is recorded of the steps of a run; nothing of it changes what is computed.
 
     steps: record them, which costs some microseconds each. observed: record, too, what depends on
-    clocks and machines, such as rows per second.
+    clocks and machines, such as rows per second. client_steps: record those of each client of a
+    federation, too, which is a row of the journal's database for each update.
     """
 
     steps: bool = True
     observed: bool = True
+    client_steps: bool = False
 
 
 class PartitionSpec(Section):

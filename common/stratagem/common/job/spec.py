@@ -159,6 +159,7 @@ class JobSpec(Section):
                 *_federated_only(self),
                 *_population_only(self),
                 *_units(self),
+                *_recording(self),
                 *check_schedule(self, _num_steps(self)),
                 *check_resumed(self.initial, self.strategy, _num_steps(self)),
                 *check_followed(self.strategy, self.evaluation, _plateau(self)),
@@ -287,6 +288,22 @@ def _population_needs(job: JobSpec) -> list[Violation]:
         text = "is not allowed; members are committed after every generation"
         violations.append(Violation("checkpoint.every", text))
     return violations
+
+
+def _recording(job: JobSpec) -> list[Violation]:
+    """What would be recorded of nobody."""
+    if job.recording is None or not job.recording.client_steps:
+        return []
+    strategy, where = job.strategy, "recording.client_steps"
+    if isinstance(strategy, PopulationBased):
+        strategy = strategy.options.inner or Local()
+    is_client = job.partition is not None and job.partition.client is not None
+    kind = type(strategy).__name__
+    if not isinstance(strategy, Federated | Custom) and not is_client:
+        return [Violation(where, f"belongs to Federated only; the strategy is {kind}")]
+    if not job.recording.steps:
+        return [Violation(where, "needs recording.steps")]
+    return []
 
 
 def _units(job: JobSpec) -> list[Violation]:

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from stratagem.common.base.errors import ConflictError, InvalidInputError
+from stratagem.common.base.errors import ConflictError, InvalidInputError, UnavailableError
 from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
 from stratagem.common.identity.bearer_tokens import TokenFile
@@ -75,13 +75,14 @@ def open_channel(
         token = TokenFile(proof.token_file)
         token.metadata()
     if proof.tls is None:
-        return _ProtocolChannel(grpc.aio.insecure_channel(address, options=options), token)
+        plain = grpc.aio.insecure_channel(address, options=options)
+        return _ProtocolChannel(address, plain, token)
     files = FreshFiles(proof.tls)
     if to_worker is not None:
         cert_id = files.material.cert_id
         trust_domain = DEFAULT_TRUST_DOMAIN if cert_id is None else cert_id.trust_domain
         options.append(("grpc.ssl_target_name_override", worker_name(trust_domain, to_worker)))
-    return _ProtocolChannel(_RenewedChannel(address, files, options), token)
+    return _ProtocolChannel(address, _RenewedChannel(address, files, options), token)
 
 
 async def write_message(call: Any, message: Message | bytes) -> None:
@@ -145,10 +146,11 @@ class DelegatingChannel(grpc.aio.Channel):
 
 
 class _ProtocolChannel(DelegatingChannel):
-    """A channel whose calls carry protocol version and token with the caller's own metadata."""
+    """A channel whose calls carry protocol version and token with the caller's own metadata, and
+    raise UnavailableError once it is closed."""
 
-    def __init__(self, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
-        self._inner, self._token = inner, token
+    def __init__(self, address: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
+        self._address, self._inner, self._token = address, inner, token
 
     def _present(self) -> grpc.aio.Channel:
         return self._inner
@@ -162,7 +164,10 @@ class _ProtocolChannel(DelegatingChannel):
         def call(*args: Any, metadata: Any = (), **kwargs: Any) -> Any:
             token = () if self._token is None else self._token.metadata()
             told = (*(metadata or ()), *_PROTOCOL, *token, *tracing.outgoing())
-            return inner(*args, metadata=told, **kwargs)
+            try:
+                return inner(*args, metadata=told, **kwargs)
+            except grpc.aio.UsageError:  # closed by whoever has found that the other side is gone
+                raise UnavailableError(f"the channel to {self._address} is closed") from None
 
         return call
 

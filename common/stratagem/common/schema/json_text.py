@@ -127,6 +127,27 @@ def under(path: str, violations: Iterable[Violation]) -> tuple[Violation, ...]:
     )
 
 
+def item_of(items: list[JSON], key: str) -> int | None:
+    """Return the place of an item of a list that a path names: by its place from 0, or by the name
+    that it has; None where there is none."""
+    if key.isascii() and key.isdigit():
+        return int(key) if int(key) < len(items) else None
+    named = (i for i, item in enumerate(items) if isinstance(item, dict) and _name(item) == key)
+    return next(named, None)
+
+
+def no_item(items: list[JSON], key: str) -> str:
+    """The sentence for a list without the item that a path names."""
+    names = [str(_name(item)) for item in items if isinstance(item, dict) and _name(item)]
+    named = f", named {', '.join(names)}" if names else ""
+    places = f"0 to {len(items) - 1}" if items else "none"
+    return f"has no item {key!r}; its items are {places}{named}"
+
+
+def _name(item: dict[str, JSON]) -> JSON:
+    return item.get("name")
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """ "; did you mean X?" if a known name is close to the word, else ""."""
     by_lower = {name.lower(): name for name in known}

@@ -8,7 +8,8 @@ from typing import Final
 WINDOW_S: Final = 60.0
 """Seconds of training that the pace is taken over."""
 MIN_SPAN_S: Final = 10.0
-"""Seconds of training before there is a pace at all: the first steps are no measure."""
+"""Seconds of training, counted from the first step on, before there is a pace at all: what is
+loaded and compiled in that step is no measure of the others."""
 MIN_MARKS: Final = 3
 """Marks that are kept however old they are: of rounds, each may take longer than the window."""
 MIN_MARK_GAP_S: Final = 0.25
@@ -56,7 +57,12 @@ class Pace:
         not train, and before there is a pace."""
         if self.seen_s is None or not self.marks:
             return None
-        first, last = self.marks[0], self.marks[-1]
+        first, *others = self.marks
+        last = self.marks[-1]
+        if first.done == 0 and len(others) > 1:
+            first = others[0]
+        elif first.done == 0 and self._trained_s(now_s) - last.trained_s < MIN_SPAN_S:
+            return None
         span_s, gained = self._trained_s(now_s) - first.trained_s, last.done - first.done
         if span_s < MIN_SPAN_S or gained <= 0 or total <= 0:
             return None

@@ -52,7 +52,7 @@ class HistoryParts:
         if is_fit:
             self.parts.append(PackedRows(part.party, part.rows, part.from_step))
 
-    def are_all(self, result: worker_pb2.TrainResult) -> bool:
+    def are_all(self, result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult) -> bool:
         """Return whether these are the parts that a result speaks of."""
         if not self.is_whole or len(self.parts) != result.num_history_parts:
             return False

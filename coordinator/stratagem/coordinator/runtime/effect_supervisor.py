@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 import structlog
 
 from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.exception_text import leaves, told
+from stratagem.common.base.exception_text import leaves, sole, told
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.retry_backoff import Backoff
 from stratagem.coordinator.core.effects import Effect, slots
@@ -154,12 +154,22 @@ class RunSupervisor:
         reason = ""
         try:
             await self._perform(effect)
+        except asyncio.CancelledError:  # gRPC raises it, too, where a channel closes under a call
+            stop_if_cancelled()
+            reason = "a call that it waited for was cancelled"
+            bound.info("effect was cut off, trying again", pause_s=pause_s)
         except Exception as error:  # the task supervisor
+            stop_if_cancelled()  # what fails on the way out is not tried again
             reason = told(error)
             if all(isinstance(leaf, StratagemError) for leaf in leaves(error)):
                 bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
             else:
-                bound.exception("effect raised, trying again", reason=reason, pause_s=pause_s)
+                bound.error(
+                    "effect raised, trying again",
+                    reason=reason,
+                    pause_s=pause_s,
+                    exc_info=sole(error),
+                )
         if reason:
             self.num_failures[type(effect).__name__] += 1
         return reason

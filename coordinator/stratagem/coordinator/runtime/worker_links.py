@@ -72,7 +72,7 @@ class WorkerLink:
         """Return True when exactly this start of the worker answers at its address."""
         try:
             described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, UnavailableError):
             return False
         return described.incarnation == self.member.incarnation
 

@@ -85,6 +85,14 @@ def rebased(
     return replace(child, job=job, value=value, horizon=horizon)
 
 
+def returned(child: Child, base: Base, metrics: Mapping[str, float]) -> Child:
+    """Return the child to an earlier commit of its own, with the metrics of that commit."""
+    nesting = _nesting(child)
+    if nesting.returned is None:
+        return rebased(child, child.job, base, progress(child).num_rows, child.horizon)
+    return replace(child, value=nesting.returned(child.job, child.value, base, metrics))
+
+
 def decide(child: Child, world: World, now_s: float) -> Fact | None:
     """Return the child's next decision; its completion is None, and its failure that of its
     party."""

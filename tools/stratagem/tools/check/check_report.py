@@ -39,7 +39,8 @@ class CheckReport:
         try:
             return action()
         except UserCodeError as error:
-            advice = f"{error.activity}: see the traceback\n{error.traceback.rstrip()}"
+            trace = error.traceback.rstrip()
+            advice = f"{error.activity}: see the traceback\n{trace}" if trace else error.activity
             self.fail(check, about, f"{error.type}: {error.message}", advice)
         except InvalidInputError as error:
             for violation in error.violations:

@@ -64,7 +64,9 @@ def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Findi
     tried = checks.step(data)
     if tried is not None:
         checks.evaluation(tried)
-    checks.memory(memory)
+        checks.memory(memory)
+    else:
+        checks.report.warn("memory", "", "not estimated: needs a step, which failed")
     return checks.report.findings
 
 

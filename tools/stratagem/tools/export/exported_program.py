@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from stratagem.common.base.errors import StratagemError, UnavailableError
 from stratagem.tools.export.trained_model import Inputs, resized
@@ -44,6 +44,28 @@ def write_program(model: nn.Module, inputs: Inputs, path: Path) -> float:
     torch.export.save(program, path)
     loaded = torch.export.load(path).module()
     return _compared(model, inputs, lambda given: _outputs(loaded, given))
+
+
+def sizes_of(model: nn.Module, inputs: Inputs) -> list[str]:
+    """Return what the program takes, as "x float32[rows, 64]": of each size but the first, that of
+    the example is fixed."""
+    args, kwargs = inputs
+    named = {**_by_name(model, args), **kwargs}
+    paths = tree_flatten_with_path(named)[0]
+    return [
+        f"{'.'.join(map(_key_text, path))} {_shape_text(leaf)}"
+        for path, leaf in paths
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def _key_text(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", key)))
+
+
+def _shape_text(tensor: Tensor) -> str:
+    sizes = ", ".join(["rows", *map(str, tensor.shape[1:])])
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}]"
 
 
 def write_onnx(model: nn.Module, inputs: Inputs, path: Path) -> float:

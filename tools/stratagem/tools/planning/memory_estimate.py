@@ -312,12 +312,14 @@ def _with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
 
 
 def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> StepMemory:
-    """The worker of the stage that needs most."""
-    needs = [
-        _estimate(stage.reading, site, stage.rows, (stage.note,))
-        for stage in play_stages(job, site, strategy, rows)
-    ]
-    return max(needs, key=lambda estimate: estimate.total)
+    """The worker of the stage that needs most; its notes tell the need of each stage."""
+    stages = play_stages(job, site, strategy, rows)
+    needs = [_estimate(stage.reading, site, stage.rows, ()) for stage in stages]
+    notes = tuple(
+        f"{stage.name}: {text_of(need.total)}, {stage.kept}"
+        for stage, need in zip(stages, needs, strict=True)
+    )
+    return replace(max(needs, key=lambda estimate: estimate.total), notes=notes)
 
 
 def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> StepMemory:

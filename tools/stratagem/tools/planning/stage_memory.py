@@ -47,7 +47,10 @@ class StageReading:
 
     reading: Reading
     rows: int
-    note: str
+    name: str
+    """As "stage 0 of 2"."""
+    kept: str
+    """How many passes it keeps: "3 micro-batches at one time"."""
 
 
 def play_stages(
@@ -73,7 +76,8 @@ def play_stages(
         StageReading(
             _share(whole, [costs[node] for node in stage.nodes], live[index]),
             rows,
-            f"stage {index} of {count}: {kept[index]} at one time",
+            f"stage {index} of {count}",
+            f"{kept[index]} at one time",
         )
         for index, stage in enumerate(plan.stages)
     ]

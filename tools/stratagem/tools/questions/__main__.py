@@ -20,7 +20,12 @@ from stratagem.common.base.errors import InvalidInputError, StratagemError, User
 from stratagem.common.job import JobSpec
 from stratagem.common.schema.json_text import not_one_of
 from stratagem.tools.check.job_check import check_job
-from stratagem.tools.export.exported_program import without_cache, write_onnx, write_program
+from stratagem.tools.export.exported_program import (
+    sizes_of,
+    without_cache,
+    write_onnx,
+    write_program,
+)
 from stratagem.tools.export.hf_folder import write_hf_folder
 from stratagem.tools.export.trained_model import example_inputs, trained_model
 from stratagem.tools.planning.job_site import Site
@@ -95,10 +100,11 @@ def _export(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, A
     model = trained_model(job, site, Path(request["state"]))
     if request["to"] == "hf":
         write_hf_folder(model, target, request["shard_size"])
-        return {"difference": 0.0}
+        return {"difference": 0.0, "inputs": []}
     without_cache(model)
     write = write_onnx if request["to"] == "onnx" else write_program
-    return {"difference": write(model, example_inputs(job, site), target)}
+    inputs = example_inputs(job, site)
+    return {"difference": write(model, inputs, target), "inputs": sizes_of(model, inputs)}
 
 
 _QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict[str, Any]]]] = {

@@ -69,7 +69,8 @@ def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], nn.Module]:
         build = partial(graph_module, spec.graph)
     else:
         raise InvalidInputError.at("model", "names neither an entrypoint nor a graph")
-    return lambda: _as_trained(_checked(build()), job)
+    by = "the graph" if spec.entrypoint is None else f'"{spec.entrypoint}"'
+    return lambda: _as_trained(_checked(build(), by), job)
 
 
 def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
@@ -92,10 +93,11 @@ def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
     return model
 
 
-def _checked(model: object) -> nn.Module:
+def _checked(model: object, by: str) -> nn.Module:
+    """Return what a factory has made, if it is a model; by: its name."""
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise InvalidInputError.at("model", f"the factory returned a {kind}, not a torch.nn.Module")
+        raise InvalidInputError.at("model", f"{by} returned a {kind}, not a torch.nn.Module")
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__

@@ -25,6 +25,7 @@ from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
 from stratagem.worker.engine.trainers.federated_client import ClientRound
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
+from stratagem.worker.plans.client_history import ClientHistory
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.structural_fields import structural
 from stratagem.worker.session.context import ExecutionContext
@@ -101,18 +102,22 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             timer.begin_step()
             work.host.last_words.step(number)
 
-        done = _runner(work).run(
+        runner = _runner(work)
+        history = ClientHistory(work, runner.steps_in_round(plan.client, plan.num_clients))
+        done = runner.run(
             base,
             plan.client,
             plan.num_clients,
             work.segment,
             before_step,
+            after_step=history.add,
             num_lr_reductions=plan.num_lr_reductions,
         )
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
     update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
+    num_parts, digest = history.end()
     failpoint("worker.round.trained")
     return pb.ClientRoundResult(
         num_samples=done.num_samples,
@@ -121,6 +126,8 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         num_steps=done.num_steps,
         metrics=done.metrics,
         traffic=traffic,
+        num_history_parts=num_parts,
+        history_digest=digest,
     )
 
 

@@ -6,29 +6,22 @@ stages and of itself, it records and sends itself. What is sent begins with the 
 whenever a view begins: the member before may be gone, and with it what only that one had sent.
 """
 
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from stratagem.common.history import Recorder, Series
-from stratagem.common.history.packing import packed_parts
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import StepReport
 from stratagem.worker.engine.step.logged_sums import means
 from stratagem.worker.engine.step.step_report import PartReport
 from stratagem.worker.host.memory_use import memory_bytes
 from stratagem.worker.phases import TrainingPhase
+from stratagem.worker.plans.sent_parts import GRAD_NORM, LOSS, ROWS_PER_S, WALL, SentParts
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import MemberView
 
-SEND_INTERVAL_S: Final = 0.5
-
-_LOSS: Final = Series("train.loss")
 _PREDICTED: Final = Series("train.loss.predicted")
-_GRAD_NORM: Final = Series("train.grad_norm")
-_WALL: Final = Series("time.wall_s", observed=True)
-_ROWS_PER_S: Final = Series("time.rows_per_s", observed=True)
 _WAIT: Final = Series("time.exchange_wait_s", observed=True)
 
 
@@ -48,8 +41,6 @@ class StepHistory:
         num_ranks = len(set(plan.ranks))
         self._has_parts = not num_ranks or view.rank < num_ranks
         """Of several pipelines the first one's stages stand for all."""
-        self._num_parts, self._sent_s = 0, -SEND_INTERVAL_S
-        self._digest = hashlib.sha256()
         recording = work.job.recording
         self._observes = recording is None or recording.observed
         self._series: dict[str, Series] = {}
@@ -69,7 +60,7 @@ class StepHistory:
             )
         for recorder in (holding.recorder, *holding.own_recorders.values()):
             recorder.rewind()
-        work.post(work.outbox.restart_history)
+        self._parts = SentParts(work)
 
     def add(self, report: StepReport, seconds: float) -> None:
         """Record an applied step that took so long; send what is complete, at intervals."""
@@ -80,10 +71,9 @@ class StepHistory:
             shown = self._before + self._shown_step(report)
             recorder.add(shown, self._logged(report.answered))
         recorder.add(self._before + report.step, self._values(report, seconds))
-        is_due = time.monotonic() - self._sent_s >= SEND_INTERVAL_S
+        is_due = self._parts.are_due()
         self._add_own(report, seconds, with_memory=is_due)
         if is_due:
-            self._sent_s = time.monotonic()
             self._send(is_end=False)
 
     def end(self, measured: Mapping[str, float]) -> tuple[int, str]:
@@ -100,16 +90,9 @@ class StepHistory:
         if measured:
             recorder.add(self._before + (holding.applied_step or 0), self._named_values(measured))
         self._send(is_end=True)
-        self._say_what_is_left_out()
-        return self._num_parts, self._digest.hexdigest()
-
-    def _say_what_is_left_out(self) -> None:
-        for _, recorder in self._sent_recorders():
-            if recorder.dropped:
-                names = ", ".join(sorted(recorder.dropped)[:5])
-                num = len(recorder.dropped)
-                self._work.warn([f"the step history leaves out {num} series, such as {names}"])
-                recorder.dropped.clear()
+        for _, each in self._sent_recorders():
+            self._parts.say_what_is_left_out(each)
+        return self._parts.num_parts, self._parts.digest
 
     def _shown_step(self, report: StepReport) -> int:
         """Return the step that on_step was shown before this one: the last exact one."""
@@ -124,8 +107,8 @@ class StepHistory:
         """What all members know alike, and the first one's clock."""
         if self._is_shared:
             is_predicted = report.phase == TrainingPhase.PREDICT
-            yield _PREDICTED if is_predicted else _LOSS, report.loss
-            yield _GRAD_NORM, report.grad_norm
+            yield _PREDICTED if is_predicted else LOSS, report.loss
+            yield GRAD_NORM, report.grad_norm
             for name, rate in report.learning_rates.items():
                 yield self._named(name), rate
             if report.logged:
@@ -133,8 +116,8 @@ class StepHistory:
         if report.measured:
             yield from self._named_values(report.measured)
         if self._observes:
-            yield _WALL, time.time()
-            yield _ROWS_PER_S, report.num_rows / max(seconds, 1e-9)
+            yield WALL, time.time()
+            yield ROWS_PER_S, report.num_rows / max(seconds, 1e-9)
             yield _WAIT, report.exchange_wait_s
 
     def _add_own(self, report: StepReport, seconds: float, *, with_memory: bool) -> None:
@@ -145,7 +128,8 @@ class StepHistory:
         if self._observes:
             waited_s = report.exchange_wait_s
             own = [(self._busy, max(seconds - waited_s, 0.0)), (self._wait, waited_s)]
-            own += [(self._memory, value) for value in memory.values()]
+            if memory:
+                own.append((self._memory, memory["memory_bytes"]))
             self._record("", report.step, own)
         for part in report.parts if self._has_parts else ():
             self._record(part.party, report.step, self._of_part(part, memory))
@@ -184,13 +168,4 @@ class StepHistory:
 
     def _send(self, *, is_end: bool) -> None:
         for party, recorder in self._sent_recorders():
-            for packed in packed_parts(recorder.end() if is_end else recorder.take()):
-                part = pb.HistoryPart(
-                    number=self._num_parts,
-                    from_step=recorder.from_step,
-                    rows=packed,
-                    party=party,
-                )
-                self._digest.update(packed)
-                self._num_parts += 1
-                self._work.post(self._work.outbox.add_history, part)
+            self._parts.send(party, recorder, is_end=is_end)

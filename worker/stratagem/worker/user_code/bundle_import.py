@@ -37,6 +37,15 @@ def plain_name(name: str) -> str:
     return name[_ROOT_CHARS + 1 :] if name.startswith(PREFIX) else name
 
 
+def plain_path(filename: str) -> str:
+    """The path of a file as the bundle says it, without the folder in which it is unpacked."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or not filename.startswith(os.path.join(folder, "")):
+        return filename
+    _, *inside = Path(filename).relative_to(folder).parts  # behind the digest
+    return "/".join(inside)
+
+
 def has_module(digest: str, module_name: str) -> bool:
     """Return whether a module is looked for in the bundle: its first part is a module or a package
     there, or a folder without `__init__.py` that no installed package has the name of."""

@@ -22,9 +22,10 @@ from typing import Any, Final
 import torch
 
 import stratagem
-from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError, Violation
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.schema.frozen import thawed
+from stratagem.common.schema.json_text import suggest
 from stratagem.worker.user_code import bundle_import
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -66,8 +67,12 @@ class EntryPoints:
         return target if is_brought else self._checked(name, target, field)
 
     def bind(self, name: str, kwargs: Mapping[str, Any], field: str) -> Callable[..., Any]:
-        """Return what `resolve` does, with keyword arguments that are given with every call."""
+        """Return what `resolve` does, with keyword arguments that are given with every call.
+
+        Raises InvalidInputError for one that the target does not take.
+        """
         target = self.resolve(name, f"{field}.entrypoint")
+        _check_keywords(target, name, kwargs, f"{field}.kwargs")
         if any(isinstance(value, Mapping | list) for value in kwargs.values()):
             return _Bound(target, kwargs)
         return partial(target, **kwargs) if kwargs else target
@@ -129,6 +134,29 @@ class _Bound:
         return self.target(*args, **{**thawed(self.kwargs), **kwargs})
 
 
+def _check_keywords(
+    target: Callable[..., Any], name: str, kwargs: Mapping[str, Any], field: str
+) -> None:
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # of a function without Python code, which says it itself
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = [e.name for e in parameters if e.kind in (e.POSITIONAL_OR_KEYWORD, e.KEYWORD_ONLY)]
+    violations = [
+        Violation(
+            f"{field}.{key}",
+            f'{value!r}, but "{name}" takes no {key!r}{suggest(key, known)}; '
+            f"it takes {', '.join(known) or 'nothing'}",
+        )
+        for key, value in kwargs.items()
+        if key not in known
+    ]
+    if violations:
+        raise InvalidInputError(violations=violations)
+
+
 def _refusal(field: str, name: str, reason: str) -> InvalidInputError:
     return InvalidInputError.at(field, f'"{name}" {reason}')
 
@@ -187,6 +215,9 @@ def _keep_users_part(told_trace: traceback.TracebackException) -> None:
             _keep_users_part(each)
     others = [frame for frame in told_trace.stack if not _is_ours(frame.filename)]
     users = list(dropwhile(lambda frame: frame.filename.startswith(_TORCH), others))
+    for frame in users:
+        _ = frame.line  # read from where the file is, before that is left out
+        frame.filename = bundle_import.plain_path(frame.filename)
     told_trace.stack = traceback.StackSummary.from_list(users or others)
 
 

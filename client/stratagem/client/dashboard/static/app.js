@@ -1,76 +1,92 @@
-// The page: shows what its address names, and in the banner how the coordinator is.
+// The page: shows what its address names.
 
+import { here } from "./address.js";
+import { tell } from "./banner.js";
+import { showComparison } from "./compare.js";
 import { el, fill, say } from "./dom.js";
-import { duration } from "./format.js";
-import { ask, Refused } from "./net.js";
+import { ask, Refused, Stream, Unanswered } from "./net.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
 import { showWorkers } from "./workers.js";
 
+const WRONG = "The token in the address is not the one that the page was started with.";
+const MISSING = "This browser has not shown the token that the page was started with.";
+const AGAIN_MS = 1000;
+
 const main = /** @type {HTMLElement} */ (document.getElementById("main"));
-const banner = /** @type {HTMLElement} */ (document.getElementById("banner"));
-const WORDS = {
-  live: "live",
-  connecting: "connecting",
-  reconnecting: "reconnecting to the page’s server",
-  away: "coordinator away",
-  standby: "no coordinator leads yet",
-  denied: "not allowed",
-  version: "the coordinator has another version",
-};
-
-/** Where the page stands with its server and the coordinator. */
-const state = { word: "connecting", why: "", since: Date.now(), silent: 0 };
-
-/** @param {keyof typeof WORDS} word @param {string} [why] @param {number} [silent] */
-function tell(word, why = "", silent = 0) {
-  if (state.word !== word) state.since = Date.now();
-  Object.assign(state, { word, why, silent });
-  const age = word === "live" || word === "connecting" ? "" : ` for ${duration(silent || (Date.now() - state.since) / 1000)}`;
-  banner.dataset.state = word;
-  banner.title = why;
-  say(banner, WORDS[word] + age);
-  main.classList.toggle("stale", word !== "live" && word !== "connecting");
-}
-
-setInterval(() => {
-  const word = /** @type {keyof typeof WORDS} */ (state.word);
-  if (word !== "live" && word !== "connecting") tell(word, state.why, state.silent && state.silent + 1);
-}, 1000);
 
 /** What every stream of the page listens to besides its own. */
 const common = {
-  beat: (/** @type {{state: keyof typeof WORDS, why: string, silent_s: number}} */ beat) => tell(beat.state, beat.why, beat.silent_s),
-  lost: () => tell("reconnecting"),
+  beat: (/** @type {{state: import("./banner.js").Word, why: string, silent_s: number}} */ beat) => tell(beat.state, beat.why, beat.silent_s),
+  lost: () => tell("reconnecting", "The dashboard has ended, or cannot be reached; the last picture stays."),
+  refused: () => door(MISSING),
 };
 
 /** @type {{close(): void} | undefined} */
 let shown;
+let turns = 0;
 let told = { operates: false, version: "", coordinator: "" };
 
 async function route() {
-  shown?.close();
-  shown = undefined;
-  const [, kind = "", id = ""] = location.hash.split("/");
+  const turn = leave();
+  const { kind, id } = here();
   for (const [name, is] of /** @type {[string, boolean][]} */ ([["nav-runs", kind !== "workers"], ["nav-workers", kind === "workers"]])) {
     const link = /** @type {HTMLElement} */ (document.getElementById(name));
     if (is) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  const place = el("div", { class: "page" }, el("p", { class: "quiet" }, "asking the coordinator …"));
+  fill(main, place);
+  // Nobody may answer for long: the banner says so meanwhile.
+  const waiting = setTimeout(() => { if (turn === turns) shown = new Stream("", 0, common); }, AGAIN_MS);
   try {
-    const place = el("div", { class: "page" }, el("p", { class: "quiet" }, "asking the coordinator …"));
-    fill(main, place);
-    if (kind === "runs" && id) shown = await showRun(place, decodeURIComponent(id), told, common);
-    else if (kind === "workers") shown = await showWorkers(place, common);
-    else shown = await showRuns(place, common);
+    const opened = await show(place, kind, id);
+    if (turn === turns) shown?.close();
+    if (turn === turns) shown = opened;
+    else opened.close(); // something else was wanted meanwhile
   } catch (error) {
-    if (error instanceof Refused) fill(main, door());
-    else fill(main, el("p", { class: "problem", role: "alert" }, error instanceof Error ? error.message : String(error)), el("p", {}, el("a", { href: "#/" }, "All runs")));
+    if (turn === turns) fail(place, error);
+  } finally {
+    clearTimeout(waiting);
   }
 }
 
-function door() {
-  tell("denied", "this browser has not shown the token");
+/** Ends what is shown; returns the number of what comes next. */
+function leave() {
+  shown?.close();
+  shown = undefined;
+  document.title = "Stratagem";
+  return (turns += 1);
+}
+
+/** @param {HTMLElement} place @param {string} kind @param {string} id @returns {Promise<{close(): void}>} */
+async function show(place, kind, id) {
+  if (kind === "runs" && id) return showRun(place, decodeURIComponent(id), told, common);
+  if (kind === "compare") return showComparison(place, id.split(",").filter(Boolean).map(decodeURIComponent), common);
+  return kind === "workers" ? showWorkers(place, common) : showRuns(place, common);
+}
+
+/** @param {HTMLElement} place @param {unknown} error */
+function fail(place, error) {
+  shown?.close();
+  if (error instanceof Refused) return door(MISSING);
+  const text = error instanceof Error ? error.message : String(error);
+  fill(place, el("p", { class: "problem", role: "alert" }, text), el("p", {}, el("a", { href: "#/" }, "All runs")));
+  // What was refused for as long as the coordinator was away is asked again once it is back.
+  const turn = turns;
+  let isDue = error instanceof Unanswered;
+  const again = (/** @type {any} */ beat) => {
+    common.beat(beat);
+    if (beat.state !== "live") isDue = true;
+    else if (isDue) setTimeout(() => turn === turns && start().catch((next) => fail(main, next)), AGAIN_MS);
+  };
+  shown = new Stream("", 0, { ...common, beat: again });
+}
+
+/** @param {string} why */
+function door(why) {
+  leave();
+  tell("denied", why);
   const field = /** @type {HTMLInputElement} */ (el("input", { type: "password", id: "token", autocomplete: "off", required: true }));
   const wrong = el("p", { class: "problem", role: "alert" });
   const enter = async (/** @type {Event} */ event) => {
@@ -82,10 +98,10 @@ function door() {
       say(wrong, error instanceof Error ? error.message : String(error));
     }
   };
-  return el("form", { class: "door", submit: enter },
-    el("h1", {}, "This page needs its token"),
-    el("p", {}, "Open the address that “stratagem dashboard” has printed, or enter the token here."),
-    el("label", { for: "token" }, "Token"), field, el("button", {}, "Open"), wrong);
+  fill(main, el("form", { class: "door", submit: enter },
+    el("h1", {}, "This page needs its token"), el("p", {}, why),
+    el("p", { class: "quiet" }, "Open the address that “stratagem dashboard” has printed, or enter the token here."),
+    el("label", { for: "token" }, "Token"), field, el("button", {}, "Open"), wrong));
 }
 
 /** @param {string} token */
@@ -94,19 +110,29 @@ async function begin(token) {
 }
 
 async function start() {
+  tell("connecting");
   told = await ask("/api/me");
-  document.body.dataset.operates = String(told.operates);
   await route();
 }
 
-addEventListener("hashchange", () => location.hash.startsWith("#/") && route());
-try {
+/** Goes to what the address names; a token in it leaves it, and is exchanged for a session. */
+async function enter() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (token) {
-    history.replaceState(null, "", "#/");
-    await begin(token);
+  let why = MISSING;
+  try {
+    if (token) {
+      history.replaceState(null, "", "#/");
+      await begin(token).catch((error) => {
+        if (error instanceof Unanswered) throw error;
+        why = WRONG; // whoever has a session does not need it
+      });
+    }
+    await start();
+  } catch (error) {
+    if (error instanceof Refused) door(why);
+    else fail(main, error);
   }
-  await start();
-} catch (error) {
-  fill(main, door());
 }
+
+addEventListener("hashchange", () => (location.hash.startsWith("#token=") ? enter() : location.hash.startsWith("#/") && route()));
+enter();

@@ -32,6 +32,22 @@ export function fill(element, ...children) {
 }
 
 /**
+ * Puts elements into a place in their order; what is in place already is not touched, so that it
+ * keeps the focus of whoever stands on it.
+ * @param {Element} place
+ * @param {Element[]} shown
+ */
+export function arrange(place, shown) {
+  const wanted = new Set(shown);
+  for (const each of [...place.children]) if (!wanted.has(each)) each.remove();
+  let next = place.firstElementChild;
+  for (const each of shown) {
+    if (each === next) next = next.nextElementSibling;
+    else place.insertBefore(each, next);
+  }
+}
+
+/**
  * Sets the text of an element where it is another one: a live page must not redraw what stays.
  * @param {Element} element
  * @param {string} text
@@ -62,7 +78,7 @@ export function pairs(place, values) {
     if ((value instanceof Node ? field.innerHTML : field.textContent) !== is) fill(field, value);
     return pair;
   });
-  if (shown.some((pair, at) => place.children[at] !== pair) || place.children.length !== shown.length) fill(place, ...shown);
+  arrange(place, shown);
 }
 
 /** @type {{createHTML(text: string): unknown} | undefined} */

@@ -53,3 +53,19 @@ export function foremost(metrics) {
 export function plural(count, one) {
   return `${number(count)} ${one}${count === 1 ? "" : "s"}`;
 }
+
+/** What of a run is counted, before its progress says so. @param {string} strategy @returns {string} */
+export function unitOf(strategy) {
+  return strategy.startsWith("Federated") ? "rounds" : strategy.startsWith("PopulationBased") ? "generations" : "steps";
+}
+
+/**
+ * Which pass over the rows a run is in, and how many it makes: "4 of 5", as in a terminal.
+ * @param {{epoch: number, step: number, num_steps: number}} progress
+ * @returns {string}
+ */
+export function epochOf(progress) {
+  if (!(progress.epoch > 0) || !progress.step || !progress.num_steps) return "";
+  const passes = (/** @type {number} */ epochs) => Math.ceil(Number(epochs.toFixed(6))); // a quotient may be a last bit too large
+  return `${passes(progress.epoch)} of ${passes(progress.epoch * progress.num_steps / progress.step)}`;
+}

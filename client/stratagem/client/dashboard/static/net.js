@@ -1,7 +1,10 @@
 // What the page asks of its server: answers once, and one event stream per tab.
 
-/** The stream ended because nobody may read it: the session is gone. */
+/** There is no session, or it is gone. */
 export class Refused extends Error {}
+
+/** Nobody has answered: neither the page's server nor, for it, the coordinator. */
+export class Unanswered extends Error {}
 
 /**
  * @param {string} path
@@ -9,10 +12,12 @@ export class Refused extends Error {}
  * @returns {Promise<any>}
  */
 export async function ask(path, how) {
-  const response = await fetch(path, { credentials: "same-origin", ...how });
+  const response = await fetch(path, { credentials: "same-origin", ...how }).catch(() => {
+    throw new Unanswered("the page’s server does not answer");
+  });
   if (response.status === 401) throw new Refused(await response.text());
   const answer = (response.headers.get("content-type") || "").includes("json") ? await response.json() : {};
-  if (!response.ok) throw new Error(answer.error || `the page's server answered ${response.status}`);
+  if (!response.ok) throw new (response.status === 503 ? Unanswered : Error)(answer.error || `the page’s server answered ${response.status}`);
   return answer;
 }
 
@@ -78,7 +83,7 @@ export class Stream {
     const source = new EventSource(`/api/stream?run=${encodeURIComponent(this.run)}&from=${this.next}`);
     this.source = source;
     for (const [kind, handle] of Object.entries(this.handlers)) {
-      if (kind === "lost" || kind === "opened") continue;
+      if (kind === "lost" || kind === "refused") continue;
       source.addEventListener(kind, (event) => {
         if (event.lastEventId) {
           const index = Number(event.lastEventId);
@@ -91,19 +96,19 @@ export class Stream {
         if (kind === "gone") this.rest();
       });
     }
-    source.addEventListener("open", () => this.handlers.opened?.(null));
     source.addEventListener("error", () => {
       this.handlers.lost?.(null);
-      if (source.readyState === EventSource.CLOSED) {
-        this.pause();
-        this.again(PAUSE_MS, () => this.open());
-      }
+      if (source.readyState !== EventSource.CLOSED) return;
+      this.pause();
+      this.again(PAUSE_MS, () => this.open());
+      // A stream does not tell why it is refused: a page that was started anew has another token.
+      ask("/api/me").catch((error) => error instanceof Refused && this.handlers.refused?.(null));
     });
   }
 
   /** The run is gone: nothing more will come, but the beat goes on. */
   rest() {
-    this.handlers = { beat: this.handlers.beat, lost: this.handlers.lost, opened: this.handlers.opened };
+    this.handlers = { beat: this.handlers.beat, lost: this.handlers.lost, refused: this.handlers.refused };
   }
 
   /** @param {number} after_ms @param {() => void} act */

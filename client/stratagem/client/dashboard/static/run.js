@@ -1,8 +1,10 @@
 // One run: how it stands, live; its pictures, events, log, commits and job.
 
+import { actions } from "./banner.js";
+import { curveTools } from "./curves.js";
 import { el, exact, fill, pairs, say } from "./dom.js";
-import { commitTable, showFigures } from "./figures.js";
-import { duration, number, share } from "./format.js";
+import { commitTable, drawingWidth, frame, showFigures } from "./figures.js";
+import { duration, epochOf, number, share, unitOf } from "./format.js";
 import { eventList, logView } from "./lists.js";
 import { ask, Stream } from "./net.js";
 
@@ -20,28 +22,31 @@ export async function showRun(place, id, told, common) {
   const query = `run=${encodeURIComponent(id)}`;
   let run = await ask(`/api/runs/${encodeURIComponent(id)}`);
   document.title = `${id} · Stratagem`;
-  const phase = el("span", { class: "phase" }), tools = el("span", { class: "buttons" });
+  const phase = el("span", { class: "phase" }), tools = actions();
   const why = el("p", { class: "why" }), facts = el("p", { class: "quiet" });
+  const heading = el("h1", { tabindex: "-1" }, id);
   const head = el("section", { class: "head", "aria-label": "State" },
-    el("div", { class: "tools" }, el("h1", {}, id), phase, tools), why, facts);
+    el("div", { class: "tools" }, heading, phase, tools), why, facts);
   const bar = /** @type {HTMLProgressElement} */ (el("progress", { max: 1, "aria-label": "progress" }));
   const values = el("dl");
   const numbers = el("section", { class: "numbers", "aria-label": "Latest values" }, bar, values);
   const problem = el("section", { class: "problem", role: "alert", hidden: true });
+  const reading = el("p", { class: "quiet", role: "status" });
   const pictures = el("section", { class: "pictures", "aria-label": "Pictures" });
+  const curves = curveTools(pictures, () => drawPictures().catch(() => undefined));
   const events = eventList(query);
   const log = logView(query);
   const commits = commitTable();
   const job = el("details", {}, el("summary", {}, "Job"), el("pre", { tabindex: "0", "aria-label": "Job", role: "region" }, JSON.stringify(run.job, null, 2)));
-  fill(place, head, problem, numbers, pictures, events.element, log.element, commits.element, job);
+  fill(place, head, problem, numbers, reading, curves.element, pictures, events.element, log.element, commits.element, job);
 
-  /** @type {any} */
-  let latest = null;
-  let asking = 0, drawing = 0, width = 0, newest = 0, isOld = false, isClosed = false;
+  /** @type {any} The newest progress of a run that goes on. */
+  let progress = null;
+  let asking = 0, drawing = 0, width = 0, newest = 0, isOld = false, isClosed = false, isAway = false;
 
   function drawHead() {
     say(phase, run.phase.toLowerCase() + (run.strategy_phase ? ` · ${run.strategy_phase.toLowerCase()}` : ""));
-    if (phase.dataset.phase !== run.phase) fill(tools, ...buttons(run, told, refresh));
+    if (phase.dataset.phase !== run.phase) exchange(tools, buttons(run, told, refresh), heading);
     head.dataset.phase = phase.dataset.phase = run.phase;
     say(why, run.error ? "" : run.reason);
     say(facts, [run.strategy, run.engine, run.reproducible ? "reproducible" : "replayable, not reproducible", run.submitted_by && `by ${run.submitted_by}`, run.data_plane && `data plane ${run.data_plane}`].filter(Boolean).join("  ·  "));
@@ -57,22 +62,22 @@ export async function showRun(place, id, told, common) {
   }
 
   function drawNumbers() {
+    const ended = ENDED.has(run.phase), latest = ended ? null : progress;
     const of = latest && latest.num_steps ? latest : run;
-    const unit = latest?.unit || (run.strategy.startsWith("Federated") ? "rounds" : run.strategy.startsWith("PopulationBased") ? "generations" : "steps");
-    const ended = ENDED.has(run.phase);
+    const unit = latest?.unit || unitOf(run.strategy);
     const whole = of.num_steps ? [exact(of.step), " of ", exact(of.num_steps)] : [exact(of.step)];
     const shown = { ...run.metrics, ...(latest?.metrics || {}) };
-    const loss = latest && !ended ? latest.loss : run.metrics["train.loss"];
+    const loss = latest ? latest.loss : run.metrics["train.loss"];
     const known = (/** @type {any} */ value) => (value === null || value === undefined || value === 0 ? "" : exact(value));
     bar.value = ended && run.phase === "COMPLETED" ? 1 : share(of);
     pairs(values, [
       [unit.slice(0, -1), el("span", {}, ...whole)],
-      ["epoch", latest?.epoch ? latest.epoch.toFixed(2) : ""],
+      ["epoch", latest ? epochOf(latest) : ""],
       ["loss", loss === null || loss === undefined ? "" : exact(loss)],
       ["learning rate", known(latest?.lr)],
       ["gradient norm", known(latest?.grad_norm)],
-      ["rows per second", latest?.rows_per_s && !ended ? number(Math.round(latest.rows_per_s)) : ""],
-      ["left", latest && latest.eta_s !== null && !ended ? (latest.may_end_early ? "at most " : "") + duration(latest.eta_s) : ""],
+      ["rows per second", latest?.rows_per_s ? number(Math.round(latest.rows_per_s)) : ""],
+      ["left", latest && latest.eta_s !== null ? (latest.may_end_early ? "at most " : "") + duration(latest.eta_s) : ""],
       ["clients", latest?.num_clients ? `${latest.num_clients_done} of ${latest.num_clients} done, ${latest.num_clients_late} late, ${latest.num_clients_rejected} rejected` : ""],
       ["best", latest && latest.best !== null && latest.best !== undefined ? `${number(latest.best)} (member ${latest.best_member}), ${latest.num_copied} copied` : ""],
       ["skipped steps", known(latest?.num_skipped_steps)],
@@ -83,10 +88,14 @@ export async function showRun(place, id, told, common) {
 
   async function drawPictures() {
     const turn = (newest += 1);
-    width = pictures.clientWidth;
-    const columns = getComputedStyle(pictures).gridTemplateColumns.split(" ");
-    const panels = await ask(`/api/panels?${query}&width=${Math.max(Math.round(parseFloat(columns[0]) || 720) - 34, 280)}`);
-    await showFigures(pictures, panels, () => turn === newest && !isClosed);
+    width = drawingWidth(pictures);
+    const answer = await ask(`/api/panels?${query}${frame(pictures)}${curves.query()}`);
+    if (turn !== newest || isClosed) return;
+    const isWhole = answer.num_read >= answer.num_events;
+    say(reading, isWhole ? "" : `Pictures of ${number(answer.num_read)} of ${number(answer.num_events)} events; the others are being read.`);
+    curves.show(answer.panels);
+    await showFigures(pictures, answer.panels, () => turn === newest && !isClosed);
+    if (!isWhole && !isClosed) refresh();
   }
 
   /** Draws again what facts have changed: soon, not for each of many, and never twice at once. */
@@ -97,6 +106,7 @@ export async function showRun(place, id, told, common) {
       isOld = false;
       try {
         run = await ask(`/api/runs/${encodeURIComponent(id)}`);
+        if (ENDED.has(run.phase)) progress = null; // of steps that may not have been committed
         drawHead();
         drawNumbers();
         await drawPictures();
@@ -118,17 +128,41 @@ export async function showRun(place, id, told, common) {
       if (CHANGES.has(event.kind) || event.phase !== run.phase) refresh();
     },
     progress: (item) => {
-      latest = item.reason ? null : item;
+      progress = item.reason ? null : item;
       cancelAnimationFrame(drawing);
       drawing = requestAnimationFrame(drawNumbers);
+    },
+    beat: (beat) => {
+      common.beat(beat);
+      if (beat.state === "live" && isAway) refresh(); // nobody has answered what was asked meanwhile
+      isAway = beat.state !== "live";
+    },
+    lost: (nothing) => {
+      common.lost(nothing);
+      isAway = true;
     },
     end: refresh,
     gone: (gone) => { problem.hidden = false; fill(problem, el("h2", {}, gone.why)); },
   });
-  const tick = setInterval(() => { if (!document.hidden && !ENDED.has(run.phase)) { drawNumbers(); log.newer().catch(() => undefined); } }, 2000);
-  const resized = () => { if (Math.abs(pictures.clientWidth - width) > 40) drawPictures().catch(() => undefined); };
+  const tick = setInterval(() => { if (!document.hidden && !isAway && !ENDED.has(run.phase)) { drawNumbers(); log.newer().catch(() => undefined); } }, 2000);
+  const resized = () => { if (Math.abs(drawingWidth(pictures) - width) > 20) drawPictures().catch(() => undefined); };
   addEventListener("resize", resized);
-  return { close: () => { isClosed = true; stream.close(); clearInterval(tick); clearTimeout(asking); removeEventListener("resize", resized); document.title = "Stratagem"; } };
+  return { close: () => { isClosed = true; stream.close(); clearInterval(tick); clearTimeout(asking); removeEventListener("resize", resized); } };
+}
+
+/**
+ * Puts buttons in place of others; whoever stands on one stands on the same afterwards, on resume
+ * after stop and on stop after resume, else on the heading, and on delete only where it was.
+ * @param {HTMLElement} tools
+ * @param {HTMLElement[]} after
+ * @param {HTMLElement} heading
+ */
+function exchange(tools, after, heading) {
+  const on = tools.contains(document.activeElement) ? document.activeElement : null;
+  fill(tools, ...after);
+  if (!on) return;
+  const safe = on.className ? undefined : after.find((each) => !each.className);
+  (after.find((each) => each.textContent === on.textContent) ?? safe ?? heading).focus();
 }
 
 /** @param {any} run @param {{operates: boolean}} told @param {() => void} refresh */

@@ -1,6 +1,6 @@
 // The workers: whether each lives, what it is, and what it works on; asked for again at intervals.
 
-import { el, fill, say, table } from "./dom.js";
+import { arrange, el, fill, say, table } from "./dom.js";
 import { bytes, duration, plural } from "./format.js";
 import { ask, Stream } from "./net.js";
 
@@ -39,7 +39,7 @@ export async function showWorkers(place, common) {
       return [worker.worker_id, before?.of === of ? before : { of, row: line(worker, before?.row) }];
     }));
     const shown = [...rows.values()].map((each) => each.row);
-    if (shown.some((row, at) => body.children[at] !== row) || body.children.length !== shown.length) fill(body, ...shown);
+    arrange(body, shown);
   }
 
   function drawGrid() {
@@ -83,7 +83,7 @@ function line(worker, row = el("tr")) {
   const runs = worker.run_ids.map((/** @type {string} */ id) => el("a", { href: `#/runs/${encodeURIComponent(id)}` }, id));
   fill(row, el("th", { scope: "row" }, worker.worker_id),
     cell("State", el("span", { class: "phase", "data-phase": stateOf(worker) }, told(worker))),
-    cell("Runs", ...runs),
+    cell("Runs", ...runs.flatMap((/** @type {Node} */ each, /** @type {number} */ at) => (at ? [", ", each] : [each]))),
     cell("Device", worker.device_name || worker.device, " ", el("span", { class: "quiet" }, plural(worker.num_threads, "thread"))),
     cell("Memory", worker.memory_bytes ? bytes(worker.memory_bytes) : ""),
     cell("Tags", worker.tags.join(", ")), cell("Data plane", worker.data_plane), cell("Address", worker.address));

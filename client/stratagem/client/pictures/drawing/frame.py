@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from stratagem.client.pictures.drawing.scales import Axis, short
 from stratagem.client.pictures.drawing.svg import SMALL, element, escaped, label, width_of
 
+EDGE = 14
+"""Pixels to the right of a box that its last value may reach into."""
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -34,19 +37,23 @@ def x_values(
     name: str = "",
     form: Callable[[float], str] = short,
 ) -> Iterable[str]:
-    """Yield the values below the box, and what they are of."""
+    """Yield the values below the box, and below them what they are of: `below(name)` pixels."""
     yield element("line", x1=box.left, x2=box.right, y1=box.bottom, y2=box.bottom, stroke="muted")
-    end = box.right - (width_of(name) + 8 if name else 0)
     for value in values:
         x, text = axis(value), form(value)
         yield element("line", x1=x, x2=x, y1=box.bottom, y2=box.bottom + 4, stroke="muted")
         half = width_of(text, SMALL + 1) / 2
-        if x + half <= end:
-            y = box.bottom + 17
-            yield label(x, y, text, fill="muted", anchor="middle", size=SMALL + 1)
+        # The box ends some pixels before the picture does, and a text is at most that much wider.
+        at = min(x, box.right + EDGE - half)
+        yield label(at, box.bottom + 17, text, fill="muted", anchor="middle", size=SMALL + 1)
     if name:
-        y = box.bottom + 17
+        y = box.bottom + 31
         yield label(box.right, y, name, fill="muted", anchor="end", size=SMALL + 1)
+
+
+def below(name: str) -> int:
+    """Return how many pixels the values of an axis, and its name, take below their box."""
+    return 38 if name else 24
 
 
 def legend(entries: Sequence[tuple[str, str]], left: float, width: float) -> tuple[str, int]:

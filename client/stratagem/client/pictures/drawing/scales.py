@@ -1,7 +1,7 @@
 """Scales of axes: values to pixels, and the values that are written at an axis."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -17,18 +17,48 @@ class Axis:
 
     def __call__(self, value: float) -> float:
         """Return the pixel of a value, of one outside of the range that of its end."""
+        return self.start + (self.end - self.start) * min(max(self._share(value), 0.0), 1.0)
+
+    def beyond(self, value: float) -> float:
+        """Return the pixel of a value, also of one outside of the range."""
+        return self.start + (self.end - self.start) * self._share(value)
+
+    def _share(self, value: float) -> float:
         low, high = self._shown(self.low), self._shown(self.high)
-        share = (self._shown(value) - low) / (high - low) if high > low else 0.5
-        return self.start + (self.end - self.start) * min(max(share, 0.0), 1.0)
+        return (self._shown(value) - low) / (high - low) if high > low else 0.5
 
     def _shown(self, value: float) -> float:
         return math.log10(max(value, self.low, 1e-300)) if self.log else value
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Return about so many round values within the range."""
-        return (
-            _powers(self.low, self.high, count) if self.log else steps(self.low, self.high, count)
-        )
+        """Return about so many round values within the range, at least two where it has any."""
+        if self.log:
+            return _powers(self.low, self.high, count)
+        for more in range(count, 4 * count):
+            found = steps(self.low, self.high, more)
+            if len(found) >= min(count, 3):
+                return found
+        return steps(self.low, self.high, count)
+
+
+MIN_VALUES = 16
+"""Of which a few can be told to be outliers."""
+
+
+def usual_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return between which values most of a series lie, with as much room again on both sides.
+
+    Where few values lie outside, and those not far, the range of all of them: nothing is outside.
+    """
+    finite = sorted(filter(math.isfinite, values))
+    if len(finite) < MIN_VALUES:
+        return -math.inf, math.inf
+    cut = len(finite) // 50
+    usual_low, usual_high = finite[cut], finite[-1 - cut]
+    room = usual_high - usual_low
+    if room <= 0 or finite[-1] - finite[0] <= 4 * room:
+        return -math.inf, math.inf
+    return usual_low - room, usual_high + room
 
 
 def axis_of(values: Iterable[float], start: float, end: float, *, log: bool = False) -> Axis:
@@ -87,6 +117,17 @@ def short(value: float) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Return an amount of memory, as "768 B", "59.4 KiB" or "23.5 GiB"."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        num_bytes /= 1024
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} TiB"
 
 
 def duration(seconds: float) -> str:

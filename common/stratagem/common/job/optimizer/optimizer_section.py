@@ -4,7 +4,7 @@ groups of parameters with values of their own.
 Checks itself, but for keywords: what a population draws may make them fit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Self
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.job.optimizer.optimizers import KEYWORDS
+from stratagem.common.job.optimizer.optimizers import KEYWORDS, why_no_value
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.schema.document import Section, one_of, refuse
 from stratagem.common.schema.field_types import (
@@ -29,6 +29,8 @@ from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import not_one_of, suggest
 
 MAX_GROUPS: Final = 64
+_NUM_NAMES: Final = 5
+"""How many names of parameters a refusal lists."""
 DEFAULT_GROUP: Final = "default"
 _RESERVED: Final = (
     *("params", "name", "entrypoint", "lr"),
@@ -175,7 +177,8 @@ class GroupedRule:
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
-    """Yield each name of an optimizer, and each keyword, that torch does not know.
+    """Yield each name of an optimizer, and each keyword, that torch does not know, and each value
+    of another kind than its keyword's.
 
     Nothing is known here of what an entry point takes.
     """
@@ -201,6 +204,8 @@ def _check_keywords(name: str | None, kwargs: Mapping[str, Any], path: str) -> I
             allowed = ", ".join(sorted(known))
             text = f"{value!r}, but {name} takes no {key!r}{suggest(key, known)}"
             yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
+        elif known is not None and (why := why_no_value((name or "").lower(), key, value)):
+            yield Violation(f"{path}.{key}", why)
 
 
 def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None:
@@ -209,14 +214,33 @@ def check_groups(spec: OptimizerSpec, params: Iterable[tuple[str, int]]) -> None
     params: names and numbers of dimensions, of the whole model; a member of a pipeline may have
     none of some groups.
     """
-    held = {spec.group_of(name, num_dims) for name, num_dims in params}
+    known = list(params)
+    held = {spec.group_of(name, num_dims) for name, num_dims in known}
     refuse(
         [
-            Violation(f"optimizer.groups[{i}]", f"{group.name!r} holds no trained parameter")
+            Violation(f"optimizer.groups[{i}]", _why_empty(spec, group, known))
             for i, group in enumerate(spec.groups or ())
             if group.name not in held
         ]
     )
+
+
+def _why_empty(spec: OptimizerSpec, group: GroupSpec, params: Sequence[tuple[str, int]]) -> str:
+    """Return that a group holds nothing, what it asks for, and which parameters there are."""
+    asked = [f"match {', '.join(map(repr, group.match))}"] if group.match else []
+    asked += [] if group.max_dims is None else [f"max_dims {group.max_dims}"]
+    text = f"{group.name!r} holds no trained parameter: {' and '.join(asked)} "
+    taken = [name for name, num_dims in params if group.holds(name, num_dims)]
+    if taken:
+        owner = next(spec.group_of(name, dims) for name, dims in params if name == taken[0])
+        return f"{text}fits {_listed(taken)}, which group {owner!r} before it holds"
+    return f"{text}fits none; they are {_listed([name for name, _ in params]) or 'none'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return some names, and how many more there are."""
+    more = len(names) - _NUM_NAMES
+    return ", ".join(names[:_NUM_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_matched(name: str, patterns: tuple[str, ...]) -> bool:

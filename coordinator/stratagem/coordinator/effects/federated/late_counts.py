@@ -4,17 +4,26 @@ What is wrong with an update stands in the journal, as UpdateRejected; that one 
 not, since nothing follows from it.
 """
 
+from collections.abc import Sequence
+
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 
 
 async def report_update(
-    env: EffectContext, effect: TrainClient | CollectUpdate, fact: UpdateReceived | UpdateRejected
+    env: EffectContext,
+    effect: TrainClient | CollectUpdate,
+    fact: UpdateReceived | UpdateRejected,
+    histories: Sequence[HistoryRow] = (),
 ) -> None:
-    """Report the outcome of a client's update, and count it if its round was closed without it."""
-    if not await env.report(effect.run_id, fact):
+    """Report the outcome of a client's update, and count it if its round was closed without it.
+
+    histories: of the steps that the update was made by.
+    """
+    if not await env.report(effect.run_id, fact, histories):
         count_if_late(env, effect)
 
 

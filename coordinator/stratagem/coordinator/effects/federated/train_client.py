@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
-from stratagem.common.base.ids import child_party
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
@@ -21,6 +20,7 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, record_of
 from stratagem.coordinator.effects.federated.aggregate_round import decoding_of
 from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
+from stratagem.coordinator.effects.federated.client_steps import RecordedRound, party_of
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
@@ -36,7 +36,6 @@ from stratagem.v1 import worker_pb2
 
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected."""
-    link = env.links.to(effect.member, env.state)
     plan = worker_pb2.ClientRoundPlan(
         base=state_ref(effect.base),
         client=effect.client,
@@ -44,30 +43,44 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         local_epochs=effect.local_epochs,
         num_lr_reductions=effect.num_lr_reductions,
     )
-    at = _session(effect)
-    request = env.request(effect.party, at, effect.round_num, client_round=plan)
-    looked = _look(env, effect)
+    request = env.request(effect.party, _session(effect), effect.round_num, client_round=plan)
+    looked, steps = _look(env, effect), RecordedRound(env, effect, request)
     try:
-        result = await attend(env, effect.member, request, base=effect.base.digest)
+        result = await _trained(env, effect, request, steps)
+        match result.WhichOneof("outcome"):
+            case "error":
+                _close(env, effect)
+                await reject_for_error(env, effect, record_of(result.error))
+            case "client_round":
+                env.yield_slots(effect)
+                done = result.client_round
+                if wrong := defect(done.loss, done.num_steps, of_training(done.metrics)):
+                    _close(env, effect)
+                    await reject(env, effect, *wrong)
+                else:
+                    await _collect(env, effect, done, looked, steps)
+            case _:
+                await env.end_early(effect.run_id, effect.member, result)
+    finally:
+        steps.end()
+
+
+async def _trained(
+    env: EffectContext,
+    effect: TrainClient,
+    request: worker_pb2.ExecuteRequest,
+    steps: RecordedRound,
+) -> worker_pb2.ExecuteResult:
+    """Return what has become of the client's training."""
+    base = effect.base.digest
+    link = env.links.to(effect.member, env.state)
+    try:
+        return await attend(env, effect.member, request, steps.listener, base=base)
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
             count_if_late(env, effect)
-            env.chores.do(link.abort(at), f"abort client {effect.client}")
+            env.chores.do(link.abort(_session(effect)), f"abort client {effect.client}")
         raise
-    match result.WhichOneof("outcome"):
-        case "error":
-            _close(env, effect)
-            await reject_for_error(env, effect, record_of(result.error))
-        case "client_round":
-            env.yield_slots(effect)
-            done = result.client_round
-            if wrong := defect(done.loss, done.num_steps, of_training(done.metrics)):
-                _close(env, effect)
-                await reject(env, effect, *wrong)
-            else:
-                await _collect(env, effect, done, looked)
-        case _:
-            await env.end_early(effect.run_id, effect.member, result)
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
@@ -92,6 +105,7 @@ async def _collect(
     effect: TrainClient,
     result: worker_pb2.ClientRoundResult,
     looked: Looked,
+    steps: RecordedRound,
 ) -> None:
     try:
         async with env.pulls:
@@ -104,6 +118,7 @@ async def _collect(
         await reject(env, effect, error.cause, error.reason)
         return
     failpoint("coordinator.round.pulled")
+    histories = await steps.rows(result)
     _close(env, effect)
     received = UpdateReceived(
         party=effect.party,
@@ -117,7 +132,7 @@ async def _collect(
         metrics=of_training(result.metrics),
         num_steps=max(1, result.num_steps),
     )
-    await report_update(env, effect, received)
+    await report_update(env, effect, received, histories)
 
 
 def _close(env: EffectContext, effect: TrainClient) -> None:
@@ -145,8 +160,7 @@ async def _pull(
 
 
 def _session(effect: TrainClient) -> WorkerSession:
-    party = child_party(effect.party, f"client{effect.client}")
-    return WorkerSession(effect.member, effect.run_id, party, effect.membership)
+    return WorkerSession(effect.member, effect.run_id, party_of(effect), effect.membership)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import structlog
 
-from stratagem.common.base.errors import IntegrityError, StratagemError
+from stratagem.common.base.errors import IntegrityError, StratagemError, UnavailableError
 from stratagem.common.compression import TensorLayout
 from stratagem.common.numerics.batch_shards import Node
 from stratagem.common.process.failpoints import failpoint
@@ -84,7 +84,9 @@ class _Inflow:
 
     async def open(self, limits: Limits, codec: str) -> None:
         """Read the header."""
-        first = await anext(self._messages)
+        first = await anext(self._messages, None)
+        if first is None:
+            raise IntegrityError("a gradient stream ended before its header")
         codecs = ("", codec)
         manifest = from_proto(first.header.manifest, limits, Purpose.GRADIENTS, codecs)
         self.coded = tuple(TensorLayout(t.name, tuple(t.shape)) for t in first.header.coded)
@@ -149,6 +151,8 @@ class _Step:
             return inflows[0].step
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.InvalidStateError:  # gRPC's word for a write into a call that has ended
+            raise UnavailableError("a member has ended its stream of sums early") from None
         finally:
             for get in gets:
                 get.cancel()

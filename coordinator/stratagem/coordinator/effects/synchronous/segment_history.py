@@ -6,15 +6,17 @@ for by attaching once more.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import child_party
+from stratagem.common.base.ids import Party, RunId, child_party
 from stratagem.common.history import Columns, Series, stride_of
 from stratagem.common.history.packing import pack
 from stratagem.common.history.recording import MAX_SERIES
 from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import PlanListener, attend
 from stratagem.coordinator.observe.live_history import (
@@ -68,70 +70,85 @@ async def finished_history(
         return []
     parts: list[PackedRows] = []
     for rank, result in enumerate(results):
-        parts += await _parts_of(env, effect, rank, request(rank), result)
-    try:
-        step = effect.rounds_before * effect.num_steps + results[0].step
-        return await env.in_thread(lambda: _rows(effect, stride, parts, step))
-    except InvalidInputError as error:
-        log.error(_UNREADABLE, reason=str(error), **_ids(effect))
-        return []
+        key = TailKey(effect.run_id, effect.party, rank)
+        member = effect.members[rank]
+        parts += await parts_of(env, key, number_of(effect), member, request(rank), result)
+    step = effect.rounds_before * effect.num_steps + results[0].step
+    trained = TrainedSteps(effect.run_id, effect.party, number_of(effect), stride, step)
+    return await rows_of(env, trained, parts)
 
 
-_UNREADABLE = "the step history of a segment cannot be read"
+@dataclass(frozen=True, slots=True)
+class TrainedSteps:
+    """Steps that a party has trained in one segment, or round."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    stride: int
+    to_step: int
+    """The last one."""
+
+    @property
+    def ids(self) -> dict[str, object]:
+        """What the log says of it."""
+        return {"run_id": self.run_id, "party": self.party, "segment": self.segment}
 
 
-def _ids(effect: RunSegment) -> dict[str, object]:
-    return {"run_id": effect.run_id, "party": effect.party, "segment": effect.segment}
-
-
-async def _parts_of(
+async def parts_of(
     env: EffectContext,
-    effect: RunSegment,
-    rank: int,
+    key: TailKey,
+    segment: int,
+    member: Member,
     request: worker_pb2.ExecuteRequest,
-    result: worker_pb2.TrainResult,
+    result: worker_pb2.TrainResult | worker_pb2.ClientRoundResult,
 ) -> list[PackedRows]:
-    """Return all that a member has recorded; nothing where that is not to be had."""
+    """Return all that a member has recorded of a segment; nothing where that is not to be had."""
     if not result.num_history_parts:
         return []
-    tail = env.history.tail(TailKey(effect.run_id, effect.party, rank))
-    parts = tail.sent if tail is not None and tail.segment == number_of(effect) else HistoryParts()
+    tail = env.history.tail(key)
+    parts = tail.sent if tail is not None and tail.segment == segment else HistoryParts()
     if not parts.are_all(result):
         parts = HistoryParts()
-        await attend(env, effect.members[rank], request, PlanListener(history=parts.add))
+        await attend(env, member, request, PlanListener(history=parts.add))
     if parts.are_all(result):
         return parts.parts
-    log.error(
-        "the step history of a segment is not what its member says", rank=rank, **_ids(effect)
-    )
+    ids = {"run_id": key.run_id, "party": key.party, "segment": segment, "rank": key.rank}
+    log.error("the step history of a segment is not what its member says", **ids)
     return []
 
 
-def _rows(
-    effect: RunSegment, stride: int, parts: Sequence[PackedRows], step: int
+async def rows_of(
+    env: EffectContext, trained: TrainedSteps, parts: Sequence[PackedRows]
 ) -> list[HistoryRow]:
+    """Return what is stored of steps; nothing where what was sent of them cannot be read."""
+    try:
+        return await env.in_thread(lambda: _rows(trained, parts))
+    except InvalidInputError as error:
+        reason = str(error)
+        log.error("the step history of a segment cannot be read", reason=reason, **trained.ids)
+        return []
+
+
+def _rows(trained: TrainedSteps, parts: Sequence[PackedRows]) -> list[HistoryRow]:
     return [
-        _row(effect, stride, name, rows, min(p.from_step for p in parts if p.party == name), step)
-        for name, rows in merged(parts, stride).items()
+        _row(trained, name, rows, min(p.from_step for p in parts if p.party == name))
+        for name, rows in merged(parts, trained.stride).items()
     ]
 
 
 def _row(
-    effect: RunSegment,
-    stride: int,
-    name: str,
-    rows: dict[Series, Columns],
-    from_step: int,
-    step: int,
+    trained: TrainedSteps, name: str, rows: dict[Series, Columns], from_step: int
 ) -> HistoryRow:
-    party = child_party(effect.party, name) if name else effect.party
+    party = child_party(trained.party, name) if name else trained.party
     for series, columns in rows.items():
-        if columns.step[0] <= from_step or columns.step[-1] > step:
+        if columns.step[0] <= from_step or columns.step[-1] > trained.to_step:
             raise InvalidInputError.at(
-                series.name, f"has steps outside of {from_step + 1} to {step}"
+                series.name, f"has steps outside of {from_step + 1} to {trained.to_step}"
             )
     kept = dict(list(rows.items())[:MAX_SERIES])
     if len(kept) < len(rows):
         num_dropped = len(rows) - len(kept)
-        log.warning("the step history leaves out series", num_dropped=num_dropped, **_ids(effect))
-    return HistoryRow(effect.run_id, party, number_of(effect), stride, from_step, step, pack(kept))
+        log.warning("the step history leaves out series", num_dropped=num_dropped, **trained.ids)
+    at = (trained.segment, trained.stride, from_step, trained.to_step)
+    return HistoryRow(trained.run_id, party, *at, pack(kept))

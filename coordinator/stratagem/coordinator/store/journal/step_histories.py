@@ -7,8 +7,10 @@ one afterwards, when nothing waits for it.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final
 
 import structlog
@@ -16,15 +18,19 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    Dialect,
     Row,
+    Select,
     bindparam,
     delete,
     exists,
     func,
     insert,
     literal,
+    literal_column,
     select,
 )
+from sqlalchemy.sql.compiler import SQLCompiler
 
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history.packing import unpack
@@ -35,13 +41,15 @@ from stratagem.coordinator.store.journal.tables import history
 log = structlog.get_logger()
 
 
-_ITS: Final = {each.name: bindparam(f"its_{each.name}", type_=each.type) for each in history.c}
+_COLUMNS: Final = tuple(each.name for each in history.c)
+_GIVEN: Final = tuple(name for name in _COLUMNS if name != "ends")
+_ITS: Final = {name: bindparam(name, type_=history.c[name].type) for name in _GIVEN}
 _OF_PARTY: Final = [history.c[name] == _ITS[name] for name in ("run_id", "party")]
-_SUCH: Final = exists().where(*_OF_PARTY, history.c.segment >= _ITS["segment"]).correlate(None)
-_NEW: Final = (
-    insert(history)
-    .from_select([*_ITS], select(*_ITS.values()).where(~_SUCH))
-    .execution_options(preserve_rowcount=True)
+_SUCH: Final[Select[Any]] = select(literal_column("1")).where(
+    *_OF_PARTY, history.c.segment >= _ITS["segment"]
+)
+_NEW: Final = insert(history).from_select(
+    _GIVEN, select(*_ITS.values()).where(~exists(_SUCH.correlate(None)))
 )
 """Writes a row behind all others of its party: one statement, as every segment ends with it."""
 
@@ -49,9 +57,40 @@ _NEW: Final = (
 def put(connection: Connection, rows: Sequence[HistoryRow]) -> None:
     """Write the rows of segments that end in this transaction."""
     for row in rows:
-        values = {f"its_{name}": value for name, value in _values(row).items()}
-        if not connection.execute(_NEW, values).rowcount:
+        if row.ends or not _put_behind(connection, row):
             _replace(connection, row)
+
+
+def _put_behind(connection: Connection, row: HistoryRow) -> bool:
+    """Write the row of a segment unless its party has one of it or of a later one; return whether
+    it was written.
+
+    The statement goes to the driver as it was compiled once: what SQLAlchemy does around each one
+    takes several times as long as the database, in a transaction that commits wait for.
+    """
+    statement = _new(connection.dialect)
+    given: tuple[Any, ...] | dict[str, Any] = statement.values_of(row)
+    if not statement.is_positional:
+        given = dict(zip(statement.names, given, strict=True))
+    return bool(connection.exec_driver_sql(statement.text, given).rowcount)
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A statement as the driver takes it, and what fills it of a row."""
+
+    text: str
+    names: tuple[str, ...]
+    is_positional: bool
+    values_of: Callable[[HistoryRow], tuple[Any, ...]]
+
+
+@lru_cache(maxsize=4)
+def _new(dialect: Dialect) -> _Statement:
+    compiled = _NEW.compile(dialect=dialect)
+    assert isinstance(compiled, SQLCompiler)
+    names = tuple(compiled.positiontup or _GIVEN)
+    return _Statement(str(compiled), names, bool(compiled.positiontup), attrgetter(*names))
 
 
 def _replace(connection: Connection, row: HistoryRow) -> None:
@@ -172,7 +211,9 @@ def _delete(connection: Connection, row: HistoryRow) -> None:
 
 
 def _values(row: HistoryRow) -> dict[str, Any]:
-    return {**asdict(row), "ends": json.dumps(row.ends) if row.ends else None}
+    values = {name: getattr(row, name) for name in _COLUMNS}
+    values["ends"] = json.dumps(row.ends) if row.ends else None
+    return values
 
 
 def _row(row: Row[Any]) -> HistoryRow:

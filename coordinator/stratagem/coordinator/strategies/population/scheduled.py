@@ -6,7 +6,7 @@ copies a state. What it trains is the same as that member's, to the bit. This fo
 facts of the party; there are none of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from stratagem.common.base.errors import InvalidInputError, Violation
@@ -15,9 +15,10 @@ from stratagem.common.base.wording import counted
 from stratagem.common.job import JobSpec, check_optimizer, scheduled_job
 from stratagem.common.job.optimizer.hyperparameter_schedule import HyperparameterSchedule
 from stratagem.common.strategy import Federated
+from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Fact, RunCompleted
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.core.strategy_contract import VERSION, Child, Status, Strategy
+from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
 from stratagem.coordinator.strategies.population.hyperparameters import check_name
@@ -89,7 +90,11 @@ def decide(job: JobSpec, value: ScheduledRun, world: World, now_s: float) -> Fac
 
 def transition(job: JobSpec, value: ScheduledRun, fact: Fact, now_s: float) -> ScheduledRun:
     """Fold a fact of the party, and let it go on under the next setting where one has ended."""
-    value = replace(value, child=nested.transition(value.child, fact, now_s))
+    return _advanced(job, replace(value, child=nested.transition(value.child, fact, now_s)))
+
+
+def _advanced(job: JobSpec, value: ScheduledRun) -> ScheduledRun:
+    """Return the run under the next setting, where the one before has ended and is not the last."""
     following = value.setting + 1
     if following == len(_schedule(job).settings) or not nested.is_at_horizon(value.child):
         return value
@@ -101,6 +106,18 @@ def transition(job: JobSpec, value: ScheduledRun, fact: Fact, now_s: float) -> S
     horizon = _horizon(job, following)
     child = nested.rebased(value.child, own, base, latest.num_rows, horizon)
     return ScheduledRun(child, following)
+
+
+def returned(
+    job: JobSpec, value: ScheduledRun, base: Base, metrics: Mapping[str, float]
+) -> ScheduledRun:
+    """Return the run to a commit of its own: under the setting that has trained it, and where that
+    ends with it, on to the next one, as the run itself went on."""
+    horizons = (_horizon(job, place) for place in range(len(_schedule(job).settings)))
+    setting = next(place for place, horizon in enumerate(horizons) if base.segment <= horizon)
+    own = scheduled_job(job, _schedule(job).settings[setting])
+    child = replace(value.child, job=own, horizon=_horizon(job, setting))
+    return _advanced(job, ScheduledRun(nested.returned(child, base, metrics), setting))
 
 
 def status(job: JobSpec, value: ScheduledRun, world: World) -> Status:
@@ -130,4 +147,9 @@ STRATEGY = Strategy(
     pending=lambda run_id, _job, value, _horizon: nested.pending(run_id, value.child),
     status=status,
     children=lambda value: (value.child,),
+    nesting=Nesting(
+        progress=lambda value: nested.progress(value.child),
+        rebase=lambda job, value, base, _num_rows: returned(job, value, base, {}),
+        returned=returned,
+    ),
 )

@@ -84,7 +84,8 @@ class NamedLoss:
 def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     """Makes the loss that a job names."""
     if spec.entrypoint is not None:
-        return _user_loss(entrypoints.bind(spec.entrypoint, spec.kwargs, "loss"))
+        own = entrypoints.bind(spec.entrypoint, spec.kwargs, "loss")
+        return _user_loss(own, f'what "{spec.entrypoint}" returns')
     assert spec.name is not None
     return NamedLoss(spec.name, _LOSSES[spec.name], thawed(spec.kwargs))
 
@@ -101,11 +102,16 @@ def counts_rows(spec: LossSpec) -> bool:
     return spec.entrypoint is None and spec.name != "token_cross_entropy"
 
 
-def _user_loss(function: Callable[..., Any]) -> LossFunction:
+def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
+    """what: the words for its value."""
+
     def loss(output: Any, target: Any, num_rows: int) -> LossValue:
         value = function(output, target)
-        mean, weight = value if isinstance(value, tuple) else (value, num_rows)
-        return LossValue(one_number(mean, "the loss"), float(weight))
+        pair = value if isinstance(value, tuple) else (value, num_rows)
+        if len(pair) != 2:
+            raise ValueError(f"{what} must be a loss or (loss, weight), not {len(pair)} values")
+        mean, weight = pair
+        return LossValue(one_number(mean, what), float(weight))
 
     return loss
 

@@ -7,7 +7,7 @@ one becomes one update of the parameters. Must not know how gradients were made 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule
 from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.user_code.entrypoints import user_code
+
+_SKIPPING: Final = "accumulation.non_finite: skip_step leaves such steps out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def apply_step(
     if what:
         policy.undo()
         if not (scale.absorbs(what) or policy.job.window.may_skip):
-            where = "" if number is None else f" at step {number}"
+            where = "" if number is None else f" at step {number}; {_SKIPPING}"
             text = f"non-finite {what}{where}"
             raise UserCodeError("FloatingPointError", text, activity=activity)
         return Applied(False, rates)

@@ -64,6 +64,18 @@ class ClientRound:
     """Names of the trainable parameters; tied ones under each of their names."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientStep:
+    """A step that a client has done."""
+
+    number: int
+    """From 1 in each round."""
+    num_rows: int
+    report: LocalReport
+    shown: Mapping[str, float]
+    """What on_step has logged of it."""
+
+
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
     """The order of a client's rows in an epoch, counted over all rounds from 0."""
     return epoch_order(num_rows, (seed + client * _CLIENT_STRIDE + epoch) & _SEED_BITS)
@@ -110,12 +122,13 @@ class ClientRunner:
         round_num: int,
         check: Callable[[], None] = lambda: None,
         *,
+        after_step: Callable[[ClientStep], None] = lambda _: None,
         num_lr_reductions: int = 0,
     ) -> ClientRound:
         """Trains from the global state `base`; the update is on the CPU.
 
-        `check` is called before each step and may raise to end the round. num_lr_reductions: how
-        often a plateau has lowered the rates.
+        `check` is called before each step and may raise to end the round; `after_step` gets each
+        step. num_lr_reductions: how often a plateau has lowered the rates.
         """
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
@@ -146,10 +159,13 @@ class ClientRunner:
                     logged = added(logged, report.counted.logged)
                     if math.isfinite(report.grad_norm):
                         max_norm = max(max_norm, report.grad_norm)
+                own: Mapping[str, float] = {}
                 if self._callbacks.sees_steps:
                     seen = _seen(num_steps, rows, report)
                     self._callbacks.saw_step(seen)
-                    shown, is_ended = {**shown, **seen.logged}, seen.wants_end
+                    own, is_ended = seen.logged, seen.wants_end
+                    shown = {**shown, **own}
+                after_step(ClientStep(num_steps, len(rows.indices), report, own))
                 if is_ended:
                     break
         finally:
@@ -167,6 +183,15 @@ class ClientRunner:
         if is_ended:  # it weighs as it would have
             num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
         return ClientRound(tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
+
+    def steps_in_round(self, client: int, num_clients: int) -> int | None:
+        """Return the steps of one round of a client; None where its rows come as a stream."""
+        return self._num_steps(self._rows(ClientShare(client, num_clients)))
+
+    def _num_steps(self, data: Dataset) -> int | None:
+        if isinstance(data, StreamDataset):
+            return None
+        return self._strategy.options.local_epochs * -(-len(data) // self._job.batch_size)
 
     def _steps(self, data: Dataset, client: int, round_num: int) -> Iterator[tuple[Rows, Key]]:
         """The rows of each step of a client's round, and the key of what it draws at random."""
@@ -216,10 +241,10 @@ class ClientRunner:
             return None
         if self._job.optimizer.schedule.entrypoint is None:
             return None
-        if isinstance(data, StreamDataset):
+        num_steps = self._num_steps(data)
+        if num_steps is None:
             text = "needs the number of steps, which a round over a stream does not know before"
             raise InvalidInputError.at("optimizer.schedule.entrypoint", text)
-        num_steps = self._strategy.options.local_epochs * -(-len(data) // self._job.batch_size)
         return shadow_schedule(self._job.optimizer, num_steps, self._entrypoints)
 
     def _fresh_steps(self, data: Dataset, num_lr_reductions: int) -> list[LocalStep]:

@@ -8,9 +8,9 @@ is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,20 @@ from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel
 from stratagem.worker.data.datasets import Coming
-from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
-from stratagem.worker.engine.optim.reported_rates import ReportedRates
-from stratagem.worker.engine.optim.shadow_schedule import shadow_schedule
 from stratagem.worker.engine.step import state_format
-from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.callbacks import Callbacks
-from stratagem.worker.engine.step.forward_backward import Passes, Rows, Window, micro_batches
-from stratagem.worker.engine.step.local_step import LocalReport, LocalStep
+from stratagem.worker.engine.step.forward_backward import Rows, Window, micro_batches
+from stratagem.worker.engine.step.local_step import LocalReport
 from stratagem.worker.engine.step.logged_sums import (
     NUM_EXTRAS,
     LoggedSums,
-    added,
     means,
     packed,
     unpacked,
 )
-from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
+from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import (
     PartReport,
@@ -48,11 +42,19 @@ from stratagem.worker.engine.step.step_report import (
     StepReport,
     Tally,
 )
-from stratagem.worker.engine.step.turns import StepTurn
 from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
+from stratagem.worker.engine.trainers.gossip_node import (
+    GossipNode,
+    NodeSums,
+    in_training,
+    make_node,
+    node_prefix,
+    of_node,
+    recorded_part,
+)
 from stratagem.worker.engine.trainers.node_mean import take_mean
 from stratagem.worker.engine.trainers.trainer_setup import Setup
-from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
+from stratagem.worker.engine.trainers.trainer_state import State
 from stratagem.worker.engine.trainers.training_rows import TrainingRows
 from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 from stratagem.worker.exchange.gossip.gossip_distances import neighbour_distance
@@ -60,48 +62,6 @@ from stratagem.worker.exchange.gossip.public_copies import PublicCopies
 
 _NUM_COLUMNS: Final = 6
 """Columns of the table in which a segment's summary is added up."""
-Value = TypeVar("Value")
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Sums of one node over the steps of the open segment."""
-
-    weight: float = 0.0
-    loss: float = 0.0
-    moved: float = 0.0
-    """Squared distance that mixing moved the node, added up."""
-    grad_norm: float = 0.0
-    """The largest before clipping, of those that are finite."""
-    num_skipped: int = 0
-    logged: LoggedSums = field(default_factory=dict)
-
-    def add(self, report: LocalReport) -> None:
-        """Account for a local step."""
-        if report.is_skipped:
-            self.num_skipped += 1
-            return
-        self.weight += report.counted.weight
-        self.loss += report.counted.loss_sum
-        self.logged = added(self.logged, report.counted.logged)
-        if math.isfinite(report.grad_norm):
-            self.grad_norm = max(self.grad_norm, report.grad_norm)
-
-
-@dataclass(slots=True)
-class _Node:
-    """One replica, with nothing in common with the others but the job."""
-
-    model: nn.Module
-    params: list[tuple[str, nn.Parameter]]
-    saved: TrainerState
-    local_step: LocalStep
-    sums: _Sums = field(default_factory=_Sums)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are mixed with the neighbours': all trainable parameters."""
-        return [param.detach() for _, param in self.params]
 
 
 class GossipTrainer:
@@ -122,7 +82,7 @@ class GossipTrainer:
         self._rows = TrainingRows(setup)
         self._setup, self._job, self.model = setup, job, setup.model
         self.num_steps = self._rows.num_steps
-        self._nodes = {n: _node(setup, model, self.num_steps) for n, model in models.items()}
+        self._nodes = {n: make_node(setup, model, self.num_steps) for n, model in models.items()}
         if not all(node.params for node in self._nodes.values()):
             raise InvalidInputError.at("model", "has no trainable parameter")
         params = next(iter(self._nodes.values())).params
@@ -190,7 +150,7 @@ class GossipTrainer:
         batch = self._rows.batch(self.step)
         shards = split_rows(batch.num_rows, num_shards)
         lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
-        own, rates = _Sums(), self._rates(lr_factor)
+        own, rates = NodeSums(), self._rates(lr_factor)
         parts: list[PartReport] = []
         for number, node in self._nodes.items():
             if len(shards[number]):  # a node without rows only mixes
@@ -199,7 +159,7 @@ class GossipTrainer:
                 report = self._local_step(number, node, rows, lr_factor)
                 node.sums.add(report)
                 own.add(report)
-                parts.append(_part(number, report))
+                parts.append(recorded_part(number, report))
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
@@ -229,7 +189,7 @@ class GossipTrainer:
             learning_rates=rates,
             exchange_wait_s=wait_s,
             parts=parts,
-            measured=_in_training(self._measured) if is_due else {},
+            measured=in_training(self._measured) if is_due else {},
         )
 
     def _rates(self, lr_factor: float) -> Mapping[str, float]:
@@ -237,7 +197,9 @@ class GossipTrainer:
         policy = next(iter(self._nodes.values())).local_step.turn.policy
         return policy.rates.of_update(lr_factor, policy.schedule)
 
-    def _local_step(self, number: int, node: _Node, rows: Rows, lr_factor: float) -> LocalReport:
+    def _local_step(
+        self, number: int, node: GossipNode, rows: Rows, lr_factor: float
+    ) -> LocalReport:
         """One optimizer step with the mean gradient of the node's rows."""
         node.model.train()
         window = Window(
@@ -279,7 +241,7 @@ class GossipTrainer:
         weight, loss, moved, square, num_skipped = map(math.fsum, by_column[:-1])
         num_rounds = exchange.num_nodes * max(1, self._num_segment_steps)
         for node in self._nodes.values():
-            node.sums = _Sums()
+            node.sums = NodeSums()
         self._num_segment_steps = 0
         return SegmentSummary(
             loss=loss / weight if weight else 0.0,
@@ -322,8 +284,8 @@ class GossipTrainer:
             own, numbers = node.saved.parts()
             public = self.public.state(number) if self.public is not None else {}
             named = {**own, **public}
-            tensors |= {f"{_prefix(number)}{name}": tensor for name, tensor in named.items()}
-            metadata |= {f"{_prefix(number)}{name}": value for name, value in numbers.items()}
+            tensors |= {f"{node_prefix(number)}{name}": tensor for name, tensor in named.items()}
+            metadata |= {f"{node_prefix(number)}{name}": value for name, value in numbers.items()}
         return state_format.copied(dict(sorted(tensors.items()))), metadata
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -331,55 +293,19 @@ class GossipTrainer:
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
-            own, numbers = _of(number, tensors) or tensors, _of(number, metadata) or metadata
+            own, numbers = (
+                of_node(number, tensors) or tensors,
+                of_node(number, metadata) or metadata,
+            )
             node.saved.load_parts(own, numbers, step)
         if self.public is not None:
             for number in self.public.nodes:
-                self.public.load(number, _of(number, tensors) or tensors)
+                self.public.load(number, of_node(number, tensors) or tensors)
         self.step = step
 
     def fingerprint(self) -> str:
         """Returns the fingerprint of what this member holds: its nodes and the mean."""
         return state_format.fingerprint(*self.copy_state())
-
-
-def _node(setup: Setup, model: nn.Module, num_steps: int) -> _Node:
-    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer = setup.optimizer_of(params)
-    randomness = KeyedRandomness(model, setup.gather.device)
-    execution = prepare(model, setup.job, setup.gather.device, randomness)
-    passes = Passes(model, setup.objective, setup.gather, randomness, execution)
-    buffers = Buffers(model, setup.gather.device)
-    schedule = shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints)
-    policy = StepPolicy(
-        *(setup.job, execution, [p for _, p in params], optimizer, buffers),
-        rates=ReportedRates(setup.job.optimizer),
-        schedule=schedule,
-    )
-    must_divide, hooks = setup.job.window.must_divide, setup.callbacks
-    local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
-    saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
-    return _Node(model, params, saved, local_step)
-
-
-def _part(number: int, report: LocalReport) -> PartReport:
-    """What is recorded of a node's step."""
-    counted = report.counted
-    numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
-    return PartReport(f"node/{number}", {**_in_training(numbers), **report.learning_rates})
-
-
-def _in_training(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {f"train.{name}": value for name, value in numbers.items()}
-
-
-def _prefix(number: int) -> str:
-    return f"node{number}/"
-
-
-def _of(number: int, named: Mapping[str, Value]) -> dict[str, Value]:
-    prefix = _prefix(number)
-    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
 
 def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:

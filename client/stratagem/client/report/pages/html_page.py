@@ -1,0 +1,164 @@
+"""Writes a run as one page of HTML: no script, nothing from elsewhere, equal runs in equal bytes.
+
+Each picture stands in it twice, for wide and for narrow screens, with its numbers as a table. What
+the run, the job or the user's code says is text, never markup.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from stratagem.client.course.population import winner_text
+from stratagem.client.pictures.drawing.scales import duration, short
+from stratagem.client.pictures.drawing.svg import escaped
+from stratagem.client.pictures.picture import NumberTable
+from stratagem.client.report.curve_panels import NOTES, curve_panels
+from stratagem.client.report.pages.html_document import Section, document, figure
+from stratagem.client.report.run_panels import strategy_panels, time_line_panel
+from stratagem.client.report.run_values import ReportedRun, progress_text, time_text
+from stratagem.common.base.wording import values_text
+
+MAX_EVENTS: Final = 500
+
+
+def page(run: ReportedRun, made_at: str) -> str:
+    """Return the page of a run. made_at: when, in words; all else follows from the run."""
+    title = f"{run.status.run_id} · {run.status.strategy or 'evaluation'}"
+    header = f"<header>{_header(run)}</header>{_error(run)}"
+    return document(title, header, list(_sections(run)), made_at)
+
+
+def _header(run: ReportedRun) -> str:
+    status = run.status
+    winner = winner_text(status)
+    parts = [
+        f"<h1>{escaped(status.run_id)}</h1>",
+        f'<p><span class="phase {escaped(status.phase)}">{escaped(status.phase)}</span> '
+        f"{escaped(status.strategy or 'evaluation')}</p>",
+        f"<p>{escaped(status.reason)}</p>",
+    ]
+    if winner:
+        parts.append(f"<p>Best: {escaped(winner)}</p>")
+    return "".join(parts)
+
+
+def _error(run: ReportedRun) -> str:
+    error = run.status.error
+    if error is None:
+        return ""
+    where = f"in your code on {error.worker_id}, {error.activity}"
+    head = f"<p><strong>{escaped(error.type)}</strong>: {escaped(error.message)}</p>"
+    return (
+        f'<section class="error" role="alert">{head}<p class="muted">{escaped(where)}</p>'
+        f"<pre>{escaped(error.traceback.rstrip())}</pre></section>"
+    )
+
+
+def _sections(run: ReportedRun) -> Iterator[Section]:
+    yield "overview", "Overview", _overview(run)
+    curves, of_strategy = curve_panels(run), strategy_panels(run)
+    if curves:
+        yield "curves", "Curves", "".join(map(figure, curves))
+    if of_strategy:
+        schedule = _schedule(run)
+        title = run.strategy.get("type") or "Members"
+        yield "strategy", str(title), "".join(map(figure, of_strategy)) + schedule
+    if run.events:
+        yield "time-line", "Time line", figure(time_line_panel(run), has_heading=False)
+    if run.status.commits:
+        yield "commits", "Commits", _commits(run)
+    if run.events:
+        yield "events", "Events", _events(run)
+    text = json.dumps(run.job, indent=2, ensure_ascii=False, default=str)
+    yield "job", "Job", f"<pre>{escaped(text)}</pre>"
+
+
+def _overview(run: ReportedRun) -> str:
+    status = run.status
+    metrics = [(name, short(value)) for name, value in sorted(status.metrics.items())]
+    rows = [
+        ("name", status.name),
+        ("progress", progress_text(status)),
+        ("time", duration(run.seconds) if run.events else ""),
+        ("submitted", _submitted(run)),
+        ("workers", ", ".join(_workers(run))),
+        ("lost workers", ", ".join(_lost(run))),
+        ("engine", status.engine),
+        ("sent", _sent(run)),
+        ("result", "reproducible" if status.reproducible else "replayable, not reproducible"),
+        *metrics,
+    ]
+    shown = tuple((name, value) for name, value in rows if value)
+    table = NumberTable(("", ""), shown).to_html().replace("<thead>", '<thead hidden="">', 1)
+    told = [f"{name}: {NOTES[name]}" for name, _ in metrics if name in NOTES]
+    return table + "".join(f'<p class="muted small">{escaped(text)}</p>' for text in told)
+
+
+def _submitted(run: ReportedRun) -> str:
+    when = time_text(run.status.submitted_at_s)
+    return f"{when} by {run.status.submitted_by}" if run.status.submitted_by else when
+
+
+def _workers(run: ReportedRun) -> Sequence[str]:
+    """Return all workers that were members, or have trained clients."""
+    seen = dict.fromkeys(each.worker_id for each in run.course.members.intervals)
+    for event in run.events:
+        if event.kind == "ClientsAssigned":
+            assigned = (each["member"] for each in event.payload["assignments"])
+            seen |= dict.fromkeys(member["worker_id"] for member in assigned if member)
+    return sorted(seen or run.status.worker_ids)
+
+
+def _lost(run: ReportedRun) -> Sequence[str]:
+    return [each.worker_id for each in run.course.members.intervals if each.is_lost]
+
+
+def _sent(run: ReportedRun) -> str:
+    """Return how much was sent under a codec, and how much it would have been without."""
+    sent = plain = 0
+    for event in run.events:
+        if event.kind in ("SegmentFinished", "UpdateReceived"):
+            traffic = event.payload.get("traffic") or {}
+            sent += traffic.get("sent_bytes", 0)
+            plain += traffic.get("uncompressed_bytes", 0)
+    return f"{sent:,} bytes, {plain:,} uncompressed" if sent else ""
+
+
+def _schedule(run: ReportedRun) -> str:
+    """Return what the winner of a population was trained with, step by step."""
+    if run.strategy.get("type") != "PopulationBased":
+        return ""
+    found = run.course.population.population
+    best = found.best
+    if best is None:
+        return ""
+    rows = tuple(
+        (str(step), values_text(params))
+        for step, params in found.schedule(best.member, best.generation)
+    )
+    table = NumberTable(("from step", "hyperparameters"), rows).to_html()
+    return f"<h3>The winner's schedule</h3>{table}"
+
+
+def _commits(run: ReportedRun) -> str:
+    rows = []
+    for commit in run.status.commits:
+        values = sorted(commit.metrics.items())
+        metrics = ", ".join(f"{name} {short(value)}" for name, value in values)
+        kinds = "best" if commit.is_best else ""
+        rows.append((str(commit.segment), str(commit.step), kinds, metrics))
+    table = NumberTable(("segment", "step", "kept as", "metrics"), tuple(rows))
+    return f'<div class="scroll">{table.to_html()}</div>'
+
+
+def _events(run: ReportedRun) -> str:
+    shown = run.events[-MAX_EVENTS:]
+    rows = tuple(
+        (str(event.index), duration(max(event.time_s - run.began_s, 0.0)), event.sentence)
+        for event in shown
+    )
+    left = len(run.events) - len(shown)
+    before = f'<p class="muted">{left} earlier ones are left out.</p>' if left else ""
+    table = NumberTable(("event", "after", "what"), rows).to_html()
+    summary = f"<summary>{len(shown)} events</summary>"
+    return f'{before}<details>{summary}<div class="scroll">{table}</div></details>'

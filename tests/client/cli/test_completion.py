@@ -1,0 +1,100 @@
+"""Shells complete commands and run ids by the scripts of `stratagem completion`: bash and fish are
+asked themselves where they are installed."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.terminal import completion
+from tests.client.fake_coordinator import JOB
+from tests.patience import PATIENCE_S
+
+PATIENT = f"""#!{sys.executable}
+from stratagem.client.terminal import completion
+from stratagem.program.__main__ import main
+
+completion.PATIENCE_S = {PATIENCE_S}
+main()
+"""
+"""The program, where it does not matter how fast a coordinator answers."""
+Environment = dict[str, str]
+
+
+def script_of(shell: str) -> str:
+    return CliRunner().invoke(app, ["completion", shell]).stdout
+
+
+def by_bash(line: str, folder: Path, environment: Environment) -> list[str]:
+    words = " ".join(f"'{word}'" for word in line.split(" "))
+    asked = f"{script_of('bash')}\nCOMP_WORDS=({words}); COMP_CWORD={line.count(' ')}\n"
+    asked += "_stratagem_completion stratagem; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, env=environment)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def by_fish(line: str, folder: Path, environment: Environment) -> list[str]:
+    """What fish offers, which it sorts; behind a tab each has a description."""
+    asked = f"{script_of('fish')}\ncomplete -C'{line}'"
+    command = ["fish", "--no-config", "-c", asked]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stderr == ""
+    return [offered.split("\t")[0] for offered in done.stdout.splitlines()]
+
+
+SHELLS: dict[str, Callable[[str, Path, Environment], list[str]]] = {
+    "bash": by_bash,
+    "fish": by_fish,
+}
+
+
+@pytest.mark.parametrize(
+    "shell",
+    ["bash", pytest.param("fish", marks=pytest.mark.sweep)],
+)
+def test_a_shell_completes_commands_and_run_ids(
+    client: Client, address: str, tmp_path: Path, shell: str
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    for run_id in ("mine-1", "mine-2", "other"):
+        client.submit(JOB, run_id)
+    program = tmp_path / "stratagem"
+    program.write_text(PATIENT)
+    program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    usual = {**os.environ, "PATH": path, "TERM": "dumb", "COLUMNS": "100"}
+
+    def completed(line: str, coordinator: str) -> set[str]:
+        offered = SHELLS[shell](line, tmp_path, {**usual, "STRATAGEM_COORDINATOR": coordinator})
+        return {"status", "mine-1", "mine-2", "other"} & set(offered)
+
+    assert completed("stratagem status mi", address) == {"mine-1", "mine-2"}
+    assert completed("stratagem stat", "127.0.0.1:9") == {"status"}
+    if shell != "bash":  # each question starts the program, and fish starts it twice
+        return
+    assert completed(f"stratagem stop --coordinator {address} o", "nowhere:1") == {"other"}
+    assert completed("stratagem status mi", "127.0.0.1:9") == set()
+    assert "_STRATAGEM_COMPLETE=" in script_of("zsh")
+
+
+def test_a_coordinator_that_does_not_answer_in_time_completes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(completion, "PATIENCE_S", 0.01)
+        given = {"coordinator": f"127.0.0.1:{silent.getsockname()[1]}"}
+        context = typer.Context(typer.main.get_command(app), info_name="stratagem")
+        context.params = given
+        assert completion.run_ids(context, "") == []
+    assert capfd.readouterr() == ("", "")

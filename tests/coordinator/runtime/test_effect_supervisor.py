@@ -1,0 +1,274 @@
+"""The tasks of the effects that are due: their turns, retries, ends, and what is said of them."""
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from stratagem.common.base.errors import StaleError
+from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.coordinator.core.effects import (
+    Base,
+    Build,
+    CommitSegment,
+    Effect,
+    EvaluateState,
+)
+from stratagem.coordinator.core.event_span import EventSpan
+from stratagem.coordinator.core.facts import RunReleased
+from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
+from stratagem.coordinator.observe.waiting_reasons import say_what_fails
+from stratagem.coordinator.runtime import effect_supervisor as supervisor_module
+from stratagem.coordinator.runtime.effect_supervisor import TROUBLE, RunSupervisor
+from stratagem.coordinator.runtime.task_group import task_group
+from tests.coordinator.runtime.effects import member, segment
+from tests.patience import PATIENCE_S
+
+RUN = RunId("run-1")
+ROOT = Party("")
+
+
+class Performed:
+    """Effects that were started and not cancelled."""
+
+    def __init__(self) -> None:
+        self.running: set[Effect] = set()
+        self.changed = asyncio.Event()
+
+    async def __call__(self, effect: Effect) -> None:
+        self.running.add(effect)
+        self.changed.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.running.discard(effect)
+            self.changed.set()
+
+    async def until(self, expected: set[Effect]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.running != expected:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def test_supervisor_runs_what_is_due_and_nothing_else() -> None:
+    performed = Performed()
+    supervisor = RunSupervisor(performed)
+    first, second = segment("x", "a", "b"), segment("y", "b", "c")
+    supervisor.reconcile(frozenset({first}))
+    supervisor.reconcile(frozenset({first, second}))
+    await performed.until({first})
+    assert supervisor.num_waiting == 1
+    supervisor.reconcile(frozenset({second}))
+    await performed.until({second})
+    await supervisor.close()
+    assert performed.running == set()
+
+
+async def test_supervisor_lets_a_reformed_party_keep_its_turn() -> None:
+    performed = Performed()
+    supervisor = RunSupervisor(performed)
+    before, rival = segment("x", "a", "b"), segment("y", "a")
+    supervisor.reconcile(frozenset({before}))
+    supervisor.reconcile(frozenset({before, rival}))
+    after = segment("x", "a", membership=2)
+    supervisor.reconcile(frozenset({after, rival}))
+    await performed.until({after})
+    await supervisor.close()
+
+
+async def test_effect_that_yields_its_slots_lets_the_next_one_start() -> None:
+    performed = Performed()
+    supervisor = RunSupervisor(performed)
+    first, second = segment("x", "a"), segment("y", "a")
+    supervisor.reconcile(frozenset({first, second}))
+    await performed.until({first})
+    supervisor.yield_slots(first)
+    await performed.until({first, second})
+    await supervisor.close()
+
+
+async def test_failing_effect_is_tried_again() -> None:
+    attempts: list[Effect] = []
+    done = asyncio.Event()
+
+    async def fail_twice(effect: Effect) -> None:
+        attempts.append(effect)
+        if len(attempts) < 3:
+            raise StaleError("not yet")
+        done.set()
+
+    supervisor = RunSupervisor(fail_twice)
+    effect = CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))
+    supervisor.reconcile(frozenset({effect}))
+    async with asyncio.timeout(PATIENCE_S):
+        await done.wait()
+    await supervisor.close()
+    assert attempts == [effect] * 3
+
+
+async def test_watchers_are_told_what_keeps_failing() -> None:
+    async def no_history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+        return []
+
+    feed, told = Feed(no_history), asyncio.Event()
+    feed.add_event(RUN, FeedEvent(0, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
+
+    async def fail(effect: Effect) -> None:
+        raise ZeroDivisionError("a defect")
+
+    def on_trouble(effect: Effect, reason: str) -> None:
+        say_what_fails(feed, effect, reason)
+        told.set()
+
+    supervisor = RunSupervisor(fail, on_trouble)
+    build = Build(RUN, ROOT, 1, member("a"))
+    supervisor.reconcile(frozenset({build}))
+    async with asyncio.timeout(PATIENCE_S):
+        await told.wait()
+    await supervisor.close()
+    shown = feed.progress(RUN)
+    assert supervisor.num_failures["Build"] == TROUBLE
+    assert shown is not None
+    assert shown.reason == (
+        "Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
+        "(the log of a says more)"
+    )
+    feed.set_progress(RUN, SegmentProgress(5, 0.1, 1.0))  # it trains on meanwhile
+    assert feed.trouble(RUN) == shown.reason
+    feed.add_event(RUN, FeedEvent(1, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
+    assert feed.trouble(RUN) == ""
+
+
+async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:
+    attempts: list[asyncio.Task[None]] = []
+    begun = asyncio.Event()
+
+    async def fail_at_the_end(effect: Effect) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        attempts.append(this)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise StaleError("what a TaskGroup makes of both") from None
+
+    supervisor = RunSupervisor(fail_at_the_end)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    await begun.wait()
+    supervisor.reconcile(frozenset())
+    await asyncio.wait(attempts, timeout=PATIENCE_S)
+    assert [task.cancelled() for task in attempts] == [True]
+
+
+class Lingering:
+    """An effect that cleans up, until it may end."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.cleans_up, self.may_end = (asyncio.Event() for _ in range(3))
+        self.has_ended = False
+
+    async def __call__(self, effect: Effect) -> None:
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cleans_up.set()
+            await self.may_end.wait()
+            self.has_ended = True
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+async def test_a_closed_supervisor_has_nothing_running(is_due: bool) -> None:
+    lingering = Lingering()
+    supervisor = RunSupervisor(lingering)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    await lingering.has_begun.wait()
+    if not is_due:
+        supervisor.reconcile(frozenset())
+    closing = asyncio.create_task(supervisor.close())
+    await lingering.cleans_up.wait()
+    assert not closing.done()
+    lingering.may_end.set()
+    await closing
+    assert lingering.has_ended
+
+
+async def test_an_effect_that_does_not_end_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "GRACE_S", 0.01)
+    lingering = Lingering()
+    supervisor = RunSupervisor(lingering)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    await lingering.has_begun.wait()
+    with capture_logs() as said:
+        await supervisor.close()
+    assert [(each["event"], each["effect"]) for each in said] == [
+        ("effect does not end", "RunSegment x")
+    ]
+    (left,) = [task for task in asyncio.all_tasks() if task.get_name() == "RunSegment x"]
+    lingering.may_end.set()
+    await asyncio.wait([left])
+
+
+def test_effects_that_need_no_compute_have_no_slots() -> None:
+    from stratagem.coordinator.core.effects import slots
+
+    assert slots(CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))) == frozenset()
+    evaluate = EvaluateState(RUN, ROOT, 0, Base(0, 0, Digest("d")), ("test",), (member("a"),))
+    assert slots(evaluate) == {member("a")}
+
+
+async def test_an_effect_whose_call_is_cancelled_under_it_is_tried_again() -> None:
+    """Which is what gRPC does to the calls on a channel that somebody closes."""
+    attempts: list[Effect] = []
+    again = asyncio.Event()
+
+    async def call(effect: Effect) -> None:
+        attempts.append(effect)
+        if len(attempts) > 1:
+            again.set()
+            await asyncio.Event().wait()
+        async with task_group() as group:
+            waiting = group.create_task(asyncio.Event().wait())
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+            await waiting
+
+    supervisor = RunSupervisor(call)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    async with asyncio.timeout(PATIENCE_S):
+        await again.wait()
+    await supervisor.close()
+    assert supervisor.num_failures["RunSegment"] == 1
+
+
+async def test_a_defect_is_logged_without_the_groups_around_it() -> None:
+    """And not at all where the effect has been given up: nobody tries it again."""
+    attempts: list[Effect] = []
+    again = asyncio.Event()
+
+    async def fail(effect: Effect) -> None:
+        attempts.append(effect)
+        async with task_group() as group:
+            group.create_task(fail_in_a_task())
+
+    async def fail_in_a_task() -> None:
+        try:
+            if len(attempts) > 1:
+                again.set()
+                await asyncio.Event().wait()
+        finally:
+            raise ZeroDivisionError(f"a defect of attempt {len(attempts)}")
+
+    supervisor = RunSupervisor(fail)
+    with capture_logs() as said:
+        supervisor.reconcile(frozenset({segment("x", "a")}))
+        async with asyncio.timeout(PATIENCE_S):
+            await again.wait()
+        await supervisor.close()
+    assert [(each["event"], repr(each["exc_info"])) for each in said] == [
+        ("effect raised, trying again", "ZeroDivisionError('a defect of attempt 1')")
+    ]

@@ -1,0 +1,90 @@
+"""The leases of workers, which end when nothing is heard of them."""
+
+import asyncio
+import time
+
+from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.runtime.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.leader_clock import STEP_S, LeaderClock
+from tests.patience import PATIENCE_S
+
+
+def member(name: str) -> Member:
+    return Member(worker_id=WorkerId(name), incarnation=Incarnation(name))
+
+
+async def test_silent_member_is_lost_and_a_beating_one_is_not() -> None:
+    now = [0.0]
+    lost: list[tuple[Member, str]] = []
+    told = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.append((who, reason))
+        told.set()
+
+    leases = Leases(10.0, lambda: now[0], lose)
+    leases.grant([member("a"), member("b")])
+    now[0] = 6.0
+    assert leases.renew(member("b"))
+    now[0] = 10.0
+    watching = asyncio.create_task(leases.expire())
+    async with asyncio.timeout(PATIENCE_S):
+        await told.wait()
+    watching.cancel()
+    assert lost == [(member("a"), "no heartbeat for 10 s")]
+    assert not leases.renew(member("a"))
+    assert leases.silent_s(member("b")) == 4.0
+
+
+async def test_no_lease_runs_while_the_process_is_frozen() -> None:
+    ttl_s = 2 * STEP_S
+    lost: list[tuple[Member, float]] = []
+    told = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.append((who, time.monotonic()))
+        told.set()
+
+    clock = LeaderClock(0.0)
+    leases = Leases(ttl_s, clock.now, lose)
+    granted_s = time.monotonic()
+    leases.grant([member("a")])
+    watching = asyncio.gather(leases.expire(), clock.run())
+    await asyncio.sleep(0)  # it watches
+    frozen_s = time.monotonic()
+    time.sleep(2 * ttl_s)  # noqa: ASYNC251  (frozen)
+    frozen_s = time.monotonic() - frozen_s
+    async with asyncio.timeout(PATIENCE_S):
+        await told.wait()
+    watching.cancel()
+    ((who, lost_at_s),) = lost
+    assert who == member("a")
+    # All time but the freeze, of which the clock counts one step at most, and rounding.
+    assert lost_at_s - granted_s - frozen_s >= ttl_s - STEP_S - 1e-6
+
+
+async def test_no_lease_ends_while_nobody_can_be_heard() -> None:
+    lost: list[Member] = []
+    has_lost = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.append(who)
+        has_lost.set()
+
+    now_s = 0.0
+    leases = Leases(0.05, lambda: now_s, lose)
+    leases.grant([member("a"), member("b")])
+    leases.suspend()
+    now_s = 100.0
+    expiring = asyncio.create_task(leases.expire())
+    await asyncio.sleep(0)
+    assert lost == []
+    leases.resume()
+    now_s = 100.04
+    assert leases.renew(member("a"))
+    now_s = 100.06
+    async with asyncio.timeout(PATIENCE_S):
+        await has_lost.wait()
+    expiring.cancel()
+    assert lost == [member("b")]
