@@ -37,15 +37,17 @@ from stratagem.common.strategy.choices import (
     Truncation,
     WorkerIdTarget,
 )
+from stratagem.common.strategy.federated_options import (
+    DEFAULT_SERVER_LEARNING_RATE,
+    FederatedOptions,
+)
 from stratagem.common.strategy.json_form import dump_strategy, dumps_strategy, parse_strategy
 from stratagem.common.strategy.kinds import (
-    DEFAULT_SERVER_LEARNING_RATE,
     DIRECT_ALL_REDUCE,
     Custom,
     DataParallel,
     DataParallelOptions,
     Federated,
-    FederatedOptions,
     Local,
     ModelParallel,
     ModelParallelOptions,

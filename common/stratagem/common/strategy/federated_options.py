@@ -1,0 +1,90 @@
+"""What a federated round does beyond its shared form: the `options` of the strategy.
+
+A new option is one line of `FederatedOptions`; a section is a class in a module of its own.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.schema.document import DocumentValue
+from stratagem.common.schema.field_types import MAX_UNSIGNED, Positive, SharedCount
+from stratagem.common.strategy.choices import Discount, ServerOptimizer
+
+if TYPE_CHECKING:
+    from stratagem.common.strategy.kinds import StrategyField  # which is made with these options
+
+DEFAULT_SERVER_LEARNING_RATE: Final = 0.01
+DEFAULT_MAX_STALENESS: Final = 4
+REFUSE: Final = "refuse"
+
+
+def _check_quorum(value: object) -> int | float | None:
+    """A whole number is a count of clients, another number a share of them."""
+    if value is None or (type(value) is int and 1 <= value <= MAX_UNSIGNED):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidInputError(f"{value!r} is not a number")
+    if type(value) is float and 0 < value <= 1:
+        return value
+    raise InvalidInputError(f"{value!r} is not allowed; must be a count >= 1 or a share in (0, 1]")
+
+
+def _read_late_updates(value: object) -> Discount | Literal["refuse"]:
+    if isinstance(value, Discount):
+        return value
+    if value == REFUSE:
+        return REFUSE
+    if not isinstance(value, Mapping) or value.keys() != {"discount"}:
+        raise InvalidInputError(
+            f"must be {REFUSE!r} or {{discount: d}} with d in (0, 1]; is {value!r}"
+        )
+    return Discount(value["discount"])
+
+
+_LateUpdates: TypeAlias = Annotated[
+    Discount | Literal["refuse"], BeforeValidator(_read_late_updates)
+]
+
+
+class FederatedOptions(DocumentValue, is_extras=True):
+    """Options of what a round does beyond its shared form.
+
+    quorum: how many of the selected clients make a round: a share (float) or a count (int);
+    None = all that do not fail, however long it takes, at least one. round_deadline_s: when to
+    settle for the quorum. on_client_error: "reject" leaves a client that fails out of the round,
+    "fail" ends the run with it. on_missing_quorum: "fail" ends a run whose round has too few
+    updates; "wait" waits for more, and asks failed clients again once their worker is a new one.
+    server_learning_rate: of FedYogi. server_optimizer: makes the next model of the mean; None: the
+    mean is it. over_select: how many clients more than needed are drawn; the round closes with the
+    first that suffice. late_updates: "refuse", or how an update counts whose round has closed.
+    max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
+    client trains when it is several workers, a silo; one worker unless given.
+    """
+
+    local_epochs: SharedCount = 1
+    quorum: Annotated[float | int | None, PlainValidator(_check_quorum)] = None
+    round_deadline_s: Positive | None = None
+    server_learning_rate: Positive = DEFAULT_SERVER_LEARNING_RATE
+    server_optimizer: Annotated[ServerOptimizer, Field(discriminator="name")] | None = None
+    over_select: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
+    late_updates: _LateUpdates = REFUSE
+    max_staleness: SharedCount = DEFAULT_MAX_STALENESS
+    inner: "StrategyField | None" = None
+    on_client_error: Literal["reject", "fail"] = "reject"
+    on_missing_quorum: Literal["fail", "wait"] = "fail"
+
+    def __post_init__(self) -> None:
+        if self.round_deadline_s is not None and self.quorum is None:
+            raise InvalidInputError.at(
+                "quorum", "missing; round_deadline_s says when to settle for it"
+            )
+        if self.late_updates == REFUSE and self.max_staleness != DEFAULT_MAX_STALENESS:
+            text = 'late_updates is "refuse", so no update is stale; give it a discount'
+            raise InvalidInputError.at("max_staleness", text)
+        has_late_ones = self.round_deadline_s is not None or self.over_select
+        if self.late_updates != REFUSE and not has_late_ones:
+            text = "no client is ever late without round_deadline_s or over_select; set one"
+            raise InvalidInputError.at("late_updates", text)
