@@ -19,8 +19,8 @@ from stratagem.coordinator.core.commands import (
     Tick,
 )
 from stratagem.coordinator.core.effects import TrainClient
-from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import ROOT, RunFailed, UpdateRejected
+from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
 from stratagem.coordinator.core.state_machine.decide import world_of

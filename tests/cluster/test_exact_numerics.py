@@ -14,7 +14,7 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
-from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION
+from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.cluster.jobs import (

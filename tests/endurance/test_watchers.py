@@ -15,8 +15,8 @@ from benchmarks.replay import BATCH, long_run
 from benchmarks.soak import status_of
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.core.fact_serialization import encode
 from stratagem.coordinator.core.facts import RunCompleted, RunReleased
+from stratagem.coordinator.core.facts.fact_serialization import encode
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.v1 import coordinator_pb2 as pb

@@ -8,8 +8,8 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.numerics.numerics_rules import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.facts import RunSubmitted
+from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION, encode
 from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder

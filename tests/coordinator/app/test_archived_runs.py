@@ -30,7 +30,6 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
 )
 from stratagem.coordinator.core.event_span import EventSpan
-from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import (
     ROOT,
     ErrorRecord,
@@ -42,6 +41,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
 )
+from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.core.strategy_table import Strategies

@@ -25,7 +25,6 @@ from stratagem.coordinator.core.effects import (
     RunSegment,
     TrainClient,
 )
-from stratagem.coordinator.core.fact_serialization import decode, encode
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Capability,
@@ -39,6 +38,7 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
     UpdateReceived,
 )
+from stratagem.coordinator.core.facts.fact_serialization import decode, encode
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import apply

@@ -17,8 +17,8 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
-from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import ROOT, Fact, RunExpired, RunFailed, RunReleased
+from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
 from stratagem.coordinator.core.state_machine.archived_runs import (
     at_rest,

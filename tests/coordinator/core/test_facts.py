@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.core import fact_serialization
-from stratagem.coordinator.core.fact_serialization import decode, encode
 from stratagem.coordinator.core.facts import (
     ROOT,
     Evaluated,
     RunCancelled,
     SegmentCommitted,
+    fact_serialization,
 )
+from stratagem.coordinator.core.facts.fact_serialization import decode, encode
 
 pytestmark = pytest.mark.core
 

@@ -5,8 +5,8 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST, check_numerics
 from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
-from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import RunSubmitted
+from stratagem.coordinator.core.facts.fact_serialization import decode
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN, Simulation, register
 

@@ -21,7 +21,7 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     RunSubmitted,
 )
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, World
 from stratagem.coordinator.core.state_machine import decide
 from stratagem.coordinator.core.state_machine.apply import apply

@@ -15,7 +15,6 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.fact_serialization import decode, encode
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     ClientEvaluated,
@@ -24,6 +23,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     UpdateReceived,
 )
+from stratagem.coordinator.core.facts.fact_serialization import decode, encode
 from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.blob_owners import is_shared
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of, live_blobs

@@ -19,7 +19,6 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment
 from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.fact_serialization import decode
 from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
@@ -32,6 +31,7 @@ from stratagem.coordinator.core.facts import (
     SegmentFinished,
     WorkerLeft,
 )
+from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import RunPhase, best_commit, retained
 from stratagem.coordinator.core.state_machine.apply import MIN_COMMITS, apply
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending

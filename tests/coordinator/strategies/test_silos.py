@@ -19,7 +19,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to

@@ -21,7 +21,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
     UpdateRejected,
 )
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase, RunRecord
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told

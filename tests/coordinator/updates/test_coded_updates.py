@@ -13,7 +13,7 @@ import torch
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates import fold, update_decoding
 from stratagem.coordinator.updates.fold import fold_weighted_mean
 from stratagem.coordinator.updates.spool import Spool

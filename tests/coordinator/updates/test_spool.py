@@ -11,7 +11,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Limi
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates import spool_upload
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun

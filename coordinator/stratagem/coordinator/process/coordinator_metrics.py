@@ -23,7 +23,7 @@ from stratagem.common.observe.scrape_guard import Guard, deployment_of
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import KINDS
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, WorkerRecord
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import status_of

@@ -25,7 +25,7 @@ from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.store.blobs.durable_file import (
     DurableFile,
     MakeRoom,

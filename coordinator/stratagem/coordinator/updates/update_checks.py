@@ -12,7 +12,7 @@ import numpy as np
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.numpy_floats import Raw, is_finite, storage
 
 

@@ -23,7 +23,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import parse_header
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.updates.numpy_floats import Raw
 from stratagem.coordinator.updates.spool_upload import SpoolEntry

@@ -21,7 +21,7 @@ from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import ROOT, Fact, Member
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
 from stratagem.coordinator.effects.execution.reported_errors import Told

@@ -12,7 +12,7 @@ from typing import Final
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, ErrorRecord, UpdateRejected
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.late_counts import report_update
 from stratagem.coordinator.observe.run_logs import RunLogLine

@@ -11,7 +11,7 @@ import numpy as np
 
 from stratagem.common.compression.coded_update import update_key
 from stratagem.common.tensors.manifest import Purpose
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter

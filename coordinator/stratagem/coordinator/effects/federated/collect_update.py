@@ -12,7 +12,7 @@ from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.effects import CollectUpdate
 from stratagem.coordinator.core.facts import UpdateReceived
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.client_failures import defect, reject
 from stratagem.coordinator.effects.federated.late_counts import report_update

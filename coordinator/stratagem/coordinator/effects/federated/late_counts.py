@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
 

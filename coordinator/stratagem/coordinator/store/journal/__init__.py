@@ -7,5 +7,5 @@
     database.py  transactions, and a database that may go away; sqlite.py and postgres.py have each
     tables.py    the tables; schema.py and migrations/ bring older ones to them
 
-Knows events as rows of text. What they mean is `core/facts.py`.
+Knows events as rows of text. What they mean is `core/facts`.
 """

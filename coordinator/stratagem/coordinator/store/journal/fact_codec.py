@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from stratagem.coordinator.core.commands import JournalEntry
-from stratagem.coordinator.core.fact_serialization import SCHEMA_VERSION, decode, encode
+from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION, decode, encode
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.store.journal.journal import Record

@@ -16,7 +16,7 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     UpdateRejected,
 )
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, task_of
 from stratagem.coordinator.strategies.federated.update_rejections import rejection
 

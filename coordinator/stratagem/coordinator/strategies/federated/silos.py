@@ -40,8 +40,8 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
     UpdateRejected,
 )
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.metric_course import num_lr_reductions
-from stratagem.coordinator.core.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies

@@ -12,7 +12,7 @@ from typing import Final
 from stratagem.common.base.wording import counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.facts import ErrorRecord, RunFailed, UpdateRejected
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.strategy_contract import RejectedClient
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 

@@ -14,7 +14,7 @@ from stratagem.coordinator.core.facts import (
     RunFailed,
     StoppedEarly,
 )
-from stratagem.coordinator.core.rejection_causes import Cause
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.scheduling.placement import eligible
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (

@@ -1,0 +1,101 @@
+"""The facts that are journaled: everything that can happen to the cluster, a run or a party.
+
+A fact says what was decided or observed (a placement, a selection, a digest) and never how to
+decide it, so that replaying a journal needs no judgement. Facts hold metadata only: counts,
+digests, metrics. How they are written down stands in fact_serialization.py.
+"""
+
+from collections.abc import Mapping
+
+from stratagem.common.base.ids import Party
+from stratagem.coordinator.core.facts.cluster_facts import DataUploaded as DataUploaded
+from stratagem.coordinator.core.facts.cluster_facts import WorkerDraining as WorkerDraining
+from stratagem.coordinator.core.facts.cluster_facts import WorkerLeft as WorkerLeft
+from stratagem.coordinator.core.facts.cluster_facts import WorkerLost as WorkerLost
+from stratagem.coordinator.core.facts.cluster_facts import WorkerRegistered as WorkerRegistered
+from stratagem.coordinator.core.facts.cluster_facts import WorkersForgotten as WorkersForgotten
+from stratagem.coordinator.core.facts.custom_facts import Noted as Noted
+from stratagem.coordinator.core.facts.fact_values import SKIPPED_STEPS as SKIPPED_STEPS
+from stratagem.coordinator.core.facts.fact_values import TRAIN_LOSS as TRAIN_LOSS
+from stratagem.coordinator.core.facts.fact_values import Capability as Capability
+from stratagem.coordinator.core.facts.fact_values import ErrorRecord as ErrorRecord
+from stratagem.coordinator.core.facts.fact_values import Member as Member
+from stratagem.coordinator.core.facts.fact_values import Metrics as Metrics
+from stratagem.coordinator.core.facts.fact_values import Number as Number
+from stratagem.coordinator.core.facts.fact_values import PlainValues as PlainValues
+from stratagem.coordinator.core.facts.fact_values import Setting as Setting
+from stratagem.coordinator.core.facts.fact_values import Value as Value
+from stratagem.coordinator.core.facts.federated_facts import Accepted as Accepted
+from stratagem.coordinator.core.facts.federated_facts import Assignment as Assignment
+from stratagem.coordinator.core.facts.federated_facts import ClientBinding as ClientBinding
+from stratagem.coordinator.core.facts.federated_facts import ClientEvaluated as ClientEvaluated
+from stratagem.coordinator.core.facts.federated_facts import ClientsAssigned as ClientsAssigned
+from stratagem.coordinator.core.facts.federated_facts import ClientsSelected as ClientsSelected
+from stratagem.coordinator.core.facts.federated_facts import RosterFormed as RosterFormed
+from stratagem.coordinator.core.facts.federated_facts import RoundClosed as RoundClosed
+from stratagem.coordinator.core.facts.federated_facts import RoundWaits as RoundWaits
+from stratagem.coordinator.core.facts.federated_facts import UpdateReceived as UpdateReceived
+from stratagem.coordinator.core.facts.federated_facts import UpdateRejected as UpdateRejected
+from stratagem.coordinator.core.facts.party_facts import BuildFailed as BuildFailed
+from stratagem.coordinator.core.facts.party_facts import Evaluated as Evaluated
+from stratagem.coordinator.core.facts.party_facts import MembersFormed as MembersFormed
+from stratagem.coordinator.core.facts.party_facts import ModelBuilt as ModelBuilt
+from stratagem.coordinator.core.facts.party_facts import ProcessDied as ProcessDied
+from stratagem.coordinator.core.facts.party_facts import SegmentCommitted as SegmentCommitted
+from stratagem.coordinator.core.facts.party_facts import SegmentFinished as SegmentFinished
+from stratagem.coordinator.core.facts.population_facts import Copied as Copied
+from stratagem.coordinator.core.facts.population_facts import GenerationClosed as GenerationClosed
+from stratagem.coordinator.core.facts.population_facts import MemberEvolved as MemberEvolved
+from stratagem.coordinator.core.facts.population_facts import PopulationFormed as PopulationFormed
+from stratagem.coordinator.core.facts.run_facts import PartyFailed as PartyFailed
+from stratagem.coordinator.core.facts.run_facts import RunCancelled as RunCancelled
+from stratagem.coordinator.core.facts.run_facts import RunCompleted as RunCompleted
+from stratagem.coordinator.core.facts.run_facts import RunDeleted as RunDeleted
+from stratagem.coordinator.core.facts.run_facts import RunExpired as RunExpired
+from stratagem.coordinator.core.facts.run_facts import RunFailed as RunFailed
+from stratagem.coordinator.core.facts.run_facts import RunReleased as RunReleased
+from stratagem.coordinator.core.facts.run_facts import RunResumed as RunResumed
+from stratagem.coordinator.core.facts.run_facts import RunSubmitted as RunSubmitted
+from stratagem.coordinator.core.facts.run_facts import StoppedEarly as StoppedEarly
+
+ROOT = Party("")
+
+Fact = (
+    WorkerRegistered
+    | WorkerLost
+    | WorkerDraining
+    | WorkerLeft
+    | WorkersForgotten
+    | DataUploaded
+    | RunSubmitted
+    | RunCancelled
+    | RunResumed
+    | RunFailed
+    | RunCompleted
+    | StoppedEarly
+    | RunReleased
+    | RunDeleted
+    | RunExpired
+    | PartyFailed
+    | MembersFormed
+    | ProcessDied
+    | ModelBuilt
+    | BuildFailed
+    | SegmentFinished
+    | SegmentCommitted
+    | Evaluated
+    | ClientEvaluated
+    | RosterFormed
+    | ClientsSelected
+    | ClientsAssigned
+    | UpdateReceived
+    | UpdateRejected
+    | RoundWaits
+    | RoundClosed
+    | Noted
+    | PopulationFormed
+    | MemberEvolved
+    | GenerationClosed
+)
+
+KINDS: Mapping[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}

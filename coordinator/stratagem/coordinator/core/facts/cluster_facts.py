@@ -1,0 +1,41 @@
+"""Facts of the cluster itself, under the empty run id: workers and uploaded data."""
+
+from stratagem.common.base.ids import Digest, WorkerId
+from stratagem.coordinator.core.facts.fact_values import Capability, Member, Value
+
+
+class WorkerRegistered(Value):
+    member: Member
+    address: str
+    capability: Capability
+
+
+class WorkerLost(Value):
+    member: Member
+    reason: str
+    is_blameless: bool = False
+    """True when it had not begun the work it was given, so that this cannot have ended it."""
+
+
+class WorkerDraining(Value):
+    member: Member
+
+
+class WorkerLeft(Value):
+    """A worker that was asked to end has ended. It is not lost, and its record is removed."""
+
+    member: Member
+    reason: str
+
+
+class WorkersForgotten(Value):
+    """Records of workers that were lost long ago are removed."""
+
+    names: tuple[WorkerId, ...]
+
+
+class DataUploaded(Value):
+    """An owner has uploaded all bytes of a blob, and may name it in jobs from now on."""
+
+    owner: str
+    digest: Digest

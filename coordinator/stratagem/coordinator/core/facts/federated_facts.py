@@ -1,0 +1,119 @@
+"""Facts of federated rounds: the roster, who was asked, and what came of it."""
+
+from collections.abc import Mapping
+
+from stratagem.common.base.ids import Digest, Party, WorkerId
+from stratagem.coordinator.core.facts.fact_values import ErrorRecord, Member, Metrics, Number, Value
+from stratagem.coordinator.core.facts.rejection_causes import Cause
+
+
+class ClientEvaluated(Value):
+    """A client has evaluated a state on its own rows, or cannot; see
+    strategies.evaluation.metric_sums."""
+
+    party: Party
+    segment: int
+    client: int
+    sums: Metrics
+    reason: str = ""
+    """Why there are no sums."""
+
+
+class ClientBinding(Value):
+    """The worker that a client lives on (worker-local data) or prefers (any other data)."""
+
+    client: int
+    worker_id: WorkerId
+    tags: tuple[str, ...]
+
+
+class RosterFormed(Value):
+    party: Party
+    clients: tuple[ClientBinding, ...]
+
+
+class ClientsSelected(Value):
+    party: Party
+    round_num: int
+    clients: tuple[int, ...]
+    deadline_s: float | None
+    """Leader-clock time at which the round closes; None: when all have answered."""
+    num_needed: int | None = None
+    """The round closes with the first updates of this number; None: there is no such number."""
+
+
+class Assignment(Value):
+    client: int
+    member: Member | None
+    """None: the client waits for a worker."""
+
+
+class ClientsAssigned(Value):
+    """Workers are assigned to clients of the open round; replaces earlier assignments of these
+    clients."""
+
+    party: Party
+    round_num: int
+    membership: int
+    assignments: tuple[Assignment, ...]
+
+
+class UpdateReceived(Value):
+    party: Party
+    round_num: int
+    client: int
+    digest: Digest
+    num_samples: int
+    loss: float
+    seconds: float
+    traffic: Mapping[str, int] = {}
+    """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""
+    metrics: Mapping[str, Number] = {}
+    """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
+    num_steps: int = 0
+    """Steps of the client; 0 in journals of versions that took the newest update for all."""
+
+
+class UpdateRejected(Value):
+    party: Party
+    round_num: int
+    client: int
+    reason: str
+    cause: Cause = Cause.UNKNOWN
+    error: ErrorRecord | None = None
+
+
+class RoundWaits(Value):
+    """The open round has too few updates and continues; clients that have failed are asked
+    again."""
+
+    party: Party
+    round_num: int
+    reason: str
+    num_needed: int | None = None
+    """Number of updates with which the round closes; None: when all have answered."""
+    asked_again: tuple[int, ...] = ()
+
+
+class Accepted(Value):
+    client: int
+    digest: Digest
+    num_samples: int
+    staleness: int = 0
+    """How many rounds before this one the client trained for."""
+    base: Digest = Digest("")
+    """The state that a stale update was trained from; empty for one of this round."""
+
+
+class RoundClosed(Value):
+    """A round is closed with these updates, in client order."""
+
+    party: Party
+    round_num: int
+    accepted: tuple[Accepted, ...]
+    reason: str
+    by_policy: bool
+    """True when a deadline or quorum left a client out: the result is replayable, not
+    reproducible from the job alone."""
+    metrics: Mapping[str, Number] = {}
+    """Metrics of all accepted updates, by name; see strategies.federated.round_metrics."""
