@@ -78,6 +78,7 @@ class ExecuteRequest(_message.Message):
     JOB_JSON_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     KNOWN_ROWS_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     TRAIN_FIELD_NUMBER: _builtins.int
     CLIENT_ROUND_FIELD_NUMBER: _builtins.int
@@ -95,6 +96,10 @@ class ExecuteRequest(_message.Message):
     known_rows: _builtins.str
     """What BuildResult.rows said of the run; empty where that is not known. A worker whose data function
     gives other rows answers with an error.
+    """
+    submitted_by: _builtins.str
+    """Who has submitted the run, as the coordinator has proved it, such as "client/maria" or "token/ci";
+    empty where callers prove nothing.
     """
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
@@ -121,6 +126,7 @@ class ExecuteRequest(_message.Message):
         job_json: _builtins.str = ...,
         numerics: _builtins.int = ...,
         known_rows: _builtins.str = ...,
+        submitted_by: _builtins.str = ...,
         build: Global___BuildPlan | None = ...,
         train: Global___TrainPlan | None = ...,
         client_round: Global___ClientRoundPlan | None = ...,
@@ -130,7 +136,7 @@ class ExecuteRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "plan", b"plan", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "known_rows", b"known_rows", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "known_rows", b"known_rows", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "submitted_by", b"submitted_by", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure", "show"]  # noqa: Y015
     _WhichOneofArgType_plan: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015

@@ -280,7 +280,8 @@ class PlanExecution:
             outcome = result.WhichOneof("outcome") or DEFECT
             work.host.stats.ended[outcome] += 1
             tracing.note(outcome=outcome, engine=result.train.engine, step=result.train.step)
-            log.info("plan ended", plan=self.key.kind, outcome=outcome)
+            submitted_by = work.request.submitted_by or None
+            log.info("plan ended", plan=self.key.kind, outcome=outcome, submitted_by=submitted_by)
         work.post(self._finished, result, membership)
 
     def _log_line(self, level: str, text: str) -> None:

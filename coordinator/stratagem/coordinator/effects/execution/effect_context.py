@@ -110,6 +110,7 @@ class EffectContext:
             job_json=self.job_json(at.run_id, party),
             numerics=self.numerics_of(at.run_id),
             known_rows=self.rows_of(at.run_id, party),
+            submitted_by=self.state.runs[at.run_id].submitted_by.replace(" ", "/", 1),
             **plan,  # type: ignore[arg-type]
         )
 
