@@ -1,5 +1,6 @@
 """Journals of earlier versions replay to what they were, over both databases."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,13 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.numerics.numerics_rules import FIRST
 from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.facts import RunSubmitted
-from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION, encode
+from stratagem.coordinator.core.facts import KINDS, RunSubmitted
+from stratagem.coordinator.core.facts.fact_serialization import (
+    SCHEMA_VERSION,
+    decode,
+    encode,
+    payload_now,
+)
 from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead_holder import Holder
@@ -29,6 +35,20 @@ async def test_a_journal_of_an_earlier_version_replays_to_the_same_runs(
     path, expected = tmp_path / "journal.sqlite", sql.with_suffix(".json").read_text()
     assert summary_of(await replay(load(sql, path))) == expected
     assert summary_of(await replay(Journal.open(path))) == expected
+
+
+@pytest.mark.parametrize("sql", JOURNALS, ids=[each.stem for each in JOURNALS])
+def test_facts_of_an_earlier_version_are_read_and_shown_as_this_one_writes_them(
+    sql: Path, tmp_path: Path
+) -> None:
+    """In whichever of two ways they are read."""
+    journal = load(sql, tmp_path / "journal.sqlite")
+    for stored in events(journal):
+        kind, payload = stored.record.kind, stored.record.payload
+        fact = decode(kind, stored.record.schema_version, payload)
+        assert fact == KINDS[kind].model_validate(json.loads(payload))
+        assert json.loads(payload_now(kind, fact, payload)) == json.loads(encode(fact)[1])
+    journal.close()
 
 
 async def test_an_old_population_says_what_its_commits_were_trained_with(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ async def test_a_run_of_each_kind_is_shown_as_before_and_read_no_more(
         await both.restart()
         assert await both.loop.recorded.runs() == ([both.loop.state.ended[RUN]], [RunId("")])
         await both.agree()
-        read = await both.loop.recorded.read(RUN, EventSpan())
+        read = await both.loop.recorded.read(RUN, EventSpan(), 1000)
         assert [each.index for each in read] == list(range(min(100, of_run(both.path, "event"))))
 
 

@@ -14,13 +14,23 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     fact_serialization,
 )
-from stratagem.coordinator.core.facts.fact_serialization import decode, encode
+from stratagem.coordinator.core.facts.fact_serialization import decode, encode, payload_now
 
 pytestmark = pytest.mark.core
 
 COMMITTED = SegmentCommitted(
     party=ROOT, segment=1, step=2, digest=Digest("0" * 64), size_bytes=3, metrics={}
 )
+
+TAKEN = {"client": 1, "digest": "d", "num_samples": 2}
+CLOSED = {
+    "party": "",
+    "round_num": 1,
+    "accepted": [],
+    "reason": "all",
+    "by_policy": False,
+    "metrics": {},
+}
 
 
 def test_each_schema_between_is_passed_and_those_that_changed_nothing_are_skipped(
@@ -63,3 +73,35 @@ def test_a_journal_that_holds_null_for_them_can_be_read() -> None:
     fact = decode("Evaluated", 1, payload)
     assert isinstance(fact, Evaluated)
     assert math.isnan(fact.metrics["test.loss"])
+
+
+def test_halves_of_surrogates_come_back_which_only_one_of_two_readers_of_json_knows() -> None:
+    assert decode("RunCancelled", 1, '{"reason":"\\ud800"}') == RunCancelled(reason="\ud800")
+
+
+def test_a_payload_is_shown_as_it_is_stored_where_that_says_all_of_the_fact() -> None:
+    now = '{"reason": "no reason", "by": ""}'
+    assert payload_now("RunCancelled", decode("RunCancelled", 1, now), now) is now
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "shown"),
+    [
+        ("RunCancelled", '{"reason": "x"}', {"reason": "x", "by": ""}),
+        (
+            "Evaluated",
+            '{"party": "", "segment": 3, "metrics": {"a": null}, "predictions": "", "without": []}',
+            {"party": "", "segment": 3, "metrics": {"a": "NaN"}, "predictions": "", "without": []},
+        ),
+        (
+            "RoundClosed",
+            json.dumps(CLOSED | {"accepted": [TAKEN]}),
+            CLOSED | {"accepted": [{**TAKEN, "staleness": 0, "base": ""}]},
+        ),
+    ],
+    ids=["a field is missing", "null is a number", "a part may lack a field"],
+)
+def test_another_payload_is_shown_as_this_version_writes_it(
+    kind: str, stored: str, shown: dict[str, Any]
+) -> None:
+    assert json.loads(payload_now(kind, decode(kind, 1, stored), stored)) == shown

@@ -109,7 +109,7 @@ async def test_failing_effect_is_tried_again() -> None:
 
 
 async def test_watchers_are_told_what_keeps_failing() -> None:
-    async def no_history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+    async def no_history(run_id: RunId, span: EventSpan, _num_events: int) -> list[FeedEvent]:
         return []
 
     feed, told = Feed(no_history), asyncio.Event()

@@ -8,7 +8,13 @@ from stratagem.common.base.ids import Party, RunId
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunFailed, RunReleased
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.observe.event_feed import MAX_EVENTS, Feed, FeedEvent, SegmentProgress
+from stratagem.coordinator.observe.event_feed import (
+    MAX_EVENTS,
+    PAGE_BYTES,
+    Feed,
+    FeedEvent,
+    SegmentProgress,
+)
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.runtime.throttle import Paced
 from tests.patience import PATIENCE_S
@@ -24,7 +30,7 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
     fact = RunReleased()
     last = FeedEvent(3, 3.0, fact, RunPhase.COMPLETED)
 
-    async def history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+    async def history(run_id: RunId, span: EventSpan, _num_events: int) -> list[FeedEvent]:
         assert (span.from_index, span.before_index) == (3, 4), "only what is no longer in memory"
         return [last]
 
@@ -61,7 +67,7 @@ async def test_a_watcher_reads_what_memory_no_longer_holds_from_the_journal() ->
     events = [FeedEvent(n, 0.0, RunReleased(), RunPhase.RUNNING) for n in range(total)]
     asked: list[int] = []
 
-    async def history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+    async def history(run_id: RunId, span: EventSpan, _num_events: int) -> list[FeedEvent]:
         asked.append(span.from_index)
         found = events[span.from_index : span.before_index]
         return [] if run_id == "gone" else [e for e in found if span.wants(e.kind)][:5]
@@ -86,7 +92,7 @@ async def test_a_watcher_of_some_kinds_skips_the_others_in_the_journal_and_in_me
     events = [FeedEvent(n, 0.0, fact, RunPhase.RUNNING) for n, fact in enumerate(facts)]
     num_asked = 0
 
-    async def history(run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+    async def history(run_id: RunId, span: EventSpan, _num_events: int) -> list[FeedEvent]:
         nonlocal num_asked
         num_asked += 1
         found = [e for e in events[span.from_index : span.before_index] if span.wants(e.kind)]
@@ -103,9 +109,25 @@ async def test_a_watcher_of_some_kinds_skips_the_others_in_the_journal_and_in_me
     assert feed.progress(RUN) is None
     feed.set_progress(RUN, SegmentProgress(5))
     assert await anext(watcher) == SegmentProgress(5)
-    backwards = [e async for e in feed.past(RUN, replace(failed, newest_first=True))]
-    assert backwards == wanted[::-1]
-    assert [e async for e in feed.past(RUN, replace(failed, from_index=704))] == wanted[2:]
+    backwards = [page async for page in feed.past(RUN, replace(failed, newest_first=True))]
+    assert backwards == [wanted[:-3:-1], wanted[-3::-1]]
+    assert [page async for page in feed.past(RUN, replace(failed, from_index=704))] == [wanted[2:]]
+
+
+async def test_as_many_events_are_read_at_once_as_their_payloads_leave_room_for() -> None:
+    small, medium, large = (size * "x" for size in (10, 1000, 2 * PAGE_BYTES))
+    events = [
+        FeedEvent(n, 0.0, RunReleased(), RunPhase.RUNNING, payload=payload)
+        for n, payload in enumerate([medium] * 100 + [small] * 300 + [large] * 300)
+    ]
+
+    async def history(run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
+        return events[span.from_index :][:num_events]
+
+    pages = [len(page) async for page in Feed(history).past(RUN, EventSpan(), 256)]
+    assert pages == [100, 256, 256, *[1] * 88]
+    pages = [len(page) async for page in Feed(history).past(RUN, EventSpan(650), 30)]
+    assert pages == [30, *[1] * 20]
 
 
 async def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:

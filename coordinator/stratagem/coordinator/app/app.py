@@ -228,9 +228,9 @@ class App:
         for run_id in run_ids:
             self.feed.forget(run_id)
 
-    async def _history(self, run_id: RunId, span: EventSpan) -> list[FeedEvent]:
+    async def _history(self, run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
         """Return events as they are stored."""
-        facts = await self.loop.recorded.read(run_id, span)
+        facts = await self.loop.recorded.read(run_id, span, num_events)
         run = self.loop.state.find(run_id)
         if run is None:
             return []
@@ -239,7 +239,7 @@ class App:
     def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
         is_newest, fact = item.index == run.num_facts - 1, item.entry.fact
         phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
-        return FeedEvent(item.index, item.wall_s, fact, phase, item.time_s)
+        return FeedEvent(item.index, item.wall_s, fact, phase, item.time_s, item.payload)
 
     def _follow(self, run_id: RunId, fact: Fact) -> None:
         if isinstance(fact, RunSubmitted):

@@ -25,6 +25,8 @@ class FeedEvent:
     fact: Fact
     phase: RunPhase
     leader_s: float = 0.0
+    payload: str = ""
+    """The fact as JSON, where it was read from the journal; empty where it was not."""
 
     @property
     def kind(self) -> str:
@@ -58,9 +60,15 @@ class SegmentProgress:
 MAX_EVENTS: Final = 1024
 """Events of a run in memory; up to twice as many until they are cut."""
 
-History = Callable[[RunId, EventSpan], Awaitable[Sequence[FeedEvent]]]
-"""Returns the first events of a span, as many as suit one read; none when there are none, or the
-run is gone."""
+PAGE_EVENTS: Final = 100
+"""Events that are read for a watcher at once. One that does not read keeps them, about 2 KB
+each."""
+PAGE_BYTES: Final = 2**18
+"""Of the payloads that are read at once, if those that follow are like those before."""
+
+History = Callable[[RunId, EventSpan, int], Awaitable[Sequence[FeedEvent]]]
+"""Returns the first events of a span, so many at most; none when there are none, or the run is
+gone."""
 
 
 @dataclass(slots=True)
@@ -141,11 +149,16 @@ class Feed:
             run.is_closed = True
         self._wake(run_id, run)
 
-    async def past(self, run_id: RunId, span: EventSpan) -> AsyncIterator[FeedEvent]:
-        """Yield the events of a span that have happened."""
-        while page := await self._history(run_id, span):
-            for event in page:
-                yield event
+    async def past(
+        self, run_id: RunId, span: EventSpan, max_events: int = PAGE_EVENTS
+    ) -> AsyncIterator[Sequence[FeedEvent]]:
+        """Yield the events of a span that have happened; max_events: that are read at once."""
+        num_events = min(max_events, PAGE_EVENTS)
+        while page := await self._history(run_id, span, num_events):
+            yield page
+            size = sum(len(event.payload) for event in page)
+            fitting = PAGE_BYTES * len(page) // max(size, 1)
+            num_events = min(max(fitting, 1), max_events)
             span = span.after(page[-1].index)
 
     async def watch(
@@ -161,7 +174,7 @@ class Feed:
                 first = run.num_events - len(run.events)
                 if index < first:
                     asked = replace(span, from_index=index, before_index=first)
-                    events = await self._history(run_id, asked)
+                    events = await self._history(run_id, asked, PAGE_EVENTS)
                     if not events and not span.kinds:  # the run was deleted
                         return
                     index = first if not events else index

@@ -117,7 +117,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         feed = self._app.feed
         with self._watchers.taken(current_caller()):
             if not follows_on(request):
-                async for response in past_events(feed.past(run_id, span), request):
+                async for response in past_events(feed, run_id, span, request):
                     yield response
                 return
             async for item in feed.watch(run_id, span, run.num_facts):

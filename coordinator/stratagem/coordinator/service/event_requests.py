@@ -1,12 +1,13 @@
 """Reads which events of a run a request asks for, and answers with those of the past."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, OutOfRangeError
+from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import KINDS
-from stratagem.coordinator.observe.event_feed import FeedEvent
+from stratagem.coordinator.observe.event_feed import PAGE_EVENTS, Feed, FeedEvent
 from stratagem.coordinator.service import protobuf_views
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -45,24 +46,30 @@ def follows_on(request: pb.WatchRunRequest) -> bool:
 
 
 async def past_events(
-    items: AsyncIterator[FeedEvent], request: pb.WatchRunRequest
+    feed: Feed, run_id: RunId, span: EventSpan, request: pb.WatchRunRequest
 ) -> AsyncIterator[pb.WatchRunResponse]:
     """Yield the events up to the limit of the request, several in a message if it takes that: a
     message costs more than the event in it."""
-    waiting = pb.WatchRunResponse()
-    num_events = num_bytes = 0
-    async for item in items:
-        event = protobuf_views.event(item)
-        num_events, num_bytes = num_events + 1, num_bytes + event.ByteSize()
-        if waiting.HasField("event"):
-            waiting.more.append(event)
-        else:
-            waiting.event.CopyFrom(event)
-        is_full = len(waiting.more) + 1 >= MAX_EVENTS or num_bytes > MAX_BYTES
-        if is_full or not request.several or num_events == request.limit:
-            yield waiting
-            waiting, num_bytes = pb.WatchRunResponse(), 0
-        if num_events == request.limit:
+    num_left = request.limit
+    at_once = min(num_left or MAX_EVENTS, MAX_EVENTS if request.several else PAGE_EVENTS)
+    async for page in feed.past(run_id, span, at_once):
+        wanted = page[:num_left] if request.limit else page
+        for message in _messages(wanted, MAX_EVENTS if request.several else 1):
+            yield message
+        num_left -= len(wanted)
+        if request.limit and num_left == 0:
             return
-    if waiting.HasField("event"):
-        yield waiting
+
+
+def _messages(page: Sequence[FeedEvent], max_events: int) -> Iterator[pb.WatchRunResponse]:
+    """Yield the events of a page, so many in a message at most."""
+    waiting: list[pb.RunEvent] = []
+    num_bytes = 0
+    for item in page:
+        waiting.append(protobuf_views.event(item))
+        num_bytes += waiting[-1].ByteSize()
+        if len(waiting) >= max_events or num_bytes > MAX_BYTES:
+            yield pb.WatchRunResponse(event=waiting[0], more=waiting[1:])
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield pb.WatchRunResponse(event=waiting[0], more=waiting[1:])

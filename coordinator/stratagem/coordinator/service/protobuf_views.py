@@ -53,7 +53,7 @@ def event(item: FeedEvent) -> coordinator_pb2.RunEvent:
         time_s=item.wall_s,
         kind=type(item.fact).__name__,
         sentence=sentence(item.fact),
-        payload_json=item.fact.model_dump_json(),
+        payload_json=item.payload or item.fact.model_dump_json(),
         phase=_PHASES[item.phase],
         leader_s=item.leader_s,
     )

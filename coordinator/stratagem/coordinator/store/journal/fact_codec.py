@@ -9,7 +9,12 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from stratagem.coordinator.core.commands import JournalEntry
-from stratagem.coordinator.core.facts.fact_serialization import SCHEMA_VERSION, decode, encode
+from stratagem.coordinator.core.facts.fact_serialization import (
+    SCHEMA_VERSION,
+    decode,
+    encode,
+    payload_now,
+)
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.store.journal.journal import Record
@@ -37,12 +42,24 @@ class Committed:
     index: int
     time_s: float
     wall_s: float
+    payload: str = ""
+    """The fact as JSON, where it was read; empty where it was not."""
 
 
 def committed(record: Record) -> Committed:
     """Return the fact in a row."""
     fact = decode(record.kind, record.schema_version, record.payload)
     return Committed(JournalEntry(record.run_id, fact), record.seq, record.time_s, record.wall_s)
+
+
+def shown(record: Record) -> Committed:
+    """Return the fact in a row, with its payload for those who watch."""
+    fact = decode(record.kind, record.schema_version, record.payload)
+    payload, entry = (
+        payload_now(record.kind, fact, record.payload),
+        JournalEntry(record.run_id, fact),
+    )
+    return Committed(entry, record.seq, record.time_s, record.wall_s, payload)
 
 
 def record(item: Committed) -> Record:

@@ -27,10 +27,6 @@ from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpa
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""
 
-PAGE_EVENTS = 100
-"""Events of a run that are read for a watcher at once. One that does not read keeps them, about
-2 KB each."""
-
 PAGE_SEGMENTS = 64
 """Rows of the step history that are read at once."""
 
@@ -96,19 +92,19 @@ class Recorded:
         while page := await self._in_thread(lambda: list(islice(stored, PAGE_FACTS))):
             yield [fact_codec.committed(item.record) for item in page]
 
-    async def read(self, run_id: RunId, span: EventSpan) -> list[Committed]:
-        """Return the first facts of a span of a run; none when there are none."""
+    async def read(self, run_id: RunId, span: EventSpan, num_facts: int) -> list[Committed]:
+        """Return the first facts of a span of a run, so many at most; none when there are none."""
         page = await self._in_thread(
             lambda: self._journal.page(
                 run_id,
                 span.from_index,
                 span.before_index,
-                num_rows=PAGE_EVENTS,
+                num_rows=num_facts,
                 kinds=span.kinds,
                 newest_first=span.newest_first,
             )
         )
-        return await asyncio.to_thread(lambda: [fact_codec.committed(item.record) for item in page])
+        return await asyncio.to_thread(lambda: [fact_codec.shown(item.record) for item in page])
 
     async def views(self, run_ids: Collection[RunId]) -> dict[RunId, RunView]:
         """Return the views of runs at rest; nothing for one that is not, or not any more."""

@@ -11,9 +11,9 @@ Knows nothing of what an event means.
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from sqlalchemy import Connection, Row, Select, delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
@@ -81,6 +81,12 @@ class StoredRecord:
     position: int
     term: int
     record: Record
+
+
+_STORED: Final = tuple(
+    event.c[each] for each in ("position", "term", *(each.name for each in fields(Record)))
+)
+"""The columns of a stored record, in its order."""
 
 
 class Journal:
@@ -237,7 +243,7 @@ class Journal:
         """Return events of one run: those of these kinds (all, where none is named) in a span of
         numbers, num_rows of them at most, from its one end or its other."""
         order = event.c.seq.desc() if newest_first else event.c.seq
-        query = select(event).where(event.c.run_id == run_id, event.c.seq >= from_seq)
+        query = select(*_STORED).where(event.c.run_id == run_id, event.c.seq >= from_seq)
         if before_seq is not None:
             query = query.where(event.c.seq < before_seq)
         if kinds:
@@ -289,7 +295,7 @@ class Journal:
 
         return self._database.persist(merge)
 
-    def _page(self, query: Select[tuple[object, ...]]) -> list[StoredRecord]:
+    def _page(self, query: Select[Any]) -> list[StoredRecord]:
         return self._read(lambda connection: list(map(_stored, connection.execute(query))))
 
     def _read(self, ask: Callable[[Connection], T]) -> T:
@@ -335,21 +341,12 @@ def _database(place: Path | str, password_file: Path | None) -> Database:
 def _committed(connection: Connection, term: int, records: Sequence[Record]) -> list[int]:
     """Return the positions of records that an earlier attempt has committed; [] when it has not."""
     spots = [(record.run_id, record.seq) for record in records]
-    query = select(event).where(event.c.term == term)
+    query = select(*_STORED).where(event.c.term == term)
     rows = connection.execute(query.where(tuple_(event.c.run_id, event.c.seq).in_(spots)))
     positions = {stored.record: stored.position for stored in map(_stored, rows)}
     return [positions[record] for record in records] if set(positions) == set(records) else []
 
 
-def _stored(row: Row[tuple[object, ...]]) -> StoredRecord:
-    record = Record(
-        run_id=RunId(row.run_id),
-        seq=row.seq,
-        kind=row.kind,
-        schema_version=row.schema_version,
-        payload=row.payload,
-        time_s=row.time_s,
-        wall_s=row.wall_s,
-        idem_key=row.idem_key,
-    )
-    return StoredRecord(row.position, row.term, record)
+def _stored(row: Row[Any]) -> StoredRecord:
+    position, term, *of_record = tuple(row)  # by name, each takes three times as long
+    return StoredRecord(position, term, Record(*of_record))
