@@ -1,11 +1,13 @@
 """The step history through the real thing: the values of the reference loop, to the bit, on any
 number of workers. That they survive every crash is seen in tests/crash."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from stratagem.client.history.measured_actions import MeasuredStep, measured_step
 from stratagem.client.history.step_history import History
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
@@ -37,7 +39,8 @@ SECTIONS: dict[str, Any] = {
 }
 TIMES = {"time.wall_s", "time.rows_per_s", "time.exchange_wait_s"}
 OWN = ("busy_s", "wait_s", "memory_bytes")
-CUT = model_parallel([("0 1", "tag:any"), ("2 3", "tag:any")])
+PLACES = [("0 1", "tag:any"), ("2 3", "tag:any")]
+CUT = model_parallel(PLACES)
 
 
 def exact(history: History) -> dict[str, bytes]:
@@ -139,6 +142,14 @@ def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
         assert all(each.observed for each in own.values())
         assert len(own["busy_s"]) == len(losses)
         assert (own["busy_s"].last + own["wait_s"].last <= own["span_s"].last).all()
+    pipelined = model_parallel(PLACES, protocol="Pipeline", micro_batch_size=2)
+    for told in (staged, history_of(client, job(MODEL, strategy=pipelined), parties="*")):
+        measured = measured_step(told, 2)
+        assert measured is not None
+        assert (measured.step, measured.is_whole) == (len(losses), True)
+        assert measured.lanes == {0: (0,), 1: (1,)}
+        assert measured.error_s == 0.0, "workers of one machine have one clock"
+        check_causes(measured)
     steps, bubble = staged.bubble()
     assert steps.tolist() == [*range(1, len(losses) + 1)]
     assert ((bubble > 0.0) & (bubble < 1.0)).all()
@@ -153,6 +164,26 @@ def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
     unobserved = history_of(client, job(MODEL, recording={"observed": False}))
     assert not any(each.observed for each in unobserved.values())
     assert "train.loss" in unobserved
+
+
+def check_causes(measured: MeasuredStep) -> None:
+    """Nothing is done before what it needs, and each worker does one thing after the other."""
+    first, second = (
+        {(each.kind, each.micro_batch): each for each in measured.actions[stage]}
+        for stage in (0, 1)
+    )
+    numbers = [number for kind, number in first if kind == "forward"]
+    assert numbers == [*range(len(numbers))]
+    assert first.keys() == second.keys()
+    for number in numbers:
+        forward, backward = ("forward", number), ("backward", number)
+        assert first[forward].end_s <= second[forward].begin_s
+        assert second[forward].end_s <= second[backward].begin_s
+        assert second[backward].end_s <= first[backward].begin_s
+        assert first[backward].wait_s > 0.0
+    for its in measured.actions.values():
+        assert [each.kind for each in its][-2:] == ["exchange", "optimizer"]
+        assert all(a.end_s <= b.begin_s + 2e-6 for a, b in pairwise(its))
 
 
 def test_steps_of_clients_survive_the_worker_that_is_killed_in_a_round(

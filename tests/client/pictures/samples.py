@@ -58,6 +58,12 @@ def make(text: str = "") -> dict[str, Callable[[int], Picture]]:
         for lane in range(2)
         for batch in range(3)
     ] + [Task(lane, 8.0 - lane, 9.0 - lane, "backward", 0) for lane in range(2)]
+    measured = [
+        *tasks,
+        *(Task(1, each.start - 0.6, each.start, "wait", each.micro_batch) for each in tasks[4:6]),
+        *(Task(lane, 9.2, 9.9, "exchange", -1) for lane in range(2)),
+        *(Task(lane, 10.0, 10.4 + lane / 4, "optimizer", -1) for lane in range(2)),
+    ]
     cells = [
         ClientCell(str(n), state, 0.5 + n / 10, 40 * n, text)
         for n, state in enumerate(["done", "done", "late", "rejected", "selected", ""])
@@ -95,6 +101,7 @@ def make(text: str = "") -> dict[str, Callable[[int], Picture]]:
             workers=[f"worker-{n // 2}{text}" for n in range(3)],
         ),
         "stages": draw(stages, [f"stage 0{text}", "stage 1"], tasks),
+        "stages-measured": draw(stages, [f"stage 0{text}", "stage 1"], measured),
         "client-grid": draw(client_grid, cells),
         "rounds": draw(rounds, bars),
         "lineage": draw(lineage, nodes, best=f"member 0{text}"),

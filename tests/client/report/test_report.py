@@ -29,6 +29,7 @@ from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.views import Commit, Event, Phase, UserError, Worker
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.history import Columns
+from stratagem.common.history.stage_actions import StageAction, StageReport, party_of_stage
 from tests.client.course.recorded import golden
 from tests.client.pictures.samples import HOSTILE
 from tests.client.report.reported import reported
@@ -197,6 +198,54 @@ def test_a_pipeline_has_the_bubble_and_the_memory_that_were_measured_and_work_as
     memory = panels["stage-memory"].draw(720).table.rows
     assert {row[0] for row in memory} == {f"stage {stage}" for stage in range(ranks)}
     assert curve_panels(shown)[0].draw(720).table == curve_panels(run)[0].draw(720).table
+
+
+def test_a_pipeline_shows_when_its_stages_did_what_once_they_have_told() -> None:
+    run = reported("golden-pipeline")
+    ranks = run.course.root.ranks
+    one = recorded(1, [0.5], certain=1)
+    actions = [
+        [StageAction("forward", 0, 0.0, 0.25), StageAction("backward", 0, 1.25, 1.5, 0.75)],
+        [StageAction("forward", 0, 0.5, 0.75, 0.5), StageAction("backward", 0, 0.75, 1.0)],
+    ]
+    reports = [
+        StageReport(rank, [], its, 9.0, 77) for rank, its in zip(ranks, actions, strict=True)
+    ]
+    values = {
+        f"{party_of_stage(stage)}:{name}": value
+        for stage, report in enumerate(reports)
+        for name, value in report.values.items()
+    }
+    asked, parties = recorded_of(run.job)
+    assert all(name.partition(":")[2].startswith("action.") for name in values)
+    assert "action.*" in asked
+    assert {name.partition(":")[0] for name in values} < set(parties)
+    history = History(
+        replace(
+            one,
+            name=name.partition(":")[2],
+            party=name.partition(":")[0],
+            columns=replace(one.columns, last=np.array([value])),
+        )
+        for name, value in values.items()
+    )
+    (panel,) = (
+        each for each in strategy_panels(replace(run, history=history)) if each.name == "stages"
+    )
+    drawn = panel.draw(720)
+    assert list(drawn.table.rows) == [
+        ("stage 0", "forward", "0", "0 s", "0.25 s"),
+        ("stage 0", "wait", "0", "0.5 s", "1.25 s"),
+        ("stage 0", "backward", "0", "1.25 s", "1.5 s"),
+        ("stage 1", "wait", "0", "0 s", "0.5 s"),
+        ("stage 1", "forward", "0", "0.5 s", "0.75 s"),
+        ("stage 1", "backward", "0", "0.75 s", "1 s"),
+    ]
+    assert "67% of the time is idle" in drawn.description
+    assert panel.note.startswith("Measured in step 1,")
+    assert "clocks" not in panel.note, "both are on one machine"
+    part = History([replace(one, name="train.loss", party="")])
+    assert part.with_newest_of(history).keys() == {"train.loss", *values}
 
 
 def test_nodes_that_gossip_have_a_loss_each() -> None:

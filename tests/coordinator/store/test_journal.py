@@ -270,6 +270,20 @@ def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
     assert "recorded other values" not in capsys.readouterr().out
 
 
+def test_of_what_stages_have_done_only_the_newest_segment_is_kept(log: Journal) -> None:
+    term, party = lead(log, US), "client1/actions/0"
+    log.append(term, [record(A, 0)], histories=[recorded(i, party) for i in range(1, 5)])
+    singles = log.single_histories(A, Party(party), 3)
+    newest = one_row(singles)
+    assert newest == singles[-1]
+    assert log.merge_histories(term, singles, newest)
+    assert segments_of(log, party) == [3, 4]
+    log.append(term, [record(A, 1)], histories=[recorded(4, party)])  # done again
+    assert segments_of(log, party) == [3, 4]
+    log.append(term, [record(A, 2)], returns={A: 2})
+    assert segments_of(log, party) == []
+
+
 def test_what_one_row_cannot_hold_stays_as_it_is() -> None:
     rows = []
     for number in range(2):

@@ -102,7 +102,7 @@ class RunBook:
         history = await self._run.history(
             *recorded(shown.job), from_step=first, to_step=last, max_rows=MAX_ROWS
         )
-        return replace(shown, history=history)
+        return replace(shown, history=history.with_newest_of(self._history))
 
     def close(self) -> None:
         """Read no further."""

@@ -13,6 +13,7 @@ from stratagem.client.pictures.picture import NumberTable
 from stratagem.common.history import Columns, joined
 from stratagem.common.history.columns import part_of
 from stratagem.common.history.packing import unpack_columns
+from stratagem.common.history.stage_actions import is_of_newest_segment
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
@@ -104,6 +105,12 @@ class History(Mapping[str, StepSeries]):
         names = dict.fromkeys([*self, *later])
         pairs = ((self._series.get(name), later._series.get(name)) for name in names)
         return History(_continued(own, other, from_step) for own, other in pairs)
+
+    def with_newest_of(self, whole: "History") -> "History":
+        """Return this part of a history with what only the newest segment of the whole one has."""
+        kept = [each for each in self._series.values() if not is_of_newest_segment(each.party)]
+        newest = [each for each in whole._series.values() if is_of_newest_segment(each.party)]
+        return History([*kept, *newest])
 
     def __getitem__(self, name: str) -> StepSeries:
         try:

@@ -10,6 +10,7 @@ from stratagem.client.course.shapes import EventLike, SeriesLike
 from stratagem.client.pictures.curve_rows import Line
 from stratagem.common.history import Columns
 from stratagem.common.history.columns import Floats, Ints, shortened
+from stratagem.common.history.stage_actions import PREFIX, party_of_stage
 
 _TRAIN = "train.loss"
 _RATE = "train.lr"
@@ -38,8 +39,9 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         inner = (strategy.get("options") or {}).get("inner") or {}
         strategy = inner if inner.get("type") == "ModelParallel" else strategy
     if strategy.get("type") == "ModelParallel":
-        stages = (f"stage/{stage}" for stage in range(MAX_PARTS))
-        return (*RECORDED, *_OF_STAGES), ("", *stages)
+        names = (f"stage/{stage}" for stage in range(MAX_PARTS))
+        told = (party_of_stage(stage) for stage in range(MAX_PARTS))
+        return (*RECORDED, *_OF_STAGES, f"{PREFIX}*"), ("", *names, *told)
     if aggregation == "Decentralized":
         return RECORDED, ("", *(f"node/{node}" for node in range(MAX_PARTS)))
     return RECORDED, ()

@@ -6,15 +6,17 @@ from functools import partial
 from typing import Any, Final
 
 from stratagem.client.course.shapes import SeriesLike
+from stratagem.client.history.measured_actions import MeasuredStep, measured_step
 from stratagem.client.history.step_history import History
 from stratagem.client.pictures.curve import curve
 from stratagem.client.pictures.curve_rows import Line
+from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.pictures.picture import Picture
 from stratagem.client.pictures.stages import stages
 from stratagem.client.report.lines import MAX_PARTS, recorded_line
 from stratagem.client.report.panel import Panel, by_width
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.report.stage_plan import planned_tasks
+from stratagem.client.report.stage_plan import measured_tasks, planned_tasks
 
 MEGABYTE: Final = 1e6
 
@@ -36,6 +38,10 @@ def _work(
     run: ReportedRun, strategy: Mapping[str, Any], path: str, num_replicas: int
 ) -> Iterator[Panel]:
     party = run.course.parties[path]
+    step = None if path else measured_step(run.history, len(party.ranks))
+    if step is not None:
+        yield _measured_work(run, step)
+        return
     num_rows = math.ceil((run.job.get("batch_size") or 0) / num_replicas)
     busy = [] if path else [series.last for _, series in _parts(run, "stage", "busy_s")]
     newest = [float(each[-1]) for each in busy if len(each) and each[-1] > 0]
@@ -60,6 +66,30 @@ def _work(
     if is_measured and (measured := _measured_bubble(run)):
         note += f" With all waiting, the bubble of that step was {measured[1][-1]:.0%}."
     yield Panel("stages", "Stages in one step", draw, note)
+
+
+def _measured_work(run: ReportedRun, measured: MeasuredStep) -> Panel:
+    """Return what the stages did when in one step."""
+    names, tasks = measured_tasks(measured)
+    shares = dict(zip(*(_measured_bubble(run) or ((), ())), strict=True))
+    idle = None if measured.is_whole else shares.get(measured.step)
+
+    def draw(width: int) -> Picture:
+        return stages(names, tasks, title="Stages", idle=idle, width=width)
+
+    note = (
+        f"Measured in step {measured.step}, the last one of its segment. The bubble is the time in "
+        "which a worker did not compute, from the first to the last work on a micro-batch."
+    )
+    if measured.error_s:
+        note += (
+            " Workers of several machines have clocks of their own; how far these are apart "
+            "follows from what the workers have received from each other, to "
+            f"± {duration(measured.error_s)}."
+        )
+    if not measured.is_whole:
+        note += " Not all micro-batches are shown; others were worked on where nothing is drawn."
+    return Panel("stages", "Stages in one step", draw, note)
 
 
 def _bubble(run: ReportedRun) -> Iterator[Panel]:

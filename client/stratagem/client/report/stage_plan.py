@@ -1,9 +1,10 @@
-"""The order in which a pipeline works on the micro-batches of a step, as it is planned."""
+"""The work of a pipeline on the micro-batches of a step, as it was measured or as it is planned."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from stratagem.client.history.measured_actions import MeasuredStep
 from stratagem.client.pictures.stages import Task
 from stratagem.common.pipeline.schedule_simulation import consumers, required
 from stratagem.common.pipeline.schedules import SCHEDULES, Action, Schedule, TaskKind, choose
@@ -16,6 +17,21 @@ _TAKES: Final = {
     TaskKind.WEIGHT: 1.0,
 }
 """A backward pass computes two gradients."""
+
+
+def measured_tasks(measured: MeasuredStep) -> tuple[list[str], list[Task]]:
+    """Return the lanes of a step that was measured, named by their stages, and what was done in
+    each when, waiting included; in seconds."""
+    places = {stage: lane for lane, its in enumerate(measured.lanes.values()) for stage in its}
+    tasks: list[Task] = []
+    for stage, actions in measured.actions.items():
+        for each in actions:
+            begin, lane = each.begin_s, places[stage]
+            tasks.append(Task(lane, begin, each.end_s, each.kind, each.micro_batch))
+            if each.wait_s > 0.0:
+                since = max(begin - each.wait_s, 0.0)
+                tasks.append(Task(lane, since, begin, "wait", each.micro_batch))
+    return [_name(its) for its in measured.lanes.values()], tasks
 
 
 def planned_tasks(
@@ -50,8 +66,11 @@ def planned_tasks(
 
 def _lane(ranks: Sequence[int], rank: int) -> str:
     """Return what a rank has: "stage 1", or "stages 0, 2" where it takes turns at several."""
-    stages = [str(stage) for stage, its_rank in enumerate(ranks) if its_rank == rank]
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+    return _name([stage for stage, its_rank in enumerate(ranks) if its_rank == rank])
+
+
+def _name(stages: Sequence[int]) -> str:
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def _played(schedule: Schedule, lengths: Sequence[float]) -> list[Task]:

@@ -17,6 +17,7 @@ from stratagem.client.sdk.views import Event, Progress, RunStatus
 from stratagem.client.sinks.contract import Cursor, RowBlock, Sink, SinkRun
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.history.columns import Columns
+from stratagem.common.history.stage_actions import is_of_newest_segment
 
 KINDS: Final = (
     *("RunSubmitted", "RunResumed", "MembersFormed", "ModelBuilt"),
@@ -62,6 +63,8 @@ def bring(run: FollowedHandle, sink: Sink, cursor: Cursor, *, is_whole: bool) ->
         cursor = replace(cursor, event_index=event.index)
     history = run.history((), ("*",), from_step=_first_step(cursor))
     for series in history.values():
+        if is_of_newest_segment(series.party):
+            continue  # what later segments replace is no curve of the run
         block = _lacking(series, cursor, is_whole=is_whole)
         if len(block.columns):
             sink.rows(block)

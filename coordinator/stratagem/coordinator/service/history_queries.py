@@ -14,6 +14,7 @@ from stratagem.common.base.ids import Party, RunId
 from stratagem.common.history import Columns, Series, clipped, joined, shortened
 from stratagem.common.history.columns import part_of
 from stratagem.common.history.packing import pack_columns, unpack
+from stratagem.common.history.stage_actions import is_of_newest_segment
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.facts import ROOT
 from stratagem.coordinator.observe.live_history import SentRows, rows_in_flight
@@ -77,6 +78,9 @@ class HistoryQueries:
         while page := await self.app.loop.recorded.history(run_id, party, span, last):
             last = page[-1].segment
             kept = page if limit is None else await asyncio.to_thread(_up_to, limit, page)
+            if kept and is_of_newest_segment(party):
+                kept = kept[-1:]
+                gathered.ended.clear()
             for row, rows in zip(kept, await asyncio.to_thread(_unpacked, kept), strict=True):
                 for series, columns in rows.items():
                     if _is_wanted(series.name, request.series or ["*"]):
@@ -91,7 +95,7 @@ class HistoryQueries:
 
 def _counts_as_root(party: Party) -> bool:
     """Return whether segments of a party are those of the root."""
-    return party == ROOT or party.partition("/")[0] in ("node", "stage")
+    return party == ROOT or party.partition("/")[0] in ("actions", "node", "stage")
 
 
 def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:

@@ -122,7 +122,7 @@ class RankPass:
                 self._kept[key] = self._forward(part, action, work)
                 continue
             if action.kind is TaskKind.WEIGHT:
-                with self._computing(action.stage), user_code(work.activity):
+                with self._computing(action), user_code(work.activity):
                     part.backward_weight(self._kept.pop(key))
                 continue
             is_whole = action.kind is TaskKind.BACKWARD
@@ -184,14 +184,14 @@ class RankPass:
     def _timed(self, action: Action) -> AbstractContextManager[object]:
         """Around the work of an action that a gauge wants to know of, too."""
         if self._gauge is None:
-            return self._computing(action.stage)
+            return self._computing(action)
         both = ExitStack()
-        both.enter_context(self._computing(action.stage))
+        both.enter_context(self._computing(action))
         both.enter_context(self._gauge.time(action.kind))
         return both
 
-    def _computing(self, stage: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._times is None else self._times.computing(stage)
+    def _computing(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self._times is None else self._times.computing(action)
 
     def _waiting(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self._times is None else self._times.waiting(stage)

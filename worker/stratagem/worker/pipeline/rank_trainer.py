@@ -91,7 +91,10 @@ class StageRunner:
         )
         is_pipelined = setup.micro_batch_size is not None
         self.schedules = Schedules(setup.schedule, lane, gather.device, is_pipelined=is_pipelined)
-        self._times = StageTimes(gather.device, lane.stages())
+        needed = lane.plan.dependencies()
+        self._times = StageTimes(
+            gather.device, lane.rank, {stage: needed[stage] for stage in lane.stages()}
+        )
         self._num_passes = 0
         self._row_key: Key = ()  # of the latest step
         self._losses: list[float] = []  # of the latest step's micro-batches
@@ -172,6 +175,7 @@ class StageRunner:
             reduce = only_shard if exchange is None else exchange.reduce
             scalars = self._take(reduce(len(live), computed))
             summary, wishes = self._divide_and_agree(scalars)
+            self._times.exchanged()
         except BaseException:
             self._undo()
             self._lane.transport.cut()
@@ -181,13 +185,14 @@ class StageRunner:
             return end_of(self.step)
         failpoint("worker.stages.before_apply")
         number = self.step + 1
-        is_applied, learning_rates = apply_step(
-            summary,
-            self._policy,
-            lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
-            activity=f"training step {number}",
-            number=number,
-        )
+        with self._times.updating():
+            is_applied, learning_rates = apply_step(
+                summary,
+                self._policy,
+                lr_factor=learning_rate_factor(self._job.optimizer, self.step, self.num_steps),
+                activity=f"training step {number}",
+                number=number,
+            )
         if is_applied:
             self._buffers.apply(scalars.rest, len(live))
         self.step = number
@@ -204,6 +209,7 @@ class StageRunner:
             micro_batch_losses=tuple(self._losses),
             exchange_wait_s=sum(self._times.wait_s.values()),
             parts=self._times.reports(),
+            actions=self._times.actions(),
         )
 
     def evaluator(self) -> Evaluator:
@@ -349,7 +355,7 @@ class StageRunner:
         )
         if count:
             actions = self.schedules.of(count)[lane.rank]
-            with self._times.working():
+            with self._times.working(count):
                 one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
         self._randomness.end()
         counted = self._agreement.share_loss(Counted(loss_sum, weight, tuple(losses)))

@@ -44,6 +44,8 @@ class StepHistory:
         recording = work.job.recording
         self._observes = recording is None or recording.observed
         self._series: dict[str, Series] = {}
+        self._newest: StepReport | None = None
+        """Of the step that was applied last, under this view."""
         of_worker = f"worker.{work.host.worker_id}"
         self._busy, self._wait, self._memory = (
             Series(f"{of_worker}.{name}", observed=True)
@@ -71,6 +73,7 @@ class StepHistory:
             shown = self._before + self._shown_step(report)
             recorder.add(shown, self._logged(report.answered))
         recorder.add(self._before + report.step, self._values(report, seconds))
+        self._newest = report
         is_due = self._parts.are_due()
         self._add_own(report, seconds, with_memory=is_due)
         if is_due:
@@ -89,6 +92,7 @@ class StepHistory:
             recorder.add(self._before + holding.shown_step, self._logged(holding.answer.logged))
         if measured:
             recorder.add(self._before + (holding.applied_step or 0), self._named_values(measured))
+        self._add_actions()
         self._send(is_end=True)
         for _, each in self._sent_recorders():
             self._parts.say_what_is_left_out(each)
@@ -133,6 +137,14 @@ class StepHistory:
             self._record("", report.step, own)
         for part in report.parts if self._has_parts else ():
             self._record(part.party, report.step, self._of_part(part, memory))
+
+    def _add_actions(self) -> None:
+        """Record what the stages have done when in the last step."""
+        newest = self._newest
+        if newest is None or not self._has_parts or not self._observes:
+            return
+        for part in newest.actions():
+            self._record(part.party, newest.step, self._of_part(part, {}))
 
     def _of_part(
         self, part: PartReport, memory: Mapping[str, float]

@@ -14,6 +14,7 @@ from stratagem.common.history import Columns, Series
 from stratagem.common.history.columns import ROW_BYTES, concatenated, part_of
 from stratagem.common.history.packing import MAX_UNPACKED_BYTES, pack, unpack
 from stratagem.common.history.recording import MAX_NAME, MAX_SERIES
+from stratagem.common.history.stage_actions import is_of_newest_segment
 
 Ends = tuple[tuple[int, int], ...]
 """(segment, its last step), in order."""
@@ -49,7 +50,9 @@ def behind(columns: Columns, step: int) -> Columns:
 
 def one_row(rows: Sequence[HistoryRow]) -> HistoryRow | None:
     """Return one row that says what these of a party say, which follow each other; None where one
-    cannot hold them."""
+    cannot hold them. Of a party of which only the newest segment is kept, that is its row."""
+    if is_of_newest_segment(rows[-1].party):
+        return rows[-1]
     pieces: dict[Series, list[Columns]] = {}
     num_rows = 0
     for row in rows:

@@ -1,7 +1,7 @@
 """The report that a training step of any kind returns, and sums of reports."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,8 @@ class StepReport:
     were here; under a pipeline, for what its stages need."""
     parts: Sequence[PartReport] = field(default=(), compare=False)
     """Of the nodes or stages of this member."""
+    actions: Callable[[], Sequence[PartReport]] = field(default=tuple, compare=False)
+    """What tells what the stages of this member have done when in the step."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Numbers about all nodes together that were measured in this step, by series."""
 
