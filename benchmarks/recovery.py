@@ -33,7 +33,9 @@ sys.path.insert(0, str(ROOT))
 from torch import Tensor, nn  # noqa: E402
 
 from stratagem.client import LocalCluster  # noqa: E402
-from stratagem.client.sdk.blocking_client import Client, LoopThread, RunHandle  # noqa: E402
+from stratagem.client.sdk.blocking_client import Client  # noqa: E402
+from stratagem.client.sdk.connection.loop_thread import LoopThread  # noqa: E402
+from stratagem.client.sdk.run_handle import RunHandle  # noqa: E402
 from stratagem.client.sdk.views import Event, Phase  # noqa: E402
 from tests.crash.hands import free_address, hands  # noqa: E402
 from tests.crash.jobs import PACED, Job, crash_job, data_parallel, federated  # noqa: E402

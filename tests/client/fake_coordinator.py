@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from stratagem.client.sdk.blocking_client import LoopThread
+from stratagem.client.sdk.connection.loop_thread import LoopThread
 from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from stratagem.common.job import JobSpec

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Phase
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec

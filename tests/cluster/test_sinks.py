@@ -22,7 +22,8 @@ from typer.testing import CliRunner, Result
 
 from stratagem.client.cli.main import app
 from stratagem.client.history.step_history import History
-from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
 from tests.cluster.jobs import data_parallel
 from tests.jobs import document
 from tests.patience import PATIENCE_S

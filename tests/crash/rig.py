@@ -15,7 +15,8 @@ import pytest
 
 from stratagem.client.local import process_supervisor
 from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Event, Phase, RunStatus
 from tests.crash.jobs import JOBS, Job
 from tests.patience import PATIENCE_S

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Event, Progress
 from stratagem.common.base.errors import StandbyError
 from tests.crash.failure_logs import LOGS

@@ -21,7 +21,7 @@ MAY_READ: Mapping[str, str] = {
     "client/dashboard/page_app.py": "when a report was made",
     "client/dashboard/page_stream.py": "tells a page the time, by which it says how old things are",
     "client/sinks/mlflow_sink.py": "MLflow asks when a value was logged",
-    "client/sdk/async_client.py": "when a report was made",
+    "client/sdk/async_run.py": "when a report was made",
     "client/sdk/cluster_doctor.py": "compares clocks, and says which one is wrong",
     "common/identity/authorities.py": EXPIRY,
     "common/identity/certificates.py": EXPIRY,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.client import Event
-from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.errors import UnauthenticatedError
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls_files import Role, TlsFiles

@@ -15,7 +15,7 @@ import grpc
 import psutil
 
 from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import LoopThread
+from stratagem.client.sdk.connection.loop_thread import LoopThread
 from stratagem.common.job import JobSpec
 from stratagem.v1 import worker_pb2 as wpb
 from tests.cluster.jobs import Outcome, outcome_of

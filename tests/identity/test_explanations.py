@@ -27,7 +27,7 @@ from tests.patience import AT_ONCE_S, PATIENCE_S
 @pytest.fixture(autouse=True)
 def _nobody_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that waiting for one would be seen."""
-    monkeypatch.setattr("stratagem.client.sdk.retrying_calls.STARTING_S", 2 * AT_ONCE_S)
+    monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 2 * AT_ONCE_S)
 
 
 async def problem(address: str, proof: Proof) -> str:

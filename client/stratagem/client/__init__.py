@@ -12,10 +12,12 @@ from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.report.comparison import Comparison, JobDifference
-from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
-from stratagem.client.sdk.blocking_client import Client, RunHandle, RunResult
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.async_run import AsyncRun
+from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.job_check import check_job
 from stratagem.client.sdk.planning import MemoryEstimate, Recommendation, estimate_memory, recommend
+from stratagem.client.sdk.run_handle import RunHandle, RunResult
 from stratagem.client.sdk.views import (
     Commit,
     Event,

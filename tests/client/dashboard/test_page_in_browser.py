@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.sdk.async_client import AsyncRun
+from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Progress
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.observe.run_logs import RunLogLine

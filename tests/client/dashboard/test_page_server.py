@@ -12,7 +12,7 @@ from stratagem.client.dashboard.page_pictures import drawn
 from stratagem.client.dashboard.page_rules import CONTENT_POLICY
 from stratagem.client.dashboard.page_server import PageOptions, PageServer
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.async_client import AsyncRun
+from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.common.base.ids import RunId
 from stratagem.common.identity.certificates import make_authority

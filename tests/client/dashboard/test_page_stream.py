@@ -15,7 +15,8 @@ from stratagem.client.dashboard.page_stream import TabResponse, TabStream
 from stratagem.client.dashboard.run_watch import RunWatch
 from stratagem.client.dashboard.runs_watch import RunsWatch, ToldRuns
 from stratagem.client.sdk import views
-from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Phase, Progress, RunsChange, RunStatus
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.patience import PATIENCE_S

@@ -12,7 +12,7 @@ from stratagem.client.dashboard.run_books import RunBook
 from stratagem.client.history.step_history import History
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk import views
-from stratagem.client.sdk.async_client import AsyncRun
+from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Phase, RunStatus
 from stratagem.common.base.errors import UnavailableError
 from stratagem.v1 import coordinator_pb2 as pb

@@ -195,7 +195,7 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
     if with_tls:
         init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
     tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
-    monkeypatch.setattr("stratagem.client.sdk.retrying_calls.STARTING_S", 1.5)
+    monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 1.5)
     num_closed = 0
 
     def close_all() -> None:

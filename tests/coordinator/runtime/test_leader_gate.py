@@ -120,7 +120,7 @@ async def test_a_client_of_both_finds_the_leader_and_follows_the_lead() -> None:
 async def test_a_client_waits_for_a_coordinator_that_starts_but_not_for_a_standby(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stratagem.client.sdk.retrying_calls.STARTING_S", 2 * PATIENCE_S)
+    monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 2 * PATIENCE_S)
     async with serving() as entrance, AsyncClient(entrance.address) as client:
         asked = asyncio.create_task(client.workers())
         await asyncio.wait([asked], timeout=0.3)

@@ -18,8 +18,8 @@ from stratagem.client.cli.progress import print_line
 from stratagem.client.cli.query_commands import connected
 from stratagem.client.cli.reporting import FAILED, complain, make_console
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
-from stratagem.client.sdk.blocking_client import RunHandle
 from stratagem.client.sdk.downloads import ExportedModel
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sinks.registry import sink_names, sink_of
 from stratagem.client.sinks.run_outlets import LogOutlets
 from stratagem.common.base.errors import InvalidInputError

@@ -45,7 +45,8 @@ from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.dashboard.page_start import page_beside
 from stratagem.client.local.local_cluster import LocalCluster, threads_each
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
-from stratagem.client.sdk.blocking_client import Client, RunHandle
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event
 from stratagem.client.sinks.contract import Sink

@@ -17,7 +17,8 @@ from stratagem.client.history.step_history import History
 from stratagem.client.report.lines import recorded
 from stratagem.client.report.run_course import RunCourse
 from stratagem.client.report.run_values import ReportedRun
-from stratagem.client.sdk.async_client import AsyncClient, AsyncRun
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, RunStatus
 from stratagem.common.base.errors import NotFoundError
 

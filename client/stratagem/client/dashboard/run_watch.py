@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Final, cast
 
 from stratagem.client.dashboard.page_values import server_sent
-from stratagem.client.sdk.async_client import AsyncRun
+from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Progress, RunStatus
 from stratagem.common.base.errors import NotFoundError, StratagemError
 from stratagem.common.base.exception_text import told

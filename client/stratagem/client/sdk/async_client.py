@@ -11,50 +11,31 @@ downloads.py and uploads.py; nothing here imports torch.
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self, cast
+from typing import TYPE_CHECKING, Final, Self
 
 import grpc
 
-from stratagem.client.course.clients import FederatedClient
-from stratagem.client.course.clients import clients as course_clients
-from stratagem.client.course.members import MemberInterval
-from stratagem.client.course.members import members as course_members
-from stratagem.client.course.population import Population
-from stratagem.client.course.population import population as course_population
-from stratagem.client.course.rounds import Round
-from stratagem.client.course.rounds import rounds as course_rounds
-from stratagem.client.history.step_history import History
 from stratagem.client.report.comparison import Comparison, check_compared
-from stratagem.client.report.lines import recorded
-from stratagem.client.report.notebook import ListedEvents, ListedRuns, ListedWorkers
-from stratagem.client.report.pages.html_page import page
-from stratagem.client.report.run_values import ReportedRun, time_text
-from stratagem.client.sdk import downloads, uploads, views
+from stratagem.client.report.notebook import ListedRuns, ListedWorkers
+from stratagem.client.sdk import uploads, views
+from stratagem.client.sdk.async_run import AsyncRun
+from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.client.sdk.initial_source import resolve_initial
 from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.client.sdk.planning import resolve_parallelism
-from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.uploads import InlineData, resolve_code
 from stratagem.client.sdk.views import (
-    Event,
-    LogLine,
-    Phase,
-    Progress,
     RunsChange,
     RunStatus,
     Worker,
 )
 from stratagem.common.base.errors import (
     InvalidInputError,
-    RunFailedError,
     UnavailableError,
-    UserCodeError,
 )
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.identity.tls_files import TlsFiles
@@ -66,7 +47,7 @@ from stratagem.common.schema.json_text import JSON
 from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
@@ -128,7 +109,7 @@ class AsyncClient:
         *,
         data: InlineData | None = None,
         import_path: Sequence[Path] = (),
-    ) -> "AsyncRun":
+    ) -> AsyncRun:
         """Start a run. The same run_id with the same job starts nothing twice.
 
         data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
@@ -162,7 +143,7 @@ class AsyncClient:
         *,
         from_segment: int | None = None,
         new_run_id: str | None = None,
-    ) -> "AsyncRun":
+    ) -> AsyncRun:
         """Start a new run that goes on from a commit of another one, with other settings.
 
         It begins with the optimizer, the schedule and the step of that commit. overrides: such as
@@ -183,13 +164,13 @@ class AsyncClient:
         job = with_fields(JobSpec.parse(dict(status.job)), values)
         return await self.submit(job, new_run_id)
 
-    async def get(self, run_id: str) -> "AsyncRun":
+    async def get(self, run_id: str) -> AsyncRun:
         """An existing run; NotFoundError when there is none of this id."""
         run = self.handle(run_id)
         await run.status()
         return run
 
-    def handle(self, run_id: str) -> "AsyncRun":
+    def handle(self, run_id: str) -> AsyncRun:
         """A handle on a run of this id; nobody is asked whether there is one."""
         return AsyncRun(self._connection, check_run_id(run_id))
 
@@ -205,7 +186,7 @@ class AsyncClient:
                 return ListedRuns(statuses)
             request.page_token = response.next_page_token
 
-    async def compare(self, runs: Sequence["str | RunStatus | AsyncRun"]) -> Comparison:
+    async def compare(self, runs: Sequence[str | RunStatus | AsyncRun]) -> Comparison:
         """Return 2 to 8 runs beside each other: their newest metrics, the fields in which their
         jobs differ, and curves with a line for each. runs: their ids, or anything with one."""
         run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
@@ -234,263 +215,3 @@ class AsyncClient:
         connection = self._connection
         response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
         return ListedWorkers(views.worker(worker) for worker in response.workers)
-
-
-class AsyncRun:
-    """A handle on one run of one coordinator. Holds no state of the run itself."""
-
-    def __init__(self, connection: Connection, run_id: RunId, note: str = "") -> None:
-        self.run_id = run_id
-        self.note = note
-        """Of a run that was submitted here: why its parallelism became its strategy."""
-        self._connection = connection
-
-    async def status(self) -> RunStatus:
-        connection = self._connection
-        request = pb.GetRunRequest(run_id=self.run_id)
-        return views.run_status((await connection.call(connection.stub.GetRun, request)).run)
-
-    async def metrics(self) -> Mapping[str, float]:
-        """The latest metrics, such as {"test.accuracy": 0.97, "train.loss": 0.08}."""
-        return (await self.status()).metrics
-
-    async def watch(
-        self,
-        from_index: int = 0,
-        *,
-        kinds: Iterable[str] = (),
-        limit: int | None = None,
-        newest_first: bool = False,
-        follow: bool | None = None,
-        before_index: int | None = None,
-    ) -> AsyncGenerator[Event | Progress]:
-        """Events from an index on, each once, and progress between them, until the run has ended.
-
-        Survives a coordinator that restarts: goes on after the last event that was seen.
-        kinds: only events of these, such as ["SegmentFinished"]. limit: end after so many events.
-        newest_first: from the newest event, or from before_index, back to from_index; not to be
-        followed. follow: False ends with the events so far, without progress. before_index: only
-        events before this one; not to be followed.
-        """
-        request = pb.WatchRunRequest(
-            run_id=self.run_id,
-            from_index=from_index,
-            kinds=tuple(kinds),
-            newest_first=newest_first,
-            follow=follow,
-            before_index=before_index or 0,
-            several=True,
-        )
-        has_end = follow is False or newest_first or before_index is not None
-        if (limit is not None and limit < 1) or before_index == 0:
-            return
-        num_left, phase = limit, cast("Phase | None", None)
-        while phase is None or not phase.is_final:
-            request.limit = num_left or 0
-            # The request says at every (re)connection from where to continue.
-            stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
-            async for message in stream:
-                if message.WhichOneof("message") == "progress":
-                    yield views.progress(message.progress)
-                    continue
-                for each in (message.event, *message.more):
-                    event = views.event(each)
-                    phase = event.phase
-                    if newest_first:
-                        request.before_index = event.index
-                        num_left = 0 if event.index == 0 else num_left
-                    else:
-                        request.from_index = event.index + 1
-                    if num_left is not None:
-                        num_left = max(num_left - 1, 0)
-                        request.limit = num_left
-                    yield event
-                    if num_left == 0:
-                        return
-            if has_end:
-                return
-            if phase is None or not phase.is_final:  # ended early, or there was nothing to say
-                phase = (await self.status()).phase
-
-    async def rounds(self, party: str = "") -> tuple[Round, ...]:
-        """The rounds of a federation so far; party: of one inside another strategy."""
-        return course_rounds(await self.events(), party)
-
-    async def clients(self, party: str = "") -> tuple[FederatedClient, ...]:
-        """The clients of a federation over its rounds so far; party: as for `rounds`."""
-        return course_clients(await self.events(), party)
-
-    async def members(self) -> tuple[MemberInterval, ...]:
-        """When each worker was a member of the run, and why it was one no longer."""
-        return course_members(await self.events())
-
-    async def population(self) -> Population:
-        """The generations of a population so far: scores, lineages, and the schedule of each."""
-        return course_population(await self.events(), (await self.status()).job)
-
-    async def events(self) -> tuple[Event, ...]:
-        """All events so far."""
-        items = self.watch(follow=False)
-        return ListedEvents([item async for item in items if isinstance(item, Event)])
-
-    async def shown(self, max_rows: int = 2048) -> ReportedRun:
-        """Return all that pictures of the run are made of; max_rows: of each curve."""
-        status, events = await self.status(), await self.events()
-        history = await self.history(*recorded(status.job), max_rows=max_rows)
-        return await asyncio.to_thread(ReportedRun.of, status, events, history)
-
-    async def report(self, path: str | PathLike[str]) -> Path:
-        """Write the run as it is now as one page of HTML, without scripts: curves, a panel by
-        strategy, its events and its job."""
-        run = await self.shown()
-        text = await asyncio.to_thread(page, run, time_text(time.time()))
-        written = Path(path)
-        await asyncio.to_thread(written.write_text, text, encoding="utf-8")
-        return written
-
-    async def history(
-        self,
-        series: str | Sequence[str] = (),
-        parties: str | Sequence[str] = (),
-        *,
-        from_step: int = 1,
-        to_step: int | None = None,
-        max_rows: int | None = None,
-    ) -> History:
-        """Return what was recorded of each step: loss, gradient norm, learning rates, what the
-        user's code has logged, and, observed, times.
-
-        series, parties: names, or beginnings of names that end in "*". Without series all of them,
-        without parties those of the whole run. max_rows: of each series; the rows then stand for
-        more steps each. Complete while the run goes on, with the steps of the segment in flight.
-        """
-        request = pb.GetHistoryRequest(
-            run_id=self.run_id,
-            series=[series] if isinstance(series, str) else series,
-            parties=[parties] if isinstance(parties, str) else parties,
-            from_step=from_step,
-            to_step=to_step or 0,
-            max_rows=max_rows or 0,
-        )
-        blocks: list[pb.HistoryBlock] = []
-
-        def open_stream() -> grpc.aio.UnaryStreamCall[pb.GetHistoryRequest, pb.GetHistoryResponse]:
-            blocks.clear()  # after a cut all of it is sent again
-            return self._connection.stub.GetHistory(request)
-
-        async for response in self._connection.follow(open_stream):
-            blocks.append(response.block)
-        return History.of(blocks)
-
-    async def result(self) -> RunStatus:
-        """Wait for the end of the run.
-
-        Raises UserCodeError with the words of the user's exception, or RunFailedError with the
-        reason when the run failed otherwise or was cancelled.
-        """
-        status = await self.status()
-        while not status.phase.is_final:
-            async for _ in self.watch(status.event_index):
-                pass
-            status = await self.status()
-        if status.phase is Phase.COMPLETED:
-            return status
-        if status.error is not None:
-            error = status.error
-            raise UserCodeError(
-                error.type, error.message, error.traceback, error.worker_id, error.activity
-            )
-        raise RunFailedError(f"run {self.run_id} {status.phase.lower()}: {status.reason}")
-
-    async def cancel(self) -> None:
-        """Stop the run; its last commit stays and can be resumed. Idempotent."""
-        request = pb.CancelRunRequest(run_id=self.run_id)
-        await self._connection.call(self._connection.stub.CancelRun, request)
-
-    async def resume(self, from_segment: int | None = None) -> None:
-        """Go on from the last commit of a run that was cancelled or has failed.
-
-        from_segment: go on from this one of the commits that are kept; what followed it happens
-        anew.
-        """
-        request = pb.ResumeRunRequest(run_id=self.run_id, from_segment=from_segment)
-        await self._connection.call(self._connection.stub.ResumeRun, request)
-
-    async def delete(self) -> None:
-        """Forget an ended run and its states."""
-        request = pb.DeleteRunRequest(run_id=self.run_id)
-        await self._connection.call(self._connection.stub.DeleteRun, request)
-
-    async def logs(
-        self, *, follow: bool = False, worker: str = "", from_line: int = 0
-    ) -> AsyncIterator[LogLine]:
-        """Lines of the run's log, of one worker if named; with follow, until the run ends.
-
-        from_line: number of the first line; a negative one counts from the end of the log.
-        """
-        request = pb.TailLogsRequest(
-            run_id=self.run_id, follow=follow, worker_id=worker, from_line=from_line
-        )
-        earlier, current = set[LogLine](), set[LogLine]()
-
-        def open_stream() -> grpc.aio.UnaryStreamCall[pb.TailLogsRequest, pb.TailLogsResponse]:
-            # After a cut the log is sent from its start again: what was shown is left out.
-            earlier.update(current)
-            return self._connection.stub.TailLogs(request)
-
-        async for message in self._connection.follow(open_stream):
-            line = views.log_line(message)
-            shown = replace(line, line=0)  # another coordinator has a log of its own
-            if shown not in earlier:
-                current.add(shown)
-                yield line
-
-    async def download(
-        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
-    ) -> Path:
-        """Write a committed state as a safetensors file, whole or not at all.
-
-        plain: only the model, under all names of its state_dict(), for any reader of safetensors.
-        Otherwise the state as it is: the optimizer's tensors, too, and tied ones once.
-        which: "final" (the newest one while the run lives), "best", or the number of a segment;
-        "average", the model of averaged parameters in the final state of a run that keeps them,
-        which is always plain; or "predictions", of a run that keeps them.
-        """
-        return await downloads.to_file(
-            self._connection, self.run_id, which, Path(path), plain=plain
-        )
-
-    async def export(
-        self,
-        path: str | PathLike[str],
-        to: Literal["hf", "torch-export", "onnx"],
-        which: str = "final",
-        *,
-        shard_size: str = "5GB",
-        import_path: Sequence[Path] = (),
-    ) -> downloads.ExportedModel:
-        """Write the model in the form of another program; nothing may be there yet.
-
-        The model is built on this machine, from the user's code, which needs torch: import_path
-        names the folders of its modules, this folder unless given. hf: a folder for
-        from_pretrained, in shards of shard_size. torch-export, onnx: a file, whose outputs are
-        compared with the model's; all sizes but the number of rows are those of the data.
-        """
-        job = JobSpec.parse(dict((await self.status()).job))
-        asked = {"to": to, "shard_size": shard_size}
-        return await downloads.exported(
-            self._connection, self.run_id, which, job, Path(path), import_path, **asked
-        )
-
-    async def download_profile(self, path: str | PathLike[str]) -> Path:
-        """Write what the workers recorded, one trace of all, for Perfetto or chrome://tracing.
-
-        NotFoundError when nothing was recorded: see execution.profiling.
-        """
-        return await downloads.profile_to_file(self._connection, self.run_id, Path(path))
-
-    async def state_dict(self, which: str = "final") -> "dict[str, torch.Tensor]":
-        """The model of a committed state as torch tensors, for `model.load_state_dict`."""
-        from stratagem.client.sdk.torch_states import to_state_dict
-
-        return await to_state_dict(self._connection, self.run_id, which)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from stratagem.client.sdk.retrying_calls import Connection
+from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.diagnostics import findings
 from stratagem.common.diagnostics.environment import environment_of

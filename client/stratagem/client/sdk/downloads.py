@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 import grpc
 
+from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.client.sdk.plain_model import AVERAGE, PlainModel
-from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.torch_process import ask
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.ids import RunId

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client.sdk import views
+from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.client.sdk.resumed_job import check_resumed_job, check_steps_left, counted
-from stratagem.client.sdk.retrying_calls import Connection
 from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.ids import Digest

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Self
 
-from stratagem.client.sdk.blocking_client import RunHandle
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Event, Progress
 from stratagem.client.sinks.contract import Sink
 from stratagem.client.sinks.outlet import KINDS, Outlet

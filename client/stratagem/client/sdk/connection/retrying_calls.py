@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import grpc
 
-from stratagem.client.sdk.fork_safety import check_fork, is_lost, note_closed, note_open
+from stratagem.client.sdk.connection.fork_safety import check_fork, is_lost, note_closed, note_open
 from stratagem.common.base.errors import (
     InvalidInputError,
     StandbyError,
