@@ -105,6 +105,11 @@ def federated(num_clients: int = 3, rounds: int = 3, aggregation: Job | None = N
     }
 
 
+def robust(name: str, **options: int) -> Job:
+    """Five clients, one of which may send what it likes."""
+    return federated(num_clients=5) | {"options": {"robust": {"name": name, **options}}}
+
+
 LOCAL: Job = {"type": "Local"}
 ALL_REDUCE = data_parallel("AllReduce")
 PARAMETER_SERVER = data_parallel("ParameterServer")
@@ -196,6 +201,8 @@ JOBS: dict[str, Job] = {
     "Silos": crash_job(silos(data_parallel("AllReduce", 2))),
     "Silo-pipelines": crash_job(silos(PIPELINE)),
     "FedYogi": crash_job(federated(aggregation=YOGI)),
+    "Median": crash_job(robust("median")),
+    "Krum": crash_job(robust("krum", byzantine=1)),
     "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))

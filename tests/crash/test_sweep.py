@@ -82,6 +82,9 @@ SAMPLE = (
     Case("FedAvg", "coordinator", "coordinator.round.folded", 1),
     Case("FedAvg", "worker-0", "worker.round.trained"),
     Case("FedAvg-coded", "coordinator", "coordinator.spool.after_rename", 2),
+    Case("Median", "coordinator", "coordinator.fold.after_window"),
+    Case("Krum", "coordinator", "coordinator.round.judged", 1),
+    Case("Krum", "coordinator", "coordinator.fold.after_window"),
     # Between the two slots of the first round and its state.
     Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 2),
 )

@@ -44,6 +44,7 @@ from tests.reference.objective import Objective, objective_of
 from tests.reference.plain_job import plainly
 from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
+from tests.reference.robust import robust_state
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
 from tests.reference.stream_rows import PlainRows, PlainStreams
@@ -264,7 +265,10 @@ def federated_loop(
             else:
                 changed = {name: (state[name], base[name], world[name]) for name in trained}
                 updates.append(_late(strategy, rows, round_num - of_round, state, changed))
-        means = {name: _mean_of(name, updates, numerics) for name in world}
+        if strategy.options.robust:
+            means = robust_state(strategy.options.robust, [each.state for each in updates], world)
+        else:
+            means = {name: _mean_of(name, updates, numerics) for name in world}
         for name in trained & means.keys():
             means[name] = server_step(strategy, world[name], means[name], slots[name])
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}

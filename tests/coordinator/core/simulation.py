@@ -21,6 +21,7 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
+    JudgeUpdates,
     Release,
     RunSegment,
     TrainClient,
@@ -37,6 +38,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     SegmentFinished,
     UpdateReceived,
+    UpdatesJudged,
 )
 from stratagem.coordinator.core.facts.fact_serialization import decode, encode
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
@@ -229,6 +231,16 @@ def do(effect: Effect) -> list[Fact]:
                     num_steps=effect.num_steps,
                     metrics=dict(effect.metrics),
                     traffic=dict(effect.traffic),
+                )
+            ]
+        case JudgeUpdates():
+            weights = tuple(1.0 for _ in effect.accepted)
+            return [
+                UpdatesJudged(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    weights=weights,
+                    scores=weights,
                 )
             ]
         case AggregateRound():

@@ -26,6 +26,7 @@ FAILPOINTS: Final = (
     "coordinator.step.summed",
     "coordinator.round.pulled",
     "coordinator.silo.collected",
+    "coordinator.round.judged",
     "coordinator.round.folded",
     "coordinator.evaluation.gathered",
     "coordinator.outputs.gathered",

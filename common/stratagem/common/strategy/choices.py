@@ -4,6 +4,7 @@ Every class is frozen and checks its own ranges when it is made. Each kind of ch
 a reader meets its members with `match` and `assert_never`.
 """
 
+import math
 import re
 from typing import Annotated, Final, TypeAlias
 
@@ -178,6 +179,11 @@ class ByCapability(DocumentValue, tag="method"):
     """The clients that carry all of these tags; no tags = all clients."""
 
     required_tags: Items[str]
+
+
+def num_drawn(fraction: float, num_clients: int) -> int:
+    """Return how many clients Random draws of so many, for a round."""
+    return max(1, math.floor(fraction * num_clients + 1e-9))
 
 
 ClientSelection: TypeAlias = All | Random | ByCapability

@@ -12,6 +12,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import MAX_UNSIGNED, Positive, SharedCount
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
+from stratagem.common.strategy.robust import RobustRule
 
 if TYPE_CHECKING:
     from stratagem.common.strategy.kinds import StrategyField  # which is made with these options
@@ -61,7 +62,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     mean is it. over_select: how many clients more than needed are drawn; the round closes with the
     first that suffice. late_updates: "refuse", or how an update counts whose round has closed.
     max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
-    client trains when it is several workers, a silo; one worker unless given.
+    client trains when it is several workers, a silo; one worker unless given. robust: what takes
+    the place of the weighted mean, so that a minority of false updates leads the model nowhere.
     """
 
     local_epochs: SharedCount = 1
@@ -75,6 +77,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     inner: "StrategyField | None" = None
     on_client_error: Literal["reject", "fail"] = "reject"
     on_missing_quorum: Literal["fail", "wait"] = "fail"
+    robust: Annotated[RobustRule, Field(discriminator="name")] | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:
@@ -87,4 +90,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
         has_late_ones = self.round_deadline_s is not None or self.over_select
         if self.late_updates != REFUSE and not has_late_ones:
             text = "no client is ever late without round_deadline_s or over_select; set one"
+            raise InvalidInputError.at("late_updates", text)
+        if self.late_updates != REFUSE and self.robust is not None:
+            text = "robust compares updates that began from one state, and late ones did not"
             raise InvalidInputError.at("late_updates", text)

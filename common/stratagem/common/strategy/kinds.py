@@ -33,12 +33,14 @@ from stratagem.common.strategy.choices import (
     Partition,
     Pipeline,
     Random,
+    num_drawn,
 )
 from stratagem.common.strategy.federated_options import (
     DEFAULT_SERVER_LEARNING_RATE,
     REFUSE,
     FederatedOptions,
 )
+from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
 
 MAX_REPLICAS: Final = 16_384
@@ -145,7 +147,14 @@ class Federated(DocumentValue, tag="type"):
             name = type(self.client_selection).__name__
             text = f"{name} selects the same clients in every round, so no late one is left over"
             violations.append(Violation("options.late_updates", f"{text}; Random does not"))
+        violations += too_few(options.robust, self._num_selected(), options.quorum)
         refuse(violations)
+
+    def _num_selected(self) -> int:
+        """Return the clients of a round; at most, where their tags decide."""
+        if isinstance(self.client_selection, Random):
+            return num_drawn(self.client_selection.fraction, self.num_clients)
+        return self.num_clients
 
 
 class PopulationOptions(DocumentValue, is_extras=True):

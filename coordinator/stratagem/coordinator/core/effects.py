@@ -136,6 +136,17 @@ class CollectUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeUpdates:
+    """Compare the accepted updates of a round, and say what each counts under a robust rule."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    base: Base
+    accepted: tuple[Accepted, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AggregateRound:
     """Fold the accepted updates of a round, in client order, into the next global state."""
 
@@ -147,6 +158,8 @@ class AggregateRound:
     server_state: tuple[Digest, ...] = ()
     metrics: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """Metrics of the round's training, by name. They are no part of the fold."""
+    weights: tuple[float, ...] = ()
+    """What each accepted update counts, where a robust rule has judged them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +196,7 @@ Effect = (
     | CommitSegment
     | TrainClient
     | CollectUpdate
+    | JudgeUpdates
     | AggregateRound
     | EvaluateState
     | Release
@@ -196,7 +210,7 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset(effect.members)
         case Build() | TrainClient():
             return frozenset({effect.member})
-        case CommitSegment() | CollectUpdate() | AggregateRound() | Release():
+        case CommitSegment() | CollectUpdate() | JudgeUpdates() | AggregateRound() | Release():
             return frozenset()
         case _:
             assert_never(effect)

@@ -161,4 +161,5 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "MemberEvolved": _evolved,
     "GenerationClosed": _generation,
     "RoundClosed": _closed,
+    "UpdatesJudged": lambda e: e.reason,
 }

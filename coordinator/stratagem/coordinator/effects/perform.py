@@ -12,6 +12,7 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
+    JudgeUpdates,
     Release,
     RunSegment,
     TrainClient,
@@ -23,6 +24,7 @@ from stratagem.coordinator.effects.evaluate_state import evaluate_state
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
+from stratagem.coordinator.effects.federated.judge_updates import judge_updates
 from stratagem.coordinator.effects.federated.train_client import train_client
 from stratagem.coordinator.effects.synchronous.build_model import build
 from stratagem.coordinator.effects.synchronous.commit_segment import commit_segment
@@ -80,6 +82,8 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await train_client(env, effect)
         case CollectUpdate():
             await collect_update(env, effect)
+        case JudgeUpdates():
+            await judge_updates(env, effect)
         case AggregateRound():
             await aggregate_round(env, effect)
         case EvaluateState():

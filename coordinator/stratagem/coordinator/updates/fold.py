@@ -5,9 +5,9 @@ by all samples and rounded once to the element's type; the update of a single cl
 is. Updates of earlier rounds weigh less and are rebased first (rebasing.py). Integers and bools are
 those of the client of this round with most samples (the first of equals), which are also those of
 all clients where they agree; where they do not, it is logged. Memory is some windows, whatever the
-size of the model and the number of clients, and the order of arrival cannot matter. A server
-optimizer, where there is one, takes the mean from here in float64. Made to run in a thread; knows
-nothing of rounds.
+size of the model and the number of clients, and the order of arrival cannot matter. A combination
+may take the place of the mean. A server optimizer, where there is one, takes the mean from here in
+float64. Made to run in a thread; knows nothing of rounds.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import structlog
@@ -29,7 +29,7 @@ from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
 from stratagem.coordinator.updates.global_average import GlobalAverage
-from stratagem.coordinator.updates.numpy_floats import Raw, is_finite, narrow, storage, widen
+from stratagem.coordinator.updates.numpy_floats import Raw, Wide, is_finite, narrow, storage, widen
 from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.server_step import ServerStep
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
@@ -47,6 +47,22 @@ _log = structlog.get_logger(__name__)
 
 class FoldStoppedError(StratagemError):
     """The fold was asked to stop; nothing of it is left."""
+
+
+class Combination(Protocol):
+    """Takes the place of the weighted mean: reads the same window of every update, in client order,
+    each update from its first to its last."""
+
+    window_elements: int
+
+    def floats(
+        self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
+    ) -> None:
+        """Fill `out` with what becomes of the floating elements from that byte on, and `raw` with
+        those of the last update."""
+
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+        """Fill `out` with what becomes of integers or bools; return True where updates differ."""
 
 
 class Folded(NamedTuple):
@@ -86,6 +102,7 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
     average: GlobalAverage | None = None,
     rebasing: Rebasing | None = None,
     decoding: UpdateDecoding | None = None,
+    combination: Combination | None = None,
     numerics: int = CURRENT,
 ) -> Folded:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
@@ -95,8 +112,9 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
     stand in client order. `decoding` reads coded ones; without it all must have the layout of the
-    model. Raises IntegrityError when the disk has damaged an update, FoldStoppedError,
-    UnavailableError when the disk is full; `out` is aborted then.
+    model. `combination` takes the place of the mean, and has weights of its own. Raises
+    IntegrityError when the disk has damaged an update, FoldStoppedError, UnavailableError when the
+    disk is full; `out` is aborted then.
     """
     try:
         _check_arguments(entries, weights, manifest, decoding)
@@ -105,11 +123,16 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
             for place, entry in enumerate(entries)
         ]
         folder = _Folder(sources, weights, mean_factors(weights, numerics), server, rebasing)
+        folder.combination = combination
+        num_elements = WINDOW_ELEMENTS
+        if combination is not None:
+            num_elements = min(num_elements, combination.window_elements)
         out.write(header_bytes(manifest))
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
             written: list[Future[None]] = []
-            for index, window in enumerate(_windows(manifest, server, average, rebasing)):
+            windows = _windows(manifest, num_elements, server, average, rebasing)
+            for index, window in enumerate(windows):
                 if should_stop():
                     raise FoldStoppedError("the fold was stopped")
                 if len(written) > 1:  # the buffer that comes next is in use until then
@@ -168,6 +191,7 @@ def _check_arguments(
 
 def _windows(
     manifest: Manifest,
+    num_elements: int,
     server: ServerStep | None,
     average: GlobalAverage | None,
     rebasing: Rebasing | None,
@@ -184,7 +208,7 @@ def _windows(
     for (dtype, name, *treatment), group in groupby(manifest.stored(), kind):
         specs = list(group)
         end = specs[-1].offset + specs[-1].size_bytes
-        step = WINDOW_ELEMENTS * dtype_named(dtype).item_bytes
+        step = num_elements * dtype_named(dtype).item_bytes
         for offset in range(specs[0].offset, end, step):
             yield _Window(dtype, name, offset, min(step, end - offset), *treatment)
 
@@ -201,6 +225,7 @@ class _Folder:
         server: ServerStep | None,
         rebasing: Rebasing | None,
     ) -> None:
+        self.combination: Combination | None = None
         self._server, self._rebasing = server, rebasing
         self._sources = sources
         self._factors, self._divisor = factors
@@ -222,8 +247,10 @@ class _Folder:
         result = self._results[slot][: window.size_bytes].view(dtype)
         if dtype_named(window.dtype).is_floating:
             self._mean(window, raw, result)
-        else:
+        elif self.combination is None:
             self._choose(window, raw, result)
+        elif self.combination.integers(self._sources, window.dtype, window.offset, result):
+            self._disputed[window.name] = None
         return result
 
     def finish(self) -> None:
@@ -233,25 +260,19 @@ class _Folder:
         if self._disputed:
             names = list(self._disputed)
             _log.warning(
-                "integer tensors differ between clients: taken from the one with most samples",
+                "integer tensors differ between clients: taken from "
+                + ("the one with most samples" if self.combination is None else "the middle"),
                 num_tensors=len(names),
                 tensors=names[:_MAX_NAMES_LOGGED],
             )
 
     def _mean(self, window: _Window, raw: Raw, result: Raw) -> None:
-        total, term = self._sum[: raw.size], self._term[: raw.size]
+        total = self._sum[: raw.size]
         with np.errstate(over="ignore", invalid="ignore"):  # looked for below
-            for index, source in enumerate(self._sources):
-                source.read(window.offset, raw)
-                target = term if index else total
-                widen(window.dtype, raw, target)
-                if window.is_rebased:
-                    assert self._rebasing is not None
-                    self._rebasing.apply(index, window.dtype, window.offset, target)
-                target *= self._factors[index]
-                if index:
-                    total += term
-            total /= self._divisor
+            if self.combination is None:
+                self._add(window, raw, total)
+            else:
+                self.combination.floats(self._sources, window.dtype, window.offset, raw, total)
             if window.is_optimized:
                 assert self._server is not None
                 self._server.apply(window.dtype, window.offset, total)
@@ -261,6 +282,20 @@ class _Folder:
         narrow(window.dtype, total, result)
         if window.is_rebased and not is_finite(window.dtype, result):
             raise LimitError(f"late updates lead beyond the range of {window.dtype}")
+
+    def _add(self, window: _Window, raw: Raw, total: Wide) -> None:
+        term = self._term[: raw.size]
+        for index, source in enumerate(self._sources):
+            source.read(window.offset, raw)
+            target = term if index else total
+            widen(window.dtype, raw, target)
+            if window.is_rebased:
+                assert self._rebasing is not None
+                self._rebasing.apply(index, window.dtype, window.offset, target)
+            target *= self._factors[index]
+            if index:
+                total += term
+        total /= self._divisor
 
     def _choose(self, window: _Window, raw: Raw, result: Raw) -> None:
         self._sources[self._largest].read(window.offset, result)

@@ -36,6 +36,7 @@ from stratagem.coordinator.core.facts.federated_facts import RoundClosed as Roun
 from stratagem.coordinator.core.facts.federated_facts import RoundWaits as RoundWaits
 from stratagem.coordinator.core.facts.federated_facts import UpdateReceived as UpdateReceived
 from stratagem.coordinator.core.facts.federated_facts import UpdateRejected as UpdateRejected
+from stratagem.coordinator.core.facts.federated_facts import UpdatesJudged as UpdatesJudged
 from stratagem.coordinator.core.facts.party_facts import BuildFailed as BuildFailed
 from stratagem.coordinator.core.facts.party_facts import Evaluated as Evaluated
 from stratagem.coordinator.core.facts.party_facts import MembersFormed as MembersFormed
@@ -92,6 +93,7 @@ Fact = (
     | UpdateRejected
     | RoundWaits
     | RoundClosed
+    | UpdatesJudged
     | Noted
     | PopulationFormed
     | MemberEvolved

@@ -117,3 +117,16 @@ class RoundClosed(Value):
     reproducible from the job alone."""
     metrics: Mapping[str, Number] = {}
     """Metrics of all accepted updates, by name; see strategies.federated.round_metrics."""
+
+
+class UpdatesJudged(Value):
+    """A robust rule has compared the updates of a closed round; see updates.robust.verdict."""
+
+    party: Party
+    round_num: int
+    weights: tuple[float, ...]
+    """What each accepted update counts, in client order: 0 where it is left out; of a norm bound
+    the share that is left of its change."""
+    scores: tuple[float, ...]
+    """What that follows from, in the same order."""
+    reason: str = ""

@@ -2,6 +2,7 @@
 
 import io
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 from stratagem.common.base.errors import IntegrityError
@@ -9,7 +10,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
-from stratagem.coordinator.core.effects import AggregateRound, TrainClient
+from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
 from stratagem.coordinator.core.facts import SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
@@ -17,10 +18,11 @@ from stratagem.coordinator.strategies.federated.late_updates import max_stalenes
 from stratagem.coordinator.updates.fold import Folded, fold_weighted_mean
 from stratagem.coordinator.updates.global_average import global_average
 from stratagem.coordinator.updates.rebasing import Rebasing
+from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.server_step import ServerStep
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.state_reader import AVERAGED_KEY
+from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 
 Header = tuple[Manifest, int]
@@ -49,7 +51,7 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 
 
 async def _folded(env: EffectContext, effect: AggregateRound) -> tuple[Folded, Header]:
-    entries = await env.in_thread(lambda: _entries(env, effect))
+    entries = await env.in_thread(lambda: accepted_entries(env, effect))
     cancelled = threading.Event()
     try:
         return await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
@@ -76,7 +78,7 @@ def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> 
             env.start_push(member, effect.run_id, digest)
 
 
-def _entries(env: EffectContext, effect: AggregateRound) -> list[SpoolEntry]:
+def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) -> list[SpoolEntry]:
     """Return the spooled updates that the journal accepted, in client order."""
     entries = []
     for accepted in effect.accepted:
@@ -117,20 +119,29 @@ def _fold(
     rebasing = _rebasing(env, effect)
     bases = [update.base or effect.base.digest for update in effect.accepted]
     decoding = decoding_of(env, effect, manifest, bases)
-    # The last thing before the fold, which leaves nothing of it behind when it fails.
-    writer = env.blobs.writer(len(header) + manifest.total_bytes)
-    folded = fold_weighted_mean(
-        entries,
-        weights,
-        manifest,
-        writer,
-        should_stop=cancelled.is_set,
-        server=server,
-        average=average,
-        rebasing=rebasing,
-        decoding=decoding,
-        numerics=env.numerics_of(effect.run_id),
-    )
+    with ExitStack() as files:
+        combined = None
+        if rule := spec_of(job).options.robust:
+            places = places_read(rule, len(entries), effect.weights)
+            entries, weights = [entries[i] for i in places], [1.0] * len(places)
+            counted = [effect.weights[i] for i in places] if effect.weights else weights
+            _, state = open_state(files, env.blobs, effect.base.digest)
+            combined = combination(rule, counted, state)
+        # The last thing before the fold, which leaves nothing of it behind when it fails.
+        writer = env.blobs.writer(len(header) + manifest.total_bytes)
+        folded = fold_weighted_mean(
+            entries,
+            weights,
+            manifest,
+            writer,
+            should_stop=cancelled.is_set,
+            server=server,
+            average=average,
+            rebasing=rebasing,
+            decoding=decoding,
+            combination=combined,
+            numerics=env.numerics_of(effect.run_id),
+        )
     return folded, parse_header(io.BytesIO(header), folded.state)
 
 
@@ -141,7 +152,7 @@ def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:
 
 def decoding_of(
     env: EffectContext,
-    effect: AggregateRound | TrainClient,
+    effect: AggregateRound | JudgeUpdates | TrainClient,
     expected: Manifest,
     bases: list[Digest],
 ) -> UpdateDecoding:

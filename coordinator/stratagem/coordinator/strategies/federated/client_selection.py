@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import assert_never
 
-from stratagem.common.strategy import All, ByCapability, ClientSelection
+from stratagem.common.strategy import All, ByCapability, ClientSelection, num_drawn
 from stratagem.common.strategy import Random as RandomSelection
 from stratagem.coordinator.core.facts import ClientBinding
 
@@ -27,7 +27,7 @@ def select(
         case All():
             return tuple(binding.client for binding in roster)
         case RandomSelection(fraction=fraction):
-            share = max(1, math.floor(fraction * len(roster) + 1e-9))
+            share = num_drawn(fraction, len(roster))
             count = min(share + num_extra, len(roster))
             key = hashlib.sha256(f"select/{seed}/{round_num}".encode()).digest()
             drawn = Random(int.from_bytes(key[:8])).sample([b.client for b in roster], count)

@@ -19,12 +19,14 @@ from dataclasses import replace
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import is_judged
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Base,
     Build,
     Effect,
     EvaluateState,
+    JudgeUpdates,
     TrainClient,
 )
 from stratagem.coordinator.core.facts import (
@@ -44,6 +46,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     UpdateReceived,
     UpdateRejected,
+    UpdatesJudged,
 )
 from stratagem.coordinator.core.metric_course import course_of
 from stratagem.coordinator.core.state import WorkerRecord, World
@@ -174,6 +177,11 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
         case SegmentCommitted():
             is_open = bool(value.accepted) and fact.segment == value.round_num
             return "" if is_open else f"round {value.round_num} is to be committed next"
+        case UpdatesJudged():
+            is_due = (
+                bool(value.accepted) and not value.weights and fact.round_num == value.round_num
+            )
+            return "" if is_due else f"round {fact.round_num} does not wait for a verdict"
         case Evaluated():
             waits = any(base.segment == fact.segment for base in value.to_evaluate)
             return "" if waits else f"round {fact.segment} does not wait for an evaluation"
@@ -224,13 +232,17 @@ def _evaluating(
             yield EvaluateState(run_id, value.party, 0, base, splits, (member,), client=client)
 
 
-def _fold(run_id: RunId, job: JobSpec, value: FederatedRun, base: Base) -> AggregateRound:
+def _fold(
+    run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
+) -> JudgeUpdates | AggregateRound:
+    number, accepted = value.round_num, value.accepted
+    if is_judged(spec_of(job).options.robust) and not value.weights:
+        return JudgeUpdates(run_id, value.party, number, base, accepted)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     metrics = commit_metrics(job, trained)
-    return AggregateRound(
-        run_id, value.party, value.round_num, base, value.accepted, value.server_state, metrics
-    )
+    state, weights = value.server_state, value.weights
+    return AggregateRound(run_id, value.party, number, base, accepted, state, metrics, weights)
 
 
 def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:

@@ -27,6 +27,7 @@ from stratagem.coordinator.core.facts import (
     SegmentCommitted,
     UpdateReceived,
     UpdateRejected,
+    UpdatesJudged,
 )
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
@@ -85,6 +86,8 @@ class FederatedRun:
     """What the server optimizer keeps besides the committed state, one blob per slot."""
     accepted: tuple[Accepted, ...] = ()
     """Set once the round is closed."""
+    weights: tuple[float, ...] = ()
+    """What each of them counts; empty until a robust rule has judged them, and without one."""
     num_needed: int | None = None
     """Number of updates with which the open round closes; None: not before all have answered."""
     deadline_s: float | None = None
@@ -198,6 +201,8 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
         case RoundClosed():
             trained = {**value.trained, **fact.metrics}
             return replace(value, accepted=fact.accepted, deadline_s=None, trained=trained)
+        case UpdatesJudged():
+            return replace(value, weights=fact.weights)
         case _:
             return value
 
@@ -291,6 +296,7 @@ def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fed
         is_waiting=False,
         tried={},
         accepted=(),
+        weights=(),
         left={},
         deaths={},
         to_evaluate=(*value.to_evaluate, base) if due else value.to_evaluate,

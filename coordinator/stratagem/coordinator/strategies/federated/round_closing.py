@@ -6,6 +6,7 @@ Pure functions of the run value and of which workers there are; federated.py ask
 from collections import Counter
 
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import fewest_updates
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Accepted,
@@ -72,11 +73,13 @@ def close(
 
 def num_required(job: JobSpec, value: FederatedRun) -> int:
     """Return the updates without which the round cannot close: the quorum, else any one of those
-    that did not fail."""
-    quorum = spec_of(job).options.quorum
-    if quorum is None:
-        return 1
-    return value.num_needed or quorum_of(quorum, len(value.selected))
+    that did not fail; and those that a robust rule needs."""
+    options = spec_of(job).options
+    of_rule = fewest_updates(options.robust)
+    if options.quorum is None:
+        return of_rule
+    needed = value.num_needed or quorum_of(options.quorum, len(value.selected))
+    return max(of_rule, needed)
 
 
 def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunFailed | None:
@@ -86,6 +89,8 @@ def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunF
         count += f"; {commonest_first(job, value)}"
     if needed > 1 or not value.rejected:
         count += f"; {needed} are needed" if needed > 1 else "; 1 is needed"
+    if 1 < needed == fewest_updates(spec_of(job).options.robust):
+        count += " for options.robust"
     if spec_of(job).options.on_missing_quorum != WAIT:
         return RunFailed(reason=count, error=commonest_error(value))
     if value.is_waiting:
