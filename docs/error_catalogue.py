@@ -31,6 +31,8 @@ AGAIN: Mapping[str, str] = {
     "WrongStateError": "no: change the state first",
     "UnauthenticatedError": "no: show a certificate or a token",
     "PermissionDeniedError": "no: someone else must call, or grant it",
+    "RefusedBySiteError": "no: change the job, or have the site change its file",
+    "SiteClosedError": "yes, once the site has opened; its coordinator does so by itself",
     "UnavailableError": "yes; SDK and command line do so by themselves after a first answer",
     "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
     "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
@@ -123,6 +125,16 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
             " with that scope",
         ),
         ("… speaks for worker …", "a worker's `--name` must be the one in its certificate"),
+    ),
+    "RefusedBySiteError": (
+        (
+            "site … refuses: …",
+            "the rule of the site's file that is nearest, and the field that speaks against: see "
+            "[a site's own file](../how-to/site-file.md)",
+        ),
+    ),
+    "SiteClosedError": (
+        ("site … is closed: …", "nothing: the site takes part again when its window opens"),
     ),
     "UnavailableError": (
         ("no coordinator answers at …", "`stratagem doctor` says what it can see"),

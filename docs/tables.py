@@ -49,6 +49,7 @@ from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.decide import decide
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.worker.models.graph_model import MODULES
+from stratagem.worker.site.site_file import AcceptRule, AuditSpec, SiteDataSpec, SiteSpec
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import RUN
 
@@ -85,6 +86,10 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         sections.PartitionSpec,
         HyperparameterSchedule,
         SettingSpec,
+        SiteSpec,
+        SiteDataSpec,
+        AcceptRule,
+        AuditSpec,
     )
 }
 STRATEGY_OBJECTS: Mapping[str, tuple[type[DocumentValue], ...]] = {
@@ -119,6 +124,10 @@ CHECKED_BY = {
     "_check_node_id": ("text", "1 to 64 of A–Z, a–z, 0–9, `_`, `-`"),
     "_check_module": ("text", "a module named [below](#modules-of-a-graph)"),
     "_check_topology": ("text", choices.KNOWN_TOPOLOGIES),
+    "_check_code": ("text or list", "`none`, `signed:FILE`, a list of `sha256:DIGEST`"),
+    "_check_window": ("text", "days and hours, `Mon-Fri 19:00-06:00`"),
+    "_check_zone": ("text", "a name of the time-zone database, `Europe/Vienna`"),
+    "_read_data": ("table", "at least one [`data.NAME`](#sitedataspec)"),
     "_check_quorum": ("number or whole number", "a count ≥ 1 or a share in (0, 1]"),
     "_read_late_updates": ("text or mapping", "`refuse`, or `{discount: d}` with d in (0, 1]"),
 }

@@ -1131,6 +1131,7 @@ class ClientRoundResult(_message.Message):
     TRAFFIC_FIELD_NUMBER: _builtins.int
     NUM_HISTORY_PARTS_FIELD_NUMBER: _builtins.int
     HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
+    IS_LOSS_WITHHELD_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
@@ -1139,6 +1140,8 @@ class ClientRoundResult(_message.Message):
     num_history_parts: _builtins.int
     """As in TrainResult; none where the job does not record the steps of clients."""
     history_digest: _builtins.str
+    is_loss_withheld: _builtins.bool
+    """The client's site does not tell the loss; loss is 0."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
@@ -1158,10 +1161,11 @@ class ClientRoundResult(_message.Message):
         traffic: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         num_history_parts: _builtins.int = ...,
         history_digest: _builtins.str = ...,
+        is_loss_withheld: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_digest", b"history_digest", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from math import isclose
+from math import isclose, isnan, nan
 
 import pytest
 
@@ -18,7 +18,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state_machine.apply import apply
-from stratagem.coordinator.strategies.federated.round_metrics import round_metrics
+from stratagem.coordinator.strategies.federated.round_metrics import mean_loss, round_metrics
 from tests.coordinator.core.jobs import FEDERATED, job_text, silos
 from tests.coordinator.core.simulation import RUN, Simulation, do, start
 from tests.coordinator.strategies.open_round import opened, trained
@@ -113,6 +113,18 @@ def test_what_only_some_clients_say_is_their_mean_over_rows() -> None:
     last = UPDATES[2].model_copy(update={"metrics": {"train.share": 3.0}})
     found = round_metrics({0: first, 1: UPDATES[1], 2: last})
     assert isclose(found["train.share"], (10 * 1.0 + 30 * 3.0) / 40)
+
+
+def test_a_client_whose_site_keeps_its_loss_is_not_in_the_mean() -> None:
+    silent = UPDATES[1].model_copy(update={"loss": nan})
+    stored = UpdateReceived.model_validate_json(silent.model_dump_json())
+    assert isnan(stored.loss)
+    found = round_metrics({0: UPDATES[0], 1: stored, 2: UPDATES[2]})
+    assert found["train.loss"] == (10 * 4.0 + 30 * 2.0) / 40
+    assert (found["train.loss_min"], found["train.loss_max"]) == (2.0, 4.0)
+    assert found["train.sent_bytes"] == 24.0
+    assert mean_loss({0: UPDATES[0], 1: stored}) == 4.0
+    assert mean_loss({1: stored}) == 0.0
 
 
 def test_one_client_is_its_own_mean_without_spread() -> None:

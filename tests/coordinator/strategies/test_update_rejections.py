@@ -116,6 +116,8 @@ def run_of(simulation: Simulation) -> RunRecord:
             error("InvalidInputError", "is really x, which this worker does not allow", ""),
             Cause.REFUSED_BY_SITE,
         ),
+        (error("RefusedBySiteError", "site a refuses: data", ""), Cause.REFUSED_BY_SITE),
+        (error("SiteClosedError", "site a is closed: opens Mon", ""), Cause.REFUSED_BY_SITE),
         (error("InvalidInputError", "client 3 has no rows", traceback=""), Cause.EXCEPTION),
     ],
 )

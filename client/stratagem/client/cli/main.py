@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import typer
 
 from stratagem.client.cli import (
+    audit_command,
     check_command,
     code_commands,
     course_commands,
@@ -63,6 +64,7 @@ app.command()(completion.completion)
 app.add_typer(identity_commands.certs, name="certs")
 app.add_typer(identity_commands.token, name="token")
 app.add_typer(code_commands.code, name="code")
+app.add_typer(audit_command.audit, name="audit")
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
 

@@ -12,6 +12,8 @@
     │   └── WrongStateError     impossible in the present state
     ├── UnauthenticatedError    one side did not prove to the other who it is
     ├── PermissionDeniedError   it is known who calls, and that one may not
+    ├── RefusedBySiteError  a site's own file does not accept the job
+    │   └── SiteClosedError     it would at another hour
     ├── UnavailableError    the other side cannot be reached now; a retry may help
     │   └── StandbyError        this coordinator does not lead; another one may
     ├── UserCodeError       the user's model, data, loss or optimizer raised
@@ -106,6 +108,15 @@ class UnauthenticatedError(StratagemError):
 
 class PermissionDeniedError(StratagemError):
     """The caller's identity is proved, and does not permit this."""
+
+
+class RefusedBySiteError(StratagemError):
+    """The file of a site does not accept what it was asked for; the same question gets the same
+    answer."""
+
+
+class SiteClosedError(RefusedBySiteError):
+    """The file of a site accepts it at other hours; the message says when these begin."""
 
 
 class UnavailableError(StratagemError):

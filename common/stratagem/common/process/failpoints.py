@@ -72,6 +72,9 @@ FAILPOINTS: Final = (
     "worker.segment.finished",
     "worker.snapshot.taken",
     "worker.round.trained",
+    "worker.audit.before_line",
+    "worker.audit.within_line",
+    "worker.audit.after_line",
 )
 """Every name that is placed somewhere in the source; a test compares the two."""
 

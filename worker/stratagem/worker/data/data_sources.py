@@ -29,6 +29,8 @@ from stratagem.worker.data.same_rows import check_same_rows, described_rows
 from stratagem.worker.data.stream_dataset import StreamDataset, StreamedSplit
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
+LocalData = Callable[[int | None], Mapping[str, Dataset]]
+"""Loads data that are the worker's own, by split; gets the seed of the job, if it is to be used."""
 MAX_CLIENTS_KEPT: Final = 64
 """Data sets of single clients that a worker keeps, where a factory makes them one by one."""
 SEEDED_FACTORIES: Final = 3
@@ -47,10 +49,12 @@ class ClientShare:
 class DataSources:
     """The data that operator and caller provide: local files and inline tensors, by name.
 
-    readers: the processes that fetch rows which are read one by one; None without them.
+    loaders: what loads local data that the site's own file defines. readers: the processes that
+    fetch rows which are read one by one; None without them.
     """
 
     worker_local: Mapping[str, str | Path] = field(default_factory=dict)
+    loaders: Mapping[str, LocalData] = field(default_factory=dict)
     inline: Mapping[str, Tensor] | None = None
     known_rows: str = ""
     """What `described_rows` says of the worker that has built the model; "" where nobody does."""
@@ -77,7 +81,12 @@ def load_data(
         return _from_entrypoint(job, entrypoints, sources, client, numerics)
     if spec.worker_local is not None:
         # Local data is the client's own already.
-        return from_tensors(_read(_local_path(spec.worker_local, sources), "data.worker_local"))
+        if spec.worker_local in sources.loaders:
+            seed = job.seed if numerics >= SEEDED_FACTORIES else None
+            own = dict(sources.loaders[spec.worker_local](seed))
+            _check_kinds(job, own)
+            return own
+        return read_tensors(_local_path(spec.worker_local, sources), "data.worker_local")
     if spec.inline is not None:
         if sources.inline is None:
             raise NotFoundError(f"the inline data {spec.inline} of the job is not on this worker")
@@ -266,6 +275,12 @@ def _local_path(name: str, sources: DataSources) -> Path:
         known = ", ".join(sorted(sources.worker_local)) or "none"
         raise NotFoundError(f'data.worker_local: this worker has no "{name}"; it has: {known}')
     return Path(sources.worker_local[name])
+
+
+def read_tensors(path: Path, where: str) -> dict[str, Dataset]:
+    """Return the data sets of a file, by split. Raises InvalidInputError or NotFoundError, about
+    the field `where`."""
+    return from_tensors(_read(path, where))
 
 
 def _read(path: Path, where: str) -> dict[str, Tensor]:

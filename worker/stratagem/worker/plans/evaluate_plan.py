@@ -78,7 +78,8 @@ def _named(
 def _inference(work: ExecutionContext, digest: str) -> Inference:
     """Return the model with the weights of that state."""
     held = work.holding.inference
-    if held is not None and held[1].job != work.job:
+    is_other = work.holding.data_version != work.data_version
+    if held is not None and (is_other or held[1].job != work.job):
         held = work.holding.inference = None
     if held is not None and held[0] == digest:
         return held[1]
@@ -86,7 +87,7 @@ def _inference(work: ExecutionContext, digest: str) -> Inference:
     work.holding.inference = None  # one that fails to load is not kept
     inference = work.new_inference(fresh=False) if held is None else held[1]
     inference.load_state(tensors)
-    work.holding.inference = (digest, inference)
+    work.holding.inference, work.holding.data_version = (digest, inference), work.data_version
     return inference
 
 

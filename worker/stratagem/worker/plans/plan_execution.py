@@ -20,6 +20,7 @@ from stratagem.common.base.errors import (
     InvalidInputError,
     LimitError,
     NotFoundError,
+    RefusedBySiteError,
     StratagemError,
     UserCodeError,
 )
@@ -37,6 +38,7 @@ from stratagem.worker.plans.train_plan import Segment, train
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import (
     ABORTED,
+    CLOSED,
     DRAINED,
     AwaitView,
     CallerGone,
@@ -45,6 +47,7 @@ from stratagem.worker.session.plan_control import (
     PlanStopped,
 )
 from stratagem.worker.session.work_statistics import DEFECT
+from stratagem.worker.site.site_admission import SiteAdmission
 from stratagem.worker.user_code import output_capture
 from stratagem.worker.user_code.entrypoints import user_error
 
@@ -56,6 +59,7 @@ USERS_FAULT: Final = (
     InvalidInputError,
     NotFoundError,
     LimitError,
+    RefusedBySiteError,
     MemoryError,
     torch.OutOfMemoryError,
     KeyboardInterrupt,
@@ -112,6 +116,10 @@ class PlanExecution:
         self._num_followers = 0
         self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
         self._look: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
+        if work.admission is not None and work.admission.open_s is not None:
+            loop = work.host.loop
+            self._closing = loop.call_later(work.admission.open_s, self._close_window)
         self._look_later()
 
     @property
@@ -156,6 +164,12 @@ class PlanExecution:
             self._look.cancel()
             self._look = None
 
+    def _forget_timers(self) -> None:
+        self._forget_to_look()
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
     def _look_for_callers(self) -> None:
         if self._num_followers == 0 and self._phase is ExecutionPhase.ACTIVE:
             method = self._work.request.train.exchange
@@ -177,6 +191,12 @@ class PlanExecution:
         """End the plan; the state that the session holds is dropped with it."""
         if self._phase is ExecutionPhase.ACTIVE:
             self._work.control.interrupt(ABORTED)
+            self._unpark()
+
+    def _close_window(self) -> None:
+        """End the plan with the window of the site."""
+        if self._phase is ExecutionPhase.ACTIVE:
+            self._work.control.interrupt(CLOSED)
             self._unpark()
 
     def forget_outputs(self) -> None:
@@ -220,14 +240,14 @@ class PlanExecution:
 
     def _finished(self, result: pb.ExecuteResult, membership: int) -> None:
         self._phase, self._membership = ExecutionPhase.FINISHED, membership
-        self._forget_to_look()
+        self._forget_timers()
         self._work.outbox.finish(result)
         if result.WhichOneof("outcome") != "interrupted" and self._is_outdated():
             self._again()
 
     def _failed(self, error: BaseException) -> None:
         self._phase = ExecutionPhase.FAILED
-        self._forget_to_look()
+        self._forget_timers()
         self._work.outbox.fail(error)
 
     # ---- in the torch thread ----
@@ -263,7 +283,7 @@ class PlanExecution:
             except PlanStopped as end:
                 work.control.let_go()
                 work.holding.drop() if end.reason == ABORTED else work.holding.leave()
-                result, membership = _interrupted(end.reason), work.control.view.membership
+                result, membership = _stopped(work, end.reason), work.control.view.membership
             except USERS_FAULT as error:
                 work.control.let_go()
                 work.holding.drop()
@@ -277,6 +297,8 @@ class PlanExecution:
                 work.holding.drop()
                 work.post(self._failed, error)
                 return
+            if work.admission is not None:
+                result = _told(work, work.admission, result)
             outcome = result.WhichOneof("outcome") or DEFECT
             work.host.stats.ended[outcome] += 1
             tracing.note(outcome=outcome, engine=result.train.engine, step=result.train.step)
@@ -289,7 +311,8 @@ class PlanExecution:
             worker_id=self._work.host.worker_id, time_s=time.time(), level=level, text=text
         )
         self._work.post(self._work.outbox.log, line)
-        self._work.host.last_words.line(text)
+        if self._work.admission is None or self._work.admission.disclosure.shares_logs:
+            self._work.host.last_words.line(text)
 
 
 @contextmanager
@@ -353,8 +376,22 @@ def _start_readers(work: ExecutionContext) -> None:
         readers.start()
 
 
-def _interrupted(reason: str) -> pb.ExecuteResult:
+def _stopped(work: ExecutionContext, reason: str) -> pb.ExecuteResult:
+    """Return the result of a plan that was ended; with the window of its site, it is an error that
+    says when the next one opens."""
+    if reason == CLOSED and work.admission is not None:
+        return _users_fault(work, work.admission.closed)
     return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
+
+
+def _told(
+    work: ExecutionContext, admission: SiteAdmission, result: pb.ExecuteResult
+) -> pb.ExecuteResult:
+    """Return what a site tells of a result, once that is written down; else why it is not."""
+    try:
+        return admission.told(result)
+    except RefusedBySiteError as error:
+        return _users_fault(work, error)
 
 
 def _users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResult:
@@ -370,6 +407,8 @@ def _users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResu
             told = UserCodeError(type(error).__name__, str(error))
         case _:
             told = user_error(error, activity)
+    if work.admission is not None:
+        told = work.admission.error(error, activity, told)
     return pb.ExecuteResult(
         error=types_pb2.UserError(
             type=told.type,

@@ -116,6 +116,8 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
     update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
+    if work.admission is not None:
+        work.admission.update(update.manifest, update.buffers, done.num_samples)
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
     num_parts, digest = history.end()
     failpoint("worker.round.trained")
@@ -158,7 +160,7 @@ def _runner(work: ExecutionContext) -> ClientRunner:
 
     Parties of a run may have jobs of their own: members of a population, with other settings.
     """
-    runners, text = work.run_cache.clients, work.request.job_json
+    runners, text = work.run_cache.clients, work.request.job_json + work.data_version
     if text not in runners:
         if len(runners) == MAX_RUNNERS:
             runners.popitem(last=False)

@@ -57,6 +57,7 @@ from stratagem.worker.process.worker_settings import WorkerSettings, advertised,
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
+from stratagem.worker.site.site_gate import SiteGate
 from stratagem.worker.user_code import bundle_import, output_capture
 from stratagem.worker.user_code.code_policy import CodePolicy
 from stratagem.worker.user_code.code_store import CodeStore
@@ -125,9 +126,11 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
-    capability = await _in_thread(thread, settings)
+    site = _site(settings)
+    capability = await _in_thread(thread, settings, site)
     capability.data_plane = security.data_plane
-    capability.code_policy = settings.allow_code.partition(":")[0]
+    policy = settings.allow_code.partition(":")[0] if site is None else site.code_policy
+    capability.code_policy = policy
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS
@@ -139,7 +142,7 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         channel = CoordinatorChannel(coordinators, partial(open_channel, proof=security.proof))
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
-        host = _host(settings, thread, mesh, reach)
+        host = _host(settings, thread, mesh, reach, site)
         host.last_words.explain_faults()
         sessions = Sessions(host, settings.max_sessions)
         monitor = WorkerMonitor(process, host, sessions)
@@ -252,16 +255,23 @@ async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _in_thread(thread: TorchThread, settings: WorkerSettings) -> types_pb2.Capability:
+def _site(settings: WorkerSettings) -> SiteGate | None:
+    if settings.site is None:
+        return None
+    return SiteGate(settings.site, settings.worker_id, tuple(settings.import_path))
+
+
+async def _in_thread(
+    thread: TorchThread, settings: WorkerSettings, site: SiteGate | None
+) -> types_pb2.Capability:
     """Return the capability, as the torch thread sees it."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[types_pb2.Capability] = loop.create_future()
 
     def ask() -> None:
         try:
-            capability = capability_of(
-                torch.device(settings.device), settings.local_data, settings.tags
-            )
+            local = settings.local_data if site is None else site.data_names
+            capability = capability_of(torch.device(settings.device), local, settings.tags)
         except Exception as error:  # raised where the answer is awaited
             loop.call_soon_threadsafe(answer.set_exception, error)
         else:
@@ -280,8 +290,19 @@ class Reach:
     coordinator: "CoordinatorServiceAsyncStub"
 
 
-def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach: Reach) -> Host:
+def _host(
+    settings: WorkerSettings,
+    thread: TorchThread,
+    mesh: MeshOffer,
+    reach: Reach,
+    site: SiteGate | None,
+) -> Host:
     incarnation = new_incarnation()
+    last_words = LastWords(
+        settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
+    )
+    if site is not None and not site.shares_logs:
+        del last_words.previous.last_lines[:]
     return Host(
         worker_id=settings.worker_id,
         incarnation=incarnation,
@@ -301,9 +322,8 @@ def _host(settings: WorkerSettings, thread: TorchThread, mesh: MeshOffer, reach:
         ),
         thread=thread,
         loop=asyncio.get_running_loop(),
-        last_words=LastWords(
-            settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
-        ),
+        last_words=last_words,
+        site=site,
         clock=CoordinatorClock(),
         readers=WorkerReaders(settings.max_readers),
     )

@@ -23,7 +23,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from stratagem.common.base.host_port import dialled_host, split_address
 from stratagem.common.base.ids import check_worker_id
 from stratagem.common.observe.logs import LEVELS
-from stratagem.common.process.settings_rules import at_least
+from stratagem.common.process.settings_rules import at_least, flag
 from stratagem.common.rpc.leader_channel import split_addresses
 from stratagem.worker.host.exit_record import check_previous_exit
 
@@ -118,6 +118,11 @@ class WorkerSettings(BaseSettings):
         "none",
         description="code that jobs may bring along: none, signed:FILE (by one of the public keys "
         "in it), digests:FILE (listed in it) or any",
+    )
+    site: Path | None = Field(
+        None,
+        description="site.toml, by which this worker decides what it takes part in and what leaves "
+        "it, in place of --allow, --allow-code and --local-data",
     )
     import_path: Strings = Field([], description="directories of the users' modules")
     data_root: Strings = Field(
@@ -279,6 +284,15 @@ class WorkerSettings(BaseSettings):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
+        given = {
+            "allow": bool(self.allow),
+            "allow_code": self.allow_code != "none",
+            "local_data": bool(self.local_data),
+        }
+        for name, is_given in given.items():
+            if self.site is not None and is_given:
+                text = f"is said by the file of --site, {self.site}; leave {flag(name)} out"
+                raise ValueError(f"{flag(name)} {text}")
         return self
 
     @property

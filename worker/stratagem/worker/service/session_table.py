@@ -42,6 +42,7 @@ from stratagem.worker.session.context import (
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
+from stratagem.worker.site.site_admission import SiteAdmission
 
 NUM_RESULTS: Final = 2
 
@@ -100,14 +101,21 @@ class Sessions:
         self._is_draining = False
         self.fences = FenceGuard()
 
-    def execute(self, request: pb.ExecuteRequest, job: JobSpec) -> tuple[PlanExecution, bool]:
-        """Return the execution that a request means, and whether it was known before."""
-        key, plan_key = key_from(request.session), key_of(request)
-        session = self._sessions.get(key)
-        known = session.find(plan_key) if session is not None else None
+    def known(self, request: pb.ExecuteRequest) -> PlanExecution | None:
+        """Return the execution that a request means, attached to it, if there is one already."""
+        session = self._sessions.get(key_from(request.session))
+        known = session.find(key_of(request)) if session is not None else None
         if known is not None:
             known.attach(request)
-            return known, True
+        return known
+
+    def begin(
+        self, request: pb.ExecuteRequest, job: JobSpec, admission: SiteAdmission | None = None
+    ) -> PlanExecution:
+        """Return a new execution of a request, which is not known. admission: by the site's
+        file."""
+        key, plan_key = key_from(request.session), key_of(request)
+        session = self._sessions.get(key)
         if self._is_draining:
             raise UnavailableError(f"worker {self._host.worker_id} is draining")
         if session is None:
@@ -115,12 +123,18 @@ class Sessions:
             cache = self._run_caches.setdefault(key.run_id, RunCache())
             session = self._sessions[key] = Session(key, cache)
         session.refuse_older(plan_key)
-        execution = PlanExecution(self._work(session, request, job))
+        execution = PlanExecution(self._work(session, request, job, admission))
         session.add(execution)
         execution.start()
-        return execution, False
+        return execution
 
-    def _work(self, session: Session, request: pb.ExecuteRequest, job: JobSpec) -> ExecutionContext:
+    def _work(
+        self,
+        session: Session,
+        request: pb.ExecuteRequest,
+        job: JobSpec,
+        admission: SiteAdmission | None,
+    ) -> ExecutionContext:
         return ExecutionContext(
             host=self._host,
             key=session.key,
@@ -129,10 +143,13 @@ class Sessions:
             states=session.states,
             gradients=session.gradients,
             control=Control(self._host.loop, view_of(request)),
-            outbox=Outbox(self._host.worker_id),
+            outbox=Outbox(
+                self._host.worker_id, None if admission is None else admission.disclosure
+            ),
             job=job,
             segment=request.segment,
             request=request,
+            admission=admission,
             traceparent=tracing.traceparent(),
         )
 

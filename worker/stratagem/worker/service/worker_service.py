@@ -20,6 +20,7 @@ from stratagem.common.base.errors import (
     InvalidInputError,
     NotFoundError,
     PermissionDeniedError,
+    RefusedBySiteError,
 )
 from stratagem.common.base.ids import check_party, check_run_id
 from stratagem.common.identity.authentication import Caller, current_caller
@@ -95,19 +96,37 @@ class WorkerServicer(WorkerServiceServicer):
         self, request: pb.ExecuteRequest, context: Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
         await self._pass(request.fence, request.session)
-        job = self._job(request)
-        execution, attached = self.sessions.execute(request, job)
-        yield pb.ExecuteResponse(
-            accepted=pb.Accepted(
-                worker_id=self._host.worker_id,
-                incarnation=self._host.incarnation,
-                attached=attached,
-            )
+        job, site = self._job(request), self._host.site
+        execution, admission = self.sessions.known(request), None
+        accepted = pb.Accepted(
+            worker_id=self._host.worker_id,
+            incarnation=self._host.incarnation,
+            attached=execution is not None,
         )
+        if execution is None and site is not None:
+            try:
+                admission = await asyncio.to_thread(site.admit, request, job)
+            except RefusedBySiteError as error:
+                yield pb.ExecuteResponse(accepted=accepted)
+                yield pb.ExecuteResponse(result=self._refused(error))
+                return
+            execution = self.sessions.known(request)  # another call may have come meanwhile
+        if execution is None:
+            execution = self.sessions.begin(request, job, admission)
+        yield pb.ExecuteResponse(accepted=accepted)
         failpoint("worker.execute.accepted")
         async with aclosing(execution.follow()) as messages:
             async for message in messages:
                 yield message
+
+    def _refused(self, error: RefusedBySiteError) -> pb.ExecuteResult:
+        told = types_pb2.UserError(
+            type=type(error).__name__,
+            message=str(error),
+            worker_id=self._host.worker_id,
+            activity="asking the site",
+        )
+        return pb.ExecuteResult(error=told)
 
     async def GetState(
         self, request: pb.GetStateRequest, context: Context
@@ -219,13 +238,16 @@ class WorkerServicer(WorkerServiceServicer):
         check_plan(request)
         job = _parsed(request.job_json)
         local = job.data.worker_local
-        if local is not None and local not in self._host.local_data:
+        is_ours = self._host.site is None  # else the site's file says which data there are
+        if is_ours and local is not None and local not in self._host.local_data:
             known = ", ".join(sorted(self._host.local_data)) or "none"
             raise NotFoundError(f"this worker has no local data {local!r}; it has: {known}")
         return job
 
     async def _state(self, request: pb.GetStateRequest) -> Frozen:
         session = await self._session(request.fence, request.session)
+        if self._host.site is not None and request.WhichOneof("which") != "snapshot":
+            raise RefusedBySiteError("which: a site gives the updates of its rounds and no more")
         match request.WhichOneof("which"):
             case "snapshot":
                 return session.states.snapshot(request.snapshot)

@@ -50,8 +50,10 @@ from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
 from stratagem.worker.session.work_statistics import WorkStats
+from stratagem.worker.site.site_admission import SiteAdmission
+from stratagem.worker.site.site_gate import SiteGate
 from stratagem.worker.user_code.entrypoints import EntryPoints
-from stratagem.worker.user_code.job_code import UserCode
+from stratagem.worker.user_code.job_code import SiteCode, UserCode
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -86,6 +88,8 @@ class Host:
     thread: TorchThread
     loop: asyncio.AbstractEventLoop
     last_words: LastWords
+    site: SiteGate | None = None
+    """Decides by the site's own file, where there is one."""
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
     stats: WorkStats = field(default_factory=WorkStats)
     readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
@@ -103,6 +107,8 @@ class SessionState:
     """The membership of the exchange."""
     inference: tuple[str, Inference] | None = None
     """(digest of its state, model), instead of a trainer, where states are evaluated."""
+    data_version: str = ""
+    """How the data were defined that this model evaluates; see ExecutionContext."""
     lineage: int = 0
     """The lineage of the state; see TrainPlan."""
     spent: int = -1
@@ -183,6 +189,8 @@ class ExecutionContext:
     job: JobSpec
     segment: int
     request: pb.ExecuteRequest
+    admission: SiteAdmission | None = None
+    """What the site's file has admitted; None where there is no such file."""
     traceparent: str = ""
     """Trace context of the call that began the execution."""
 
@@ -201,6 +209,11 @@ class ExecutionContext:
     def numerics(self) -> int:
         """Version of the rules that decide the bits; see common.numerics.numerics_rules."""
         return check_numerics(self.request.numerics)
+
+    @property
+    def data_version(self) -> str:
+        """How the data of the site are defined now; "" where no file says it."""
+        return "" if self.admission is None else self.admission.data_version
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
         """Have the event loop make a call, after all that were posted before it."""
@@ -242,7 +255,10 @@ class ExecutionContext:
     @property
     def entrypoints(self) -> EntryPoints:
         """Return what resolves the entry points of the job, whose code is here then."""
-        return self.host.user_code.entry_points_of(self.job, self.key.run_id, self._archive)
+        admitted = self.admission
+        allowed = None if admitted is None else SiteCode(admitted.site, admitted.entrypoints)
+        known = self.host.user_code
+        return known.entry_points_of(self.job, self.key.run_id, self._archive, allowed)
 
     def _archive(self, digest: str) -> bytes:
         tensor = self.blob(digest)[0].get(bundle.TENSOR)
@@ -256,6 +272,7 @@ class ExecutionContext:
         tensors = None if inline is None else self.blob(inline)[0]
         return DataSources(
             self.host.local_data,
+            {} if self.admission is None else self.admission.data,
             inline=tensors,
             readers=self.readers(),
             known_rows=self.request.known_rows,

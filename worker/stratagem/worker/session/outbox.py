@@ -13,6 +13,7 @@ from typing import Final
 
 from stratagem.common.base.errors import ConflictError
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.site.disclosure import Disclosure
 
 MAX_LOG_LINES: Final = 1000
 
@@ -41,8 +42,9 @@ class _Parts:
 class Outbox:
     """Messages of one execution, for any number of attached calls."""
 
-    def __init__(self, worker_id: str) -> None:
-        self._worker_id = worker_id
+    def __init__(self, worker_id: str, disclosure: Disclosure | None = None) -> None:
+        """disclosure: what a site lets out; None: everything."""
+        self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
         self._needed: dict[str, int] = {}  # digest -> serial number of the need
         self._num_needs = 0
@@ -73,13 +75,15 @@ class Outbox:
 
     def progress(self, progress: pb.Progress) -> None:
         """Replace the progress before it, whether that was sent or not."""
-        self._progress = progress
+        self._progress = self._disclosure.progress(progress) if self._disclosure else progress
         self.step = progress.step
         self._num_progress += 1
         self._wake()
 
     def log(self, line: pb.LogLine) -> None:
         """Add a line; the oldest unsent one is dropped, and counted, when too many wait."""
+        if self._disclosure is not None and not self._disclosure.shares_logs:
+            return
         if len(self._lines) >= MAX_LOG_LINES:
             self._lines.popleft()
             self._num_dropped += 1
@@ -88,8 +92,9 @@ class Outbox:
 
     def add_profile(self, profile: pb.Profile) -> None:
         """Add a recorded profile; it goes out once, like a log line."""
-        self._profiles.append(profile)
-        self._wake()
+        if self._disclosure is None:
+            self._profiles.append(profile)
+            self._wake()
 
     def restart_history(self) -> None:
         """Drop the parts of the step history: those that follow begin with the first row again."""
@@ -97,8 +102,9 @@ class Outbox:
 
     def add_history(self, part: pb.HistoryPart) -> None:
         """Add the next part of the step history; each call gets all of them, in order."""
-        self._history.append(part)
-        self._wake()
+        if self._disclosure is None:
+            self._history.append(part)
+            self._wake()
 
     def finish(self, result: pb.ExecuteResult) -> None:
         self._result = result
@@ -107,7 +113,7 @@ class Outbox:
 
     def fail(self, failure: BaseException) -> None:
         """End every attached call with this error."""
-        self._failure = failure
+        self._failure = self._disclosure.failure(failure) if self._disclosure else failure
         self._wake()
 
     def close(self) -> None:

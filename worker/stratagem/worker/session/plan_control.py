@@ -16,10 +16,12 @@ T = TypeVar("T")
 
 ABORTED: Final = "aborted"
 DRAINED: Final = "drained"
+CLOSED: Final = "closed"
+"""The window of the site has ended."""
 
 
 class PlanStopped(Exception):
-    """The plan ends here, without an error; `reason` is ABORTED or DRAINED."""
+    """The plan ends here, without an error; `reason` is ABORTED, DRAINED or CLOSED."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

@@ -22,7 +22,13 @@ from typing import Any, Final
 import torch
 
 import stratagem
-from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError, Violation
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    RefusedBySiteError,
+    StratagemError,
+    UserCodeError,
+    Violation,
+)
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import suggest
@@ -38,12 +44,14 @@ class EntryPoints:
 
     `import_paths` are directories in which user modules are looked for, after everything else on
     sys.path, so that a user's module never hides an installed one. code: the digest of the bundle
-    of a job, in which names are looked for first; what is in it is allowed.
+    of a job, in which names are looked for first; what is in it is allowed. site: the site whose
+    file gives the list.
     """
 
     allow: Sequence[str]
     import_paths: Sequence[str | Path] = ()
     code: str = ""
+    site: str = ""
 
     def __post_init__(self) -> None:
         for path in map(str, self.import_paths):
@@ -59,8 +67,7 @@ class EntryPoints:
             raise _refusal(field, name, "names a private attribute")
         is_brought = self._brings(module_name)
         if not (is_brought or self._allows(name)):
-            allowed = ", ".join(self.allow) or "nothing"
-            raise _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
+            raise self._not_allowed(field, name)
         target = _walk(self.import_allowed(module_name, field, name), qualname, field, name)
         if isinstance(target, ModuleType) or not callable(target):
             raise _refusal(field, name, f"is a {type(target).__name__}, which cannot be called")
@@ -114,8 +121,17 @@ class EntryPoints:
             return target
         own_name = f"{home}:{getattr(target, '__qualname__', type(target).__qualname__)}"
         if not self._allows(own_name):
+            if self.site:
+                raise self._not_allowed(field, own_name)
             raise _refusal(field, name, f"is really {own_name}, which this worker does not allow")
         return target
+
+    def _not_allowed(self, field: str, name: str) -> StratagemError:
+        allowed = ", ".join(self.allow) or "nothing"
+        if self.site:
+            text = f'entrypoints: {field} "{name}" is not one of {allowed}'
+            return RefusedBySiteError(f"site {self.site} refuses: {text}")
+        return _refusal(field, name, f"is not allowed on this worker, which allows: {allowed}")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ what the job requires is installed here.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
@@ -17,6 +17,15 @@ from stratagem.worker.user_code.code_store import CodeStore
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
+@dataclass(frozen=True, slots=True)
+class SiteCode:
+    """What the file of a site has admitted of a job: its bundle, if it has one, and patterns of
+    installed entry points."""
+
+    site: str
+    entrypoints: tuple[str, ...]
+
+
 class UserCode:
     """What the user's code may be on this worker: installed entry points, and bundles."""
 
@@ -24,20 +33,29 @@ class UserCode:
         self._installed, self._policy, self.bundles = installed, policy, bundles
 
     def entry_points_of(
-        self, job: JobSpec, run_id: str, fetch: Callable[[str], bytes]
+        self,
+        job: JobSpec,
+        run_id: str,
+        fetch: Callable[[str], bytes],
+        allowed: SiteCode | None = None,
     ) -> EntryPoints:
         """Return what resolves all entry points of a job; its bundle is here then.
 
-        fetch: gives the archive of a digest. Raises InvalidInputError where the policy of this
+        fetch: gives the archive of a digest. allowed: what a site's file has admitted, in place of
+        the operator's list and policy. Raises InvalidInputError where the policy of this
         worker refuses the bundle, or what the job requires is not installed.
         """
         check_requirements(job)
+        installed = self._installed
+        if allowed is not None:
+            installed = replace(installed, allow=allowed.entrypoints, site=allowed.site)
         if job.code is None or job.code.digest is None:
-            return self._installed
-        self._policy.admit(job.code)
+            return installed
+        if allowed is None:
+            self._policy.admit(job.code)
         digest = job.code.digest
         self.bundles.take(digest, run_id, lambda: fetch(digest))
-        return replace(self._installed, code=digest)
+        return replace(installed, code=digest)
 
 
 def check_requirements(job: JobSpec) -> None:

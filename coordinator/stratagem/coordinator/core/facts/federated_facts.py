@@ -65,6 +65,7 @@ class UpdateReceived(Value):
     digest: Digest
     num_samples: int
     loss: float
+    """NaN: the client's site does not tell it."""
     seconds: float
     traffic: Mapping[str, int] = {}
     """With a codec: "sent_bytes" of this update, and "uncompressed_bytes"."""

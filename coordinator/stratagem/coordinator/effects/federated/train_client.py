@@ -5,6 +5,7 @@ spool, checked while it arrives. A client whose update is wrong is rejected alon
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -126,7 +127,7 @@ async def _collect(
         client=effect.client,
         digest=entry.digest,
         num_samples=entry.num_samples,
-        loss=result.loss,
+        loss=math.nan if result.is_loss_withheld else result.loss,
         seconds=result.seconds,
         traffic=dict(sorted(result.traffic.items())),
         metrics=of_training(result.metrics),

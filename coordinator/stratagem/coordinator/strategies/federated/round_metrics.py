@@ -23,8 +23,9 @@ def round_metrics(
     """Return the training metrics by name, of the clients of a round and of the late ones it takes.
 
     The loss is the mean over rows and, with its spread over clients, that of the clients of the
-    round: late ones have trained another state. Bytes and skipped steps are sums, norms the
-    largest ones, of all. num_skipped: steps that earlier rounds have skipped, which are added.
+    round that tell theirs: late ones have trained another state. Bytes and skipped steps are sums,
+    norms the largest ones, of all. num_skipped: steps that earlier rounds have skipped, which are
+    added.
     """
     in_order = [update for _, update in sorted(on_time.items())]
     everybody = [*in_order, *late]
@@ -36,11 +37,16 @@ def round_metrics(
 
 def mean_loss(updates: Mapping[int, UpdateReceived]) -> float:
     """Return the mean over rows of the losses of clients of one round; 0 where there are none."""
-    in_order = [update for _, update in sorted(updates.items()) if update.num_samples]
+    in_order = [
+        update
+        for _, update in sorted(updates.items())
+        if update.num_samples and not math.isnan(update.loss)
+    ]
     return _mean(in_order) if in_order else 0.0
 
 
 def _loss(updates: Sequence[UpdateReceived]) -> dict[str, float]:
+    updates = [update for update in updates if not math.isnan(update.loss)]
     weights = [update.num_samples for update in updates]
     losses = [update.loss for update in updates]
     total = sum(weights)

@@ -36,6 +36,9 @@ _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
 """Words of a worker's message about an entry point that its `--allow` does not have."""
 
+_BY_THE_SITE: Final = ("RefusedBySiteError", "SiteClosedError")
+"""Types of the answers that a site's own file gives."""
+
 
 def cause_of(error: ErrorRecord) -> Cause:
     """Return the kind of failure an exception is; one without a traceback is a worker's own
@@ -49,6 +52,8 @@ def cause_of(error: ErrorRecord) -> Cause:
         return Cause.TIMEOUT
     if not error.traceback and kind == "FloatingPointError":
         return Cause.NOT_FINITE_LOSS
+    if kind in _BY_THE_SITE:
+        return Cause.REFUSED_BY_SITE
     if not error.traceback and any(words in error.message for words in _NOT_ALLOWED):
         return Cause.REFUSED_BY_SITE
     return Cause.EXCEPTION

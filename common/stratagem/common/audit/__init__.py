@@ -1,0 +1,1 @@
+"""The audit that a site keeps: lines that are linked by hashes."""

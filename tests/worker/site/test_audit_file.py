@@ -1,0 +1,117 @@
+"""The audit file: each line on the disk, one after the other, whatever was left by a crash."""
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.common.audit.audit_chain import check_lines
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.site.audit_file import AuditFile
+
+pytestmark = pytest.mark.core
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    with path.open("rb") as lines:
+        assert not check_lines(lines).is_torn
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def promise(run: str, epsilon: float | None, data: str = "xray") -> dict[str, Any]:
+    return {"kind": "round", "run": run, "data": data, "epsilon": epsilon}
+
+
+def test_lines_are_added_after_those_of_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    AuditFile(path).add({"kind": "offer"})
+    again = AuditFile(path)
+    again.add({"kind": "round"})
+    assert [record["kind"] for record in records(path)] == ["offer", "round"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("size", [1, 9, -2])
+def test_what_a_crash_has_cut_off_is_said_in_its_place(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = AuditFile(path)
+    audit.add({"kind": "offer"})
+    whole = path.read_bytes()
+    audit.add({"kind": "round", "rows": 7})
+    torn = path.read_bytes()[: len(whole) + size] if size > 0 else path.read_bytes()[:size]
+    path.write_bytes(torn)
+    AuditFile(path).add({"kind": "round", "rows": 7})
+    kinds = [record["kind"] for record in records(path)]
+    assert kinds == ["offer", "torn", "round"]
+    assert records(path)[1]["torn_bytes"] == len(torn) - len(whole)
+    with path.open("rb") as lines:
+        assert check_lines(lines).num_torn == 1
+
+
+def test_the_very_first_line_may_be_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_bytes(b'{"kind"')
+    AuditFile(path).add({"kind": "offer"})
+    assert [record["kind"] for record in records(path)] == ["torn", "offer"]
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"kind":"offer"}\n', "\n"])
+def test_a_file_that_is_no_audit_is_refused_at_the_start(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidInputError, match=r"audit.file: .*move the file away, and keep it"):
+        AuditFile(path)
+    assert path.read_text() == text
+
+
+def test_a_large_file_without_lines_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_bytes(bytes(1 << 20))
+    with pytest.raises(InvalidInputError, match="it is no audit"):
+        AuditFile(path)
+
+
+def test_a_folder_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"audit.file: .*No such file or directory"):
+        AuditFile(tmp_path / "none" / "audit.jsonl")
+
+
+def test_a_line_that_is_too_long_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = AuditFile(path)
+    with pytest.raises(Exception, match=r"a line of the audit has \d+ bytes"):
+        audit.add({"reason": "x" * 70_000})
+    audit.add({"kind": "offer"})
+    assert len(records(path)) == 1
+
+
+def test_epsilon_is_that_of_other_runs_by_data_set(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    audit = AuditFile(path)
+    for record in (promise("a", 3.0), promise("a", 3.0), promise("b", 2.0), promise("c", None)):
+        audit.add(record)
+    audit.add(promise("b", 1.0, data="ct"))
+    audit.add({"kind": "offer", "run": "d", "data": "xray", "epsilon": 9.0})  # nothing left
+    assert audit.spent("a") == {"xray": 2.0, "ct": 1.0}
+    assert audit.spent("new") == {"xray": 5.0, "ct": 1.0}
+    AuditFile(path).add(promise("e", 0.5))  # another worker of the site
+    assert audit.spent("new")["xray"] == 5.5
+
+
+def _add(path: Path, number: int) -> None:
+    audit = AuditFile(path)
+    for line in range(20):
+        audit.add({"kind": "offer", "worker": number, "line": line})
+
+
+def test_workers_of_a_site_may_share_it(tmp_path: Path) -> None:
+    path, fork = tmp_path / "audit.jsonl", multiprocessing.get_context("spawn")
+    others = [fork.Process(target=_add, args=(path, number)) for number in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+        assert other.exitcode == 0
+    assert len(records(path)) == 40

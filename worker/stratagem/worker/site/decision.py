@@ -1,0 +1,254 @@
+"""Decides whether a site takes part in a job: a pure function of its file, the offer and the time.
+
+A rule accepts an offer when no field of it speaks against it. Where none does, the refusal names
+the nearest rule, the one with the fewest fields against, and the first such field with its reason.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
+from typing import Any, Final
+from zoneinfo import ZoneInfo
+
+from stratagem.common.code.signatures import is_signed
+from stratagem.common.job import JobSpec
+from stratagem.common.job.derived_jobs import entry_points_by_field
+from stratagem.common.strategy import All, Federated, Random
+from stratagem.worker.site.site_file import AcceptRule, SiteFile
+from stratagem.worker.site.windows import opening, parse_window, told
+
+PLANS: Final = ("build", "client_round", "evaluate")
+"""What a site is asked for by the coordinator of a federation; nothing else is carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a coordinator asks a site for."""
+
+    job: JobSpec
+    plan: str
+    submitter: str = ""
+    """"client/maria"; empty: the coordinator knows nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class FitsRule:
+    """The offer fits a rule."""
+
+    number: int
+    """Of the rule, from 1."""
+    rule: AcceptRule
+    closes: datetime | None = None
+    """When the window ends in which it was accepted."""
+    closed_text: str = ""
+    """When the window after that one opens, as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No rule takes the offer."""
+
+    reason: str
+    opens: datetime | None = None
+    """When it would be accepted; None: not at all, as things are."""
+
+
+Verdict = FitsRule | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Against:
+    """A field of a rule that speaks against an offer, and why."""
+
+    field: str
+    reason: str
+
+
+def decide(
+    site: SiteFile, offer: Offer, at: datetime, spent: Mapping[str, float] | None = None
+) -> Verdict:
+    """Return what the site says to an offer. spent: ε by data set, of other runs than this one."""
+    name = site.spec.site
+    general = next(_against_everywhere(offer), None)
+    if general is not None:
+        return Refused(f"site {name} refuses: {general}")
+    found: list[tuple[int, AcceptRule, list[_Against]]] = []
+    closed: list[tuple[datetime, str]] = []
+    for number, rule in enumerate(site.spec.accept, 1):
+        against = list(_against(site, rule, offer, spent or {}))
+        if against:
+            found.append((number, rule, against))
+            continue
+        verdict = _at(rule, number, at)
+        if isinstance(verdict, FitsRule):
+            return verdict
+        closed.append(verdict)
+    if closed:
+        opens, text = min(closed, key=lambda each: each[0].timestamp())
+        return Refused(f"site {name} is closed: {text}", opens)
+    number, rule, against = min(found, key=lambda each: len(each[2]))
+    first = against[0]
+    more = f", and {len(against) - 1} more" if len(against) > 1 else ""
+    which = f"accept[{number - 1}]" if len(site.spec.accept) > 1 else "its rule"
+    nearest = f"the nearest of {len(site.spec.accept)} rules, {which}" if found[1:] else which
+    return Refused(f"site {name} refuses: {nearest}, {first.field}: {first.reason}{more}")
+
+
+def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetime, str]:
+    """Return the acceptance while the rule's windows are open, else when the next one opens."""
+    if rule.timezone is None:
+        return FitsRule(number, rule)
+    zone, windows = ZoneInfo(rule.timezone), [parse_window(text) for text in rule.windows]
+    now = opening(windows, zone, at)
+    if not now.is_open:
+        assert now.changes is not None  # a window comes round every week
+        return now.changes, f"opens {told(now.changes, zone)}"
+    if now.changes is None:
+        return FitsRule(number, rule)
+    after = opening(windows, zone, now.changes)
+    assert after.changes is not None
+    return FitsRule(number, rule, now.changes, f"opens {told(after.changes, zone)}")
+
+
+def _against_everywhere(offer: Offer) -> Iterator[str]:
+    """Yield what no site with a file does, whatever its rules say."""
+    job = offer.job
+    if offer.plan not in PLANS:
+        yield f"the plan {offer.plan or 'without a name'} is none of {', '.join(PLANS)}"
+    if job.data.worker_local is None:
+        yield "data: a site's worker reads its own data only; name them as data.worker_local"
+    if job.execution.profiling:
+        yield "execution.profiling: a site records nothing of what it does; leave it out"
+    if job.recording is not None and job.recording.client_steps:
+        yield "recording.client_steps: single steps of a site do not leave it; leave it out"
+    if job.evaluation is not None and job.evaluation.predictions:
+        yield "evaluation.predictions: outputs of single rows do not leave a site; leave it out"
+
+
+def _against(
+    site: SiteFile, rule: AcceptRule, offer: Offer, spent: Mapping[str, float]
+) -> Iterator[_Against]:
+    job = offer.job
+    data = job.data.worker_local or ""
+    if data not in rule.data:
+        yield _Against("data", f'"{data}" is not one of {_listed(rule.data)}')
+    if rule.submitters is not None and not _matches(offer.submitter, rule.submitters):
+        who = f'"{offer.submitter}"' if offer.submitter else "a submitter that is not known"
+        yield _Against("submitters", f"{who} is not one of {_listed(rule.submitters)}")
+    kind = type(job.strategy).__name__
+    if kind not in rule.strategies:
+        yield _Against("strategies", f"{kind} is not one of {_listed(rule.strategies)}")
+    yield from _against_strategy(rule, job)
+    yield from _against_privacy(rule, job, spent.get(data, 0.0))
+    yield from _against_code(site, rule, job)
+    yield from _against_metrics(rule, offer)
+
+
+def _against_strategy(rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
+    spec = job.strategy
+    if not isinstance(spec, Federated):
+        return
+    if spec.options.inner is not None:
+        yield _Against("strategies", "strategy.options.inner: a site trains with one worker alone")
+    if rule.max_rounds is not None and spec.rounds > rule.max_rounds:
+        text = f"strategy.rounds {spec.rounds} is more than {rule.max_rounds}"
+        yield _Against("max_rounds", text)
+    needed = _updates_of_a_round(spec)
+    if needed < rule.min_clients:
+        text = (
+            f"a round of the job may be made of {needed} update{'s' if needed > 1 else ''}; "
+            f"strategy.options.quorum must ask for at least {rule.min_clients}"
+        )
+        yield _Against("min_clients", text)
+
+
+def _updates_of_a_round(spec: Federated) -> int:
+    """Return the number of updates without which no round of the job closes."""
+    quorum = spec.options.quorum
+    if quorum is None:
+        return 1
+    match spec.client_selection:
+        case All():
+            selected = spec.num_clients
+        case Random(fraction=fraction):
+            selected = max(1, math.floor(fraction * spec.num_clients + 1e-9))
+        case _:
+            selected = 1  # whoever has the tags: that may be one
+    roster: Any = getattr(spec.options, "roster", None)
+    if roster is not None and roster.open:
+        selected = min(selected, roster.min_clients)
+    if isinstance(quorum, int):
+        return min(quorum, selected)
+    return max(1, math.ceil(quorum * selected - 1e-9))
+
+
+def epsilon_of(job: JobSpec) -> float | None:
+    """Return the ε that a job may spend at most; None where it promises none."""
+    target: Any = getattr(section_of(job, "privacy"), "target", None)
+    epsilon: float | None = getattr(target, "epsilon", None)
+    return epsilon
+
+
+def section_of(job: JobSpec, name: str) -> Any:
+    """Return a section that stands in the job or in the options of its strategy; None where it has
+    none."""
+    own: Any = getattr(job, name, None)
+    return own if own is not None else getattr(getattr(job.strategy, "options", None), name, None)
+
+
+def _against_privacy(rule: AcceptRule, job: JobSpec, spent: float) -> Iterator[_Against]:
+    for name in rule.require:
+        section = section_of(job, name)
+        if section is None:
+            yield _Against("require", f"the job has no {name}")
+        elif getattr(section, "noise", "") == "seeded":
+            yield _Against("require", "privacy.noise: seeded noise protects nobody")
+    if rule.max_epsilon is None:
+        return
+    epsilon = epsilon_of(job)
+    if epsilon is None:
+        yield _Against("max_epsilon", "the job names no privacy.target.epsilon")
+    elif epsilon + spent > rule.max_epsilon:
+        before = f" with {spent:g} of other runs" if spent else ""
+        text = f"privacy.target.epsilon {epsilon:g}{before} is more than {rule.max_epsilon:g}"
+        yield _Against("max_epsilon", text)
+
+
+def _against_code(site: SiteFile, rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
+    if job.code is None:
+        for field, name in entry_points_by_field(job).items():
+            if not _matches(name, rule.entrypoints):
+                text = f'{field} "{name}" is not one of {_listed(rule.entrypoints)}'
+                yield _Against("entrypoints", text)
+        return
+    # Whether a name is in the bundle is known when that is here; others are asked about then.
+    digest = job.code.digest or ""
+    if rule.code == "none":
+        yield _Against("code", "the site takes no code from jobs, and the job brings a bundle")
+    elif isinstance(rule.code, tuple):
+        if f"sha256:{digest}" not in rule.code:
+            yield _Against("code", f"the bundle sha256:{digest} is not listed")
+    elif job.code.signature is None:
+        yield _Against("code", f"the bundle sha256:{digest} is not signed")
+    elif not is_signed(digest, job.code.signature, site.keys[rule.code]):
+        yield _Against("code", f"no key of the site has signed the bundle sha256:{digest}")
+
+
+def _against_metrics(rule: AcceptRule, offer: Offer) -> Iterator[_Against]:
+    if offer.plan == "evaluate" and rule.report == "none":
+        yield _Against("report", "none: the site evaluates nothing for others")
+    asked = offer.job.evaluation.metrics if offer.job.evaluation is not None else ()
+    others = [name for name in asked if name not in rule.metrics and name != "loss"]
+    if others:
+        text = f'evaluation.metrics "{others[0]}" is not one of {_listed(rule.metrics)}'
+        yield _Against("metrics", text)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return bool(name) and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "nothing"

@@ -1,0 +1,98 @@
+"""What leaves a site of a plan's messages: numbers that its rule allows, and no word of its rows.
+
+Owns the forms in which progress, results and errors leave. What is withheld stands in the site's
+own log. Decides nothing about jobs.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from stratagem.common.base.errors import RefusedBySiteError, StratagemError, UserCodeError
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.site.error_place import CodePlaces, told_place, told_type
+
+OWN_METRICS: Final = frozenset({"max_grad_norm", "skipped_steps"})
+"""Metrics of a client's round that are ours: the others the job's code may name as it likes."""
+LOSS: Final = "loss"
+WEIGHT: Final = "weight:"
+ALWAYS: Final = (RefusedBySiteError,)
+"""Errors whose messages are made of the job, the site's file and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disclosure:
+    """What a site tells of one plan."""
+
+    site: str
+    metrics: frozenset[str]
+    """Metrics of evaluations, beside the loss."""
+    tells_loss: bool
+    """And all metrics: nothing is told without."""
+    shares_logs: bool
+    shares_messages: bool
+    """Of errors."""
+
+    def progress(self, progress: pb.Progress) -> pb.Progress:
+        """Return how far the plan is; the loss of a step may be that of one row."""
+        return pb.Progress(step=progress.step, to_step=progress.to_step)
+
+    def result(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
+        """Return the result without what the site keeps to itself."""
+        match result.WhichOneof("outcome"):
+            case "client_round":
+                return pb.ExecuteResult(client_round=self._round(result.client_round))
+            case "evaluate":
+                parts = self._parts(result.evaluate)
+                return pb.ExecuteResult(evaluate=pb.EvaluateResult(parts=parts))
+            case "build" | "error" | "interrupted":
+                return result
+            case other:
+                raise RefusedBySiteError(f"site {self.site} tells nothing of a plan {other}")
+
+    def _round(self, done: pb.ClientRoundResult) -> pb.ClientRoundResult:
+        names = OWN_METRICS & set(done.metrics) if self.tells_loss else set()
+        return pb.ClientRoundResult(
+            num_samples=done.num_samples,
+            loss=done.loss if self.tells_loss else 0.0,
+            is_loss_withheld=not self.tells_loss,
+            seconds=done.seconds,
+            num_steps=done.num_steps,
+            metrics={name: done.metrics[name] for name in sorted(names)},
+            traffic=done.traffic,
+        )
+
+    def _parts(self, done: pb.EvaluateResult) -> list[pb.EvaluationPart]:
+        """Return one part for each split: the sums over all its batches, added in their order as
+        the coordinator would, since a batch may be of one row."""
+        whole: dict[str, pb.EvaluationPart] = {}
+        for part in sorted(done.parts, key=lambda part: (part.split, part.batch)):
+            total = whole.setdefault(part.split, pb.EvaluationPart(split=part.split))
+            total.weight += part.weight
+            for name, value in part.sums.items():
+                if self._may_tell(name):
+                    total.sums[name] += value
+        return list(whole.values()) if self.tells_loss else []
+
+    def _may_tell(self, name: str) -> bool:
+        return name.removeprefix(WEIGHT) in self.metrics | {LOSS}
+
+    def error(self, error: BaseException, places: CodePlaces, activity: str) -> UserCodeError:
+        """Return what is told of an error: its type, and where in the job's code it was raised."""
+        cause = error.__cause__ if isinstance(error, UserCodeError) else error
+        if isinstance(cause, ALWAYS):
+            return UserCodeError(type(cause).__name__, str(cause), activity=activity)
+        kind = told_type(cause or error)
+        place = told_place(cause or error, places)
+        where = f" at {place}" if place else ""
+        if self.shares_messages:
+            text = error.message if isinstance(error, UserCodeError) else str(error)
+            return UserCodeError(kind, f"{kind}{where}: {text}", activity=activity)
+        message = f"{kind}{where}; site {self.site} keeps the message in its own log"
+        return UserCodeError(kind, message, activity=activity)
+
+    def failure(self, failure: BaseException) -> BaseException:
+        """Return the same kind of error as that with which a plan has ended outside the job's
+        code, without its words; others than ours tell nothing as it is."""
+        if not isinstance(failure, StratagemError) or isinstance(failure, ALWAYS):
+            return failure
+        return type(failure)(f"site {self.site} keeps the message in its own log")
