@@ -184,7 +184,7 @@ def test_no_field_of_the_schema_has_a_type_that_can_be_changed() -> None:
             if issubclass(kind, BaseModel)
             else {each.name: each.type for each in dataclasses.fields(cast(Any, kind))}
         )
-        hints = get_type_hints(kind)
+        hints = get_type_hints(kind, localns={"StrategyField": Strategy})
         for name in own:
             if "typing.Any" in str(hints[name]):  # of any JSON
                 free_form.add(f"{kind.__name__}.{name}")
