@@ -11,7 +11,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
-from stratagem.common.strategy import Federated, PopulationBased
+from stratagem.common.strategy import Federated, PopulationBased, local_steps_of
 from tests.house.pages import FENCE, RUNNABLE
 from tests.jobs import ALLOW
 from tests.repository import ROOT
@@ -45,6 +45,8 @@ def small(path: Path) -> JobSpec:
         overrides = ["strategy.rounds=2"]
     elif isinstance(strategy, PopulationBased):
         overrides = ["strategy.generations=2", "steps_per_generation=2"]
+    elif (local_steps := local_steps_of(strategy)) is not None:
+        overrides = [f"steps={2 * local_steps}"]
     if job.data.streams is not None:
         overrides = ["steps=4", "evaluation.every=2 steps", "data.kwargs.num_lines=60"]
     if path.name.startswith("charlm"):

@@ -6,14 +6,15 @@ ALL = (*SYNCHRONOUS, "FedAvg")
 NESTED = (*SYNCHRONOUS, "Population", "Silos")
 WITH_PHASES = ("Phases", "Phases-server")
 WITH_TURNS = ("Turns", "Turns-clients", "Turns-population")
-SOLE_COPIES = ("Gossip", "Pipeline")
+WITH_LOCAL_STEPS = ("DiLoCo", "DiLoCo-server")
+SOLE_COPIES = ("Gossip", "Pipeline", *WITH_LOCAL_STEPS)
 """Return to the last commit; so does Coded."""
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
     "coordinator.segment.trained": (*NESTED, *SOLE_COPIES),
     "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES, "Turns", "Scheduled"),
-    "coordinator.step.summed": ("ParameterServer", "Coded"),
+    "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
     "coordinator.round.judged": ("Krum",),
@@ -39,7 +40,10 @@ REACHED_BY = {
     "worker.turns.after_turn": WITH_TURNS,
     "worker.phases.predicted": WITH_PHASES,
     "worker.gossip.loaded": ("Gossip",),
-    "worker.gossip.before_backward": ("Gossip",),
+    "worker.local_step.before_backward": ("Gossip", *WITH_LOCAL_STEPS),
+    "worker.replicas.loaded": WITH_LOCAL_STEPS,
+    "worker.outer_step.before_exchange": WITH_LOCAL_STEPS,
+    "worker.outer_step.applied": WITH_LOCAL_STEPS,
     "worker.gossip.before_mix": ("Gossip",),
     "worker.gossip.mixing": ("Gossip",),
     "worker.gossip.after_mix": ("Gossip",),
@@ -56,7 +60,7 @@ REACHED_BY = {
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
     "worker.rendezvous.answered": (*EXCHANGING, *SOLE_COPIES),
-    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip"),
+    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip", *WITH_LOCAL_STEPS),
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *SOLE_COPIES),
     "worker.snapshot.taken": (*NESTED, *SOLE_COPIES, "Turns"),
@@ -87,10 +91,12 @@ LATER_HITS = {
     "worker.step.after_apply": (1, 11),
     "worker.turns.after_turn": (1, 7),
     "worker.phases.predicted": (5,),
-    "worker.gossip.before_backward": (6,),
+    "worker.local_step.before_backward": (6,),
     "worker.gossip.before_mix": (5,),
     "worker.gossip.mixing": (9,),
     "worker.gossip.after_mix": (11,),
+    "worker.outer_step.before_exchange": (1,),
+    "worker.outer_step.applied": (2,),
     "worker.stages.before_backward": (1, 6),
     "worker.stages.before_apply": (1, 5),
     "worker.stages.after_apply": (11,),

@@ -75,6 +75,12 @@ def gossip(num_replicas: int = 4, topology: str = "ring") -> Job:
     }
 
 
+def local_steps(method: str = "AllReduce", num_replicas: int = 4, **options: Any) -> Job:
+    """Replicas that are joined after every third step."""
+    strategy = data_parallel(method, num_replicas)
+    return {**strategy, "options": {"local_steps": 3, **options}}
+
+
 def pipeline(first: str = "worker-0", last: str = "worker-2") -> Job:
     """The four layers of the model on two workers; of 8 rows 3, 3 and 2 at a time."""
     return {
@@ -155,6 +161,11 @@ def with_turns(job: Job) -> Job:
     return {key: value for key, value in {**job, **sections}.items() if value is not None}
 
 
+def with_local_steps(strategy: Job) -> Job:
+    """Eight segments of a join each."""
+    return crash_job(strategy, every=3) | {"steps": 24, "optimizer": BROUGHT}
+
+
 SETTINGS: Job = {
     "settings": [
         {"from_step": 0, "seed": 5, "params": {"optimizer.lr": 0.1}},
@@ -185,6 +196,8 @@ JOBS: dict[str, Job] = {
     "Phases": crash_job(ALL_REDUCE) | {"phases": PHASES},
     "Phases-server": crash_job(PARAMETER_SERVER) | {"phases": PHASES},
     "Gossip": crash_job(GOSSIP) | {"optimizer": BROUGHT},
+    "DiLoCo": with_local_steps(local_steps()),
+    "DiLoCo-server": with_local_steps(local_steps("ParameterServer")),
     "Pipeline": crash_job(PIPELINE) | {"optimizer": BROUGHT},
     # There are workers for one of the two: it computes both shards.
     "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})

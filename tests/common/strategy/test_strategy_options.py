@@ -50,6 +50,42 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
             {"consensus_every": 0},
             "strategy.options.consensus_every: 0 is not allowed; must be >= 1",
         ),
+        (DATA_PARALLEL, {"local_steps": 0}, "strategy.options.local_steps: 0 is not allowed"),
+        (
+            DATA_PARALLEL,
+            {"outer": {"name": "mean"}},
+            "strategy.options.outer: has a meaning only together with local_steps",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "outer": {"name": "adam"}},
+            "strategy.options.outer.name: 'adam' is not one of mean, nesterov",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "outer": {"name": "mean", "lr": 1.0}},
+            "strategy.options.outer.lr: unknown key",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "outer": {"name": "nesterov", "momentum": 1.0}},
+            "strategy.options.outer.momentum: 1.0 is not allowed",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "all_reduce": "ring"},
+            "strategy.options.all_reduce: ring does not go together with local_steps; direct does",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "inner": DATA_PARALLEL},
+            "strategy.options.inner: DataParallel/AllReduce cannot take local steps; a single",
+        ),
+        (
+            DATA_PARALLEL | {"aggregation": {"method": "Decentralized", "topology": "ring"}},
+            {"local_steps": 2},
+            "strategy.options.local_steps: Decentralized joins nodes after every step;",
+        ),
         (FEDERATED, {"quorum": 0}, "strategy.options.quorum: 0 is not allowed; must be a count"),
         (FEDERATED, {"quorum": 1.5}, "strategy.options.quorum: 1.5 is not allowed; must be a"),
         (FEDERATED, {"quorum": True}, "strategy.options.quorum: True is not a number"),

@@ -4,7 +4,7 @@
 job back. Does not know whether this installation can carry the job out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Self
 
@@ -27,6 +27,7 @@ from stratagem.common.job.optimizer.hyperparameter_schedule import (
     HyperparameterSchedule,
     check_schedule,
 )
+from stratagem.common.job.optimizer.local_step_rules import OF_ONE_MODEL, check_local_steps
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
@@ -62,6 +63,7 @@ from stratagem.common.strategy import (
     Local,
     PopulationBased,
     all_reduce_of,
+    local_steps_of,
 )
 from stratagem.common.strategy.kinds import StrategyField
 
@@ -135,8 +137,11 @@ class JobSpec(Section):
             self.__dict__["strategy"] = effective(self.strategy, self.model.graph)
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
-            unit = _UNITS.get(type(self.strategy), "epoch")
-            settled = evaluation.model_copy(update={"every": Every(1, unit)})
+            local_steps = local_steps_of(self.strategy)
+            every = Every(1, _UNITS.get(type(self.strategy), "epoch"))
+            if local_steps is not None:
+                every = Every(local_steps, "step")
+            settled = evaluation.model_copy(update={"every": every})
             self.__dict__["evaluation"] = settled
         if self.only_evaluates:
             refuse(
@@ -170,6 +175,7 @@ class JobSpec(Section):
                 *_execution(self),
                 *_phases(self),
                 *_weight_average(self),
+                *_local_steps(self),
                 *(against_streams(self) if says_stream(self) else ()),
             ]
         )
@@ -380,6 +386,16 @@ def _weight_average(job: JobSpec) -> list[Violation]:
         return []
     reason = why_not_averaged(job.strategy)
     return [] if reason is None else [Violation("weight_average", reason)]
+
+
+def _local_steps(job: JobSpec) -> Iterator[Violation]:
+    given = {
+        "evaluation.every": job.evaluation.every if job.evaluation else None,
+        "checkpoint.every": job.checkpoint.every,
+    }
+    periods = {name: (every.count, every.unit) for name, every in given.items() if every}
+    sections = [name for name in OF_ONE_MODEL if getattr(job, name) is not None]
+    return check_local_steps(job.strategy, periods, sections)
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

@@ -15,6 +15,7 @@ from stratagem.common.strategy import (
     Local,
     ModelParallel,
     Strategy,
+    local_steps_of,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def _against_strategy(job: "JobSpec", strategy: Strategy, path: str) -> Iterator
         case DataParallel(aggregation=Decentralized()):
             text = "Decentralized cannot go with a stream of rows (data.streams); AllReduce and"
             yield Violation(f"{path}.aggregation.method", f"{text} ParameterServer can")
+        case DataParallel() if local_steps_of(strategy) is not None:
+            text = "cannot go with a stream of rows (data.streams): replicas go back together only"
+            yield Violation(f"{path}.options.local_steps", f"{text} where rows have numbers")
         case Federated():
             if job.data.streams is not None:
                 text = "has no meaning under Federated: each client reads one stream of its own"

@@ -40,6 +40,7 @@ from stratagem.common.strategy.federated_options import (
     REFUSE,
     FederatedOptions,
 )
+from stratagem.common.strategy.local_steps import DEFAULT_OUTER, OuterField, OuterOptimizer
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
 
@@ -63,13 +64,22 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     AllReduce; "direct" adds in a fixed order, "ring" and "native" (the backend's own) in one that
     depends on the workers. inner: what each replica is; ModelParallel makes it a pipeline over
     several workers. consensus_every: of Decentralized; after how many steps the nodes' distance to
-    their mean is measured; None: only at the end of a segment.
+    their mean is measured; None: only at the end of a segment. local_steps: how many steps each
+    replica takes for itself before they are joined; None: gradients are joined in every step.
+    outer: the optimizer that joins them.
     """
 
     min_replicas: SharedCount = 1
     all_reduce: Literal["direct", "ring", "native"] = DIRECT_ALL_REDUCE
     inner: "StrategyField | None" = None
     consensus_every: SharedCount | None = None
+    local_steps: SharedCount | None = None
+    outer: OuterField | None = None
+
+    @property
+    def outer_optimizer(self) -> OuterOptimizer:
+        """Return the optimizer that joins the replicas, named or not."""
+        return DEFAULT_OUTER if self.outer is None else self.outer
 
 
 class DataParallel(DocumentValue, tag="type"):
@@ -94,6 +104,25 @@ class DataParallel(DocumentValue, tag="type"):
             kind = type(self.aggregation).__name__
             text = f"{kind} keeps all replicas equal; Decentralized does not"
             raise InvalidInputError.at("options.consensus_every", text)
+        self._check_local_steps(is_gossip=is_gossip)
+
+    def _check_local_steps(self, *, is_gossip: bool) -> None:
+        """What goes together with local steps, and what only with them."""
+        options = self.options
+        if options.local_steps is None:
+            if options.outer is not None:
+                text = "has a meaning only together with local_steps"
+                raise InvalidInputError.at("options.outer", text)
+            return
+        if is_gossip:
+            text = "Decentralized joins nodes after every step; AllReduce and ParameterServer wait"
+            raise InvalidInputError.at("options.local_steps", text)
+        if options.all_reduce != DIRECT_ALL_REDUCE:
+            text = f"{options.all_reduce} does not go together with local_steps; direct does"
+            raise InvalidInputError.at("options.all_reduce", text)
+        if options.inner is not None and not isinstance(options.inner, Local):
+            text = f"{describe(options.inner)} cannot take local steps; a single worker, Local, can"
+            raise InvalidInputError.at("options.inner", text)
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
@@ -222,6 +251,21 @@ def all_reduce_of(strategy: Strategy) -> str:
     own: str = getattr(options, "all_reduce", DIRECT_ALL_REDUCE)
     inner: Strategy | None = getattr(options, "inner", None)
     return all_reduce_of(inner) if own == DIRECT_ALL_REDUCE and inner is not None else own
+
+
+def local_steps_of(strategy: Strategy) -> int | None:
+    """Return how many steps each replica takes for itself before they are joined; None where the
+    strategy has no such steps."""
+    return strategy.options.local_steps if isinstance(strategy, DataParallel) else None
+
+
+def are_models_apart(strategy: Strategy) -> bool:
+    """Return whether what a worker trains differs from what the others of its party train between
+    two steps: nodes that gossip, and replicas that take local steps."""
+    is_gossip = isinstance(strategy, DataParallel) and isinstance(
+        strategy.aggregation, Decentralized
+    )
+    return is_gossip or local_steps_of(strategy) is not None
 
 
 def is_cut(strategy: Strategy) -> bool:

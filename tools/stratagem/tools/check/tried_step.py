@@ -10,12 +10,12 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Local
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Dataset, Subset
+from stratagem.worker.engine.build_trainer import make_setup
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.evaluator import EvaluationShare
 from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.step.step_report import StepReport
-from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport

@@ -24,9 +24,9 @@ from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.stream_dataset import StreamDataset
+from stratagem.worker.engine.build_trainer import make_setup
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.make_objective import make_objective
-from stratagem.worker.engine.trainers.build_trainer import make_setup
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
 from stratagem.worker.exchange.all_reduce.direct_all_reduce import WINDOW

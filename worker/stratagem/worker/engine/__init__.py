@@ -3,19 +3,21 @@
 `build_trainer` and `run_client_round` are what the rest of the worker uses.
 """
 
-from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart, EvaluationShare
-from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
-from stratagem.worker.engine.trainers.build_trainer import (
+from stratagem.worker.engine.apart.gossip_trainer import GossipTrainer
+from stratagem.worker.engine.apart.local_steps_trainer import LocalStepsTrainer
+from stratagem.worker.engine.build_trainer import (
     build_gossip_trainer,
     build_inference,
+    build_local_steps_trainer,
     build_trainer,
 )
+from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart, EvaluationShare
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.federated_client import (
     ClientRound,
     ClientRunner,
     run_client_round,
 )
-from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.member_trainer import Exchange, Joined, MemberTrainer
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
@@ -30,6 +32,7 @@ __all__ = [
     "GossipTrainer",
     "Inference",
     "Joined",
+    "LocalStepsTrainer",
     "MemberTrainer",
     "SegmentSummary",
     "StepReport",
@@ -37,6 +40,7 @@ __all__ = [
     "Trainer",
     "build_gossip_trainer",
     "build_inference",
+    "build_local_steps_trainer",
     "build_trainer",
     "run_client_round",
 ]

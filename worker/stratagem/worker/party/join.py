@@ -6,22 +6,25 @@ loop. Must not know how a step is computed.
 """
 
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import all_reduce_of
+from stratagem.common.strategy import all_reduce_of, local_steps_of
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine import Joined, Trainer
+from stratagem.worker.engine import Joined, LocalStepsTrainer, Trainer
 from stratagem.worker.exchange import (
     ExchangeError,
+    GradientReducer,
     Reducer,
     SingleMemberReducer,
     server_exchange,
     solo_exchange,
 )
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.mesh import Forming, Link, SharedGroup
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.party.common_state import agree_on_state
 from stratagem.worker.party.connect_members import closing_on_failure, exchange_over, form_link
 from stratagem.worker.party.join_gossip import join_nodes
+from stratagem.worker.party.join_local_steps import hold_replicas
 from stratagem.worker.party.join_pipeline import join_stages
 from stratagem.worker.party.join_rendezvous import Members, meet, suspect
 from stratagem.worker.session.context import ExecutionContext
@@ -56,6 +59,9 @@ def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView)
         if plan.exchange == pb.EXCHANGE_METHOD_GOSSIP:
             assert not isinstance(link, SharedGroup)  # see USABLE
             return join_nodes(work, plan, view, members, link)
+        if local_steps_of(work.job.strategy) is not None:
+            replicas = hold_replicas(work, plan, view, members)
+            return Joined(replicas, _bucket_exchange(work, plan, view, replicas, link))
         trainer = agree_on_state(work, plan, view, members)
         return Joined(trainer, _exchange(work, plan, view, trainer, link))
 
@@ -123,19 +129,30 @@ def _exchange(
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
     if is_alone and SingleMemberReducer.fits(trainer.params):
         return SingleMemberReducer(trainer.params, trainer.setup.numerics)
-    if is_server:
+    return _bucket_exchange(work, plan, view, trainer, link, trainer.compressor)
+
+
+def _bucket_exchange(
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    view: MemberView,
+    trainer: Trainer | LocalStepsTrainer,
+    link: Link | SharedGroup | None,
+    compressor: Compressor | None = None,
+) -> GradientReducer:
+    if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
         exchange, transport = server_exchange(
             trainer.buckets,
             view.rank,
             view.size,
             plan.num_shards,
             deadline_s=work.exchange_timeout_s,
-            compressor=trainer.compressor,
+            compressor=compressor,
         )
         work.post(work.gradients.open, view.membership, trainer.step, transport)
         return exchange
     if link is None:
-        return solo_exchange(trainer.buckets, plan.num_shards, trainer.compressor)
+        return solo_exchange(trainer.buckets, plan.num_shards, compressor)
     if work.job.execution.memory == "MinimalPeak":
         work.warn(
             [
@@ -143,4 +160,4 @@ def _exchange(
                 "storage between steps; it belongs to their exchange"
             ]
         )
-    return exchange_over(work, trainer.buckets, link, plan.num_shards, trainer.compressor)
+    return exchange_over(work, trainer.buckets, link, plan.num_shards, compressor)

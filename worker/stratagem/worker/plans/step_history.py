@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from stratagem.common.history import Recorder, Series
+from stratagem.common.strategy import are_models_apart
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import StepReport
 from stratagem.worker.engine.step.logged_sums import means
@@ -36,8 +37,8 @@ class StepHistory:
         self._before = int(plan.history_from_step)
         """Steps that the history has before those of this plan."""
         self._is_first = view.rank == 0
-        self._is_shared = plan.exchange != pb.EXCHANGE_METHOD_GOSSIP
-        """All members know the numbers of a step alike; nodes that gossip have their own."""
+        self._is_shared = not are_models_apart(work.job.strategy)
+        """All members know the numbers of a step alike; nodes and replicas have their own."""
         num_ranks = len(set(plan.ranks))
         self._has_parts = not num_ranks or view.rank < num_ranks
         """Of several pipelines the first one's stages stand for all."""

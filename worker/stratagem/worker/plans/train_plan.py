@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import are_models_apart
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import (
     Batch,
@@ -162,8 +163,8 @@ def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> No
     work.control.check()
     if work.control.view.membership != view.membership:
         raise ViewChanged
-    # The others of a party stop after the same step; nodes that gossip have no step in common.
-    is_alone = view.size == 1 or plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
+    # The others of a party stop after the same step; nodes and replicas have no step in common.
+    is_alone = view.size == 1 or are_models_apart(work.job.strategy)
     if work.control.is_draining and is_alone:
         raise PlanStopped(DRAINED)
 

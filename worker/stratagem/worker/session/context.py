@@ -21,6 +21,7 @@ from stratagem.common.code import bundle
 from stratagem.common.history import Recorder
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
+from stratagem.common.strategy import local_steps_of
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.data.reader.reader_pool import ReaderPool
@@ -200,10 +201,12 @@ class ExecutionContext:
 
         New code may be compiled in any step, with the first batch of a shape, which takes minutes
         on a busy machine. A member that is dead or frozen is found otherwise, by its connections
-        and its lease, so only a cut between workers that are alive is found later for it.
+        and its lease, so only a cut between workers that are alive is found later for it. And
+        replicas that take local steps may come apart by each of them.
         """
         compiles = self.job.execution.mode != "Eager"
-        return self.host.exchange_timeout_s + (self.host.compile_timeout_s if compiles else 0.0)
+        timeout_s = self.host.exchange_timeout_s * (local_steps_of(self.job.strategy) or 1)
+        return timeout_s + (self.host.compile_timeout_s if compiles else 0.0)
 
     @property
     def numerics(self) -> int:

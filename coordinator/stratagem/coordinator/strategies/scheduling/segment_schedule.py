@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import ceil
 
 from stratagem.common.job import Every, JobSpec
-from stratagem.common.strategy import Federated
+from stratagem.common.strategy import Federated, local_steps_of
 
 TRAIN_SPLIT = "train"
 STREAM_CHECKPOINT_STEPS = 1000
@@ -58,6 +58,9 @@ def schedule_of(job: JobSpec, num_rows: Mapping[str, int]) -> SegmentSchedule:
     evaluate_every = steps_of(job.evaluation.every) if job.evaluation else None
     checkpoint = job.checkpoint.every
     checkpoint_every = steps_of(checkpoint) if checkpoint else evaluate_every or steps_per_epoch
+    local_steps = local_steps_of(job.strategy) or 1
+    # Only where replicas are joined there is a state to commit; a given period ends there anyway.
+    checkpoint_every = ceil(checkpoint_every / local_steps) * local_steps
     from_step = (job.initial.step or 0) if job.initial else 0
     return SegmentSchedule(num_steps, evaluate_every, checkpoint_every, from_step)
 

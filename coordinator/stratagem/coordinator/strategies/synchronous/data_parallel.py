@@ -8,8 +8,11 @@ worker is not waited for; the survivors redo the step, and a replacement joins w
 AllReduce moves the gradients between the workers; ParameterServer moves them through the
 coordinator, which only adds them up. Decentralized sums no gradients: each shard is a node with
 parameters of its own, which it averages with its neighbours' after every step (D-PSGD,
-https://arxiv.org/abs/1705.09056). What a worker holds of its nodes is the only copy. So it is with
-the residuals of shards where the job's codec keeps any; the rest of the state all workers have.
+https://arxiv.org/abs/1705.09056). With `local_steps` each shard is a replica with parameters and an
+optimizer of its own, which are joined after so many steps (DiLoCo,
+https://arxiv.org/abs/2311.08105). What a worker holds of its nodes or replicas is the only copy. So
+it is with the residuals of shards where the job's codec keeps any; the rest of the state all
+workers have.
 """
 
 from collections.abc import Mapping
@@ -23,6 +26,7 @@ from stratagem.common.strategy import (
     Local,
     ModelParallel,
     ParameterServer,
+    are_models_apart,
     describe,
 )
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
@@ -54,7 +58,7 @@ def _shape(job: JobSpec) -> SegmentRules:
     exchange = _EXCHANGES[type(strategy.aggregation)]
     # Residuals of a codec belong to shards: the owner of a shard has the only copy of its residual.
     has_residuals = job.compression is not None and job.compression.keeps_state
-    is_sole_copy = exchange is ExchangeMethod.GOSSIP or has_residuals
+    is_sole_copy = are_models_apart(strategy) or has_residuals
     return SegmentRules(
         strategy.num_replicas,
         options.min_replicas,

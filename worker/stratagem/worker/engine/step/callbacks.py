@@ -21,6 +21,7 @@ from stratagem.common.strategy import (
     Federated,
     ModelParallel,
     Strategy,
+    local_steps_of,
 )
 from stratagem.worker.data.generators import generators_kept, seed_generators
 from stratagem.worker.engine.step.evaluation_view import EvaluationView
@@ -180,6 +181,8 @@ def _why_no_steps(strategy: Strategy, field: str) -> str:
     match strategy:
         case DataParallel(aggregation=Decentralized()):
             return f"{field}.aggregation.method Decentralized: nodes have no step in common"
+        case DataParallel() if local_steps_of(strategy) is not None:
+            return f"{field}.options.local_steps: replicas have no step in common"
         case _:
             return ""
 

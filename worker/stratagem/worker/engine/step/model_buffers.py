@@ -55,6 +55,11 @@ class Buffers:
         """Restores the values from before the step."""
         self._write(self._base)
 
+    def take_over(self, other: "Buffers") -> None:
+        """Takes the values of another model of the same kind, as those before the step."""
+        self._write([slot.tensor for slot in other._slots])
+        self.snapshot()
+
     def contribution(self, shard: int, num_live: int) -> Tensor:
         """Returns what this shard adds to the sum, after its forward pass; 1-d float64."""
         self._check_constants()

@@ -7,7 +7,7 @@ Knows neither members nor network, nor which shards there are.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ class GradientBuckets:
         for param in self._params:
             param.grad = None
 
-    def fill(self, gradients: Sequence[Tensor]) -> None:
+    def fill(self, gradients: Iterable[Tensor]) -> None:
         """Copies gradients that were computed elsewhere, by parameter, into the set that was
         begun."""
         if self._filling is None:

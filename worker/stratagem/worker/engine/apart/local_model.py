@@ -1,7 +1,7 @@
-"""One node that gossips: its model, its optimizer, the sums of its open segment, and its names.
+"""One model that trains apart from the others: its optimizer, its sums, and its names.
 
-A node has nothing in common with the others of its member but the job; who mixes it with its
-neighbours is `GossipTrainer`.
+It is a node that gossips, or a replica that takes local steps. It has nothing in common with the
+others of its member but the job; what joins it with those is its trainer's.
 """
 
 import math
@@ -35,13 +35,13 @@ Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
-class NodeSums:
-    """Sums of one node over the steps of the open segment."""
+class LocalSums:
+    """Sums of one model over steps."""
 
     weight: float = 0.0
     loss: float = 0.0
     moved: float = 0.0
-    """Squared distance that mixing moved the node, added up."""
+    """Squared distance that mixing moved a node, added up."""
     grad_norm: float = 0.0
     """The largest before clipping, of those that are finite."""
     num_skipped: int = 0
@@ -60,23 +60,23 @@ class NodeSums:
 
 
 @dataclass(slots=True)
-class GossipNode:
-    """One replica, with nothing in common with the others but the job."""
+class LocalModel:
+    """One model, with nothing in common with the others but the job."""
 
     model: nn.Module
     params: list[tuple[str, nn.Parameter]]
     saved: TrainerState
     local_step: LocalStep
-    sums: NodeSums = field(default_factory=NodeSums)
+    sums: LocalSums = field(default_factory=LocalSums)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that are mixed with the neighbours': all trainable parameters."""
+        """The tensors that are joined with those of others: all trainable parameters."""
         return [param.detach() for _, param in self.params]
 
 
-def make_node(setup: Setup, model: nn.Module, num_steps: int) -> GossipNode:
-    """Return a node that trains this model, for so many steps of the whole job."""
+def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalModel:
+    """Return what trains this model, for so many steps of the whole job."""
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)
@@ -92,14 +92,14 @@ def make_node(setup: Setup, model: nn.Module, num_steps: int) -> GossipNode:
     must_divide, hooks = setup.job.window.must_divide, setup.callbacks
     local_step = LocalStep(StepTurn(params, passes, policy), must_divide, setup.numerics, hooks)
     saved = TrainerState(model, optimizer, params, execution.scale, None, None, None, schedule)
-    return GossipNode(model, params, saved, local_step)
+    return LocalModel(model, params, saved, local_step)
 
 
-def recorded_part(number: int, report: LocalReport) -> PartReport:
-    """What is recorded of a node's step."""
+def recorded_part(kind: str, number: int, report: LocalReport) -> PartReport:
+    """What is recorded of the step of a model of this kind, such as "node"."""
     counted = report.counted
     numbers = {"loss": counted.loss, "grad_norm": report.grad_norm, **means(counted.logged)}
-    return PartReport(f"node/{number}", {**in_training(numbers), **report.learning_rates})
+    return PartReport(f"{kind}/{number}", {**in_training(numbers), **report.learning_rates})
 
 
 def in_training(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -107,12 +107,12 @@ def in_training(numbers: Mapping[str, float]) -> dict[str, float]:
     return {f"train.{name}": value for name, value in numbers.items()}
 
 
-def node_prefix(number: int) -> str:
-    """Return what the names of a node begin with in the state of all nodes."""
-    return f"node{number}/"
+def prefix_of(kind: str, number: int) -> str:
+    """Return what the names of a model begin with in the state of all of them."""
+    return f"{kind}{number}/"
 
 
-def of_node(number: int, named: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what is a node's in the state of all nodes, under its own names."""
-    prefix = node_prefix(number)
+def own_part(kind: str, number: int, named: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what is one model's in the state of all of them, under its own names."""
+    prefix = prefix_of(kind, number)
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}

@@ -13,13 +13,14 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import Dataset, Gather
 from stratagem.worker.data.order.row_order import epoch_rows_of
+from stratagem.worker.engine.apart.gossip_trainer import GossipTrainer
+from stratagem.worker.engine.apart.local_steps_trainer import LocalStepsTrainer
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluator import make_evaluator
 from stratagem.worker.engine.step.callbacks import make_callbacks
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
-from stratagem.worker.engine.trainers.gossip_trainer import GossipTrainer
 from stratagem.worker.engine.trainers.inference import Inference
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -74,10 +75,32 @@ def build_gossip_trainer(
     weights: of each node's neighbours; needed where the job has a codec.
     """
     setup = _setup(job, entrypoints, device, False, sources, numerics)
-    models = {node: build_model(job, entrypoints, device=device, fresh=False) for node in nodes}
-    for model in models.values():
+    return GossipTrainer(setup, _models(job, entrypoints, device, nodes, setup), weights)
+
+
+def build_local_steps_trainer(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    replicas: range,
+    *,
+    device: torch.device,
+    sources: DataSources | None = None,
+    numerics: int = CURRENT,
+) -> LocalStepsTrainer:
+    """Builds a trainer of these replicas, each with a model of its own; load_state must come
+    first."""
+    setup = _setup(job, entrypoints, device, False, sources, numerics)
+    return LocalStepsTrainer(setup, _models(job, entrypoints, device, replicas, setup))
+
+
+def _models(
+    job: JobSpec, entrypoints: EntryPoints, device: torch.device, numbers: range, setup: Setup
+) -> dict[int, nn.Module]:
+    """Builds models that train apart from each other."""
+    made = {n: build_model(job, entrypoints, device=device, fresh=False) for n in numbers}
+    for model in made.values():
         setup.callbacks.built(model)
-    return GossipTrainer(setup, models, weights)
+    return made
 
 
 def _setup(

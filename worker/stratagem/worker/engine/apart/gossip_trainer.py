@@ -7,26 +7,27 @@ is the mean of all nodes. Knows no gRPC, no members and no coordinator.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.batch_shards import split_rows
-from stratagem.common.numerics.mixed_keys import Key
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import DataParallel
-from stratagem.worker.data.datasets import Coming
+from stratagem.worker.engine.apart.consensus_distance import consensus_distance
+from stratagem.worker.engine.apart.local_model import (
+    LocalSums,
+    in_training,
+    own_part,
+    prefix_of,
+)
+from stratagem.worker.engine.apart.local_models import LocalModels
+from stratagem.worker.engine.apart.node_mean import take_mean
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
-from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.callbacks import Callbacks
-from stratagem.worker.engine.step.forward_backward import Rows, Window, micro_batches
-from stratagem.worker.engine.step.local_step import LocalReport
 from stratagem.worker.engine.step.logged_sums import (
     NUM_EXTRAS,
     LoggedSums,
@@ -37,31 +38,22 @@ from stratagem.worker.engine.step.logged_sums import (
 from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import (
-    PartReport,
     SegmentSummary,
     StepReport,
     Tally,
 )
-from stratagem.worker.engine.trainers.consensus_distance import consensus_distance
-from stratagem.worker.engine.trainers.gossip_node import (
-    GossipNode,
-    NodeSums,
-    in_training,
-    make_node,
-    node_prefix,
-    of_node,
-    recorded_part,
-)
-from stratagem.worker.engine.trainers.node_mean import take_mean
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State
-from stratagem.worker.engine.trainers.training_rows import TrainingRows
 from stratagem.worker.exchange.gossip.gossip_averaging import GossipExchange
 from stratagem.worker.exchange.gossip.gossip_distances import neighbour_distance
 from stratagem.worker.exchange.gossip.public_copies import PublicCopies
 
 _NUM_COLUMNS: Final = 6
 """Columns of the table in which a segment's summary is added up."""
+
+
+NODE: Final = "node"
+"""What a model is called here."""
 
 
 class GossipTrainer:
@@ -79,12 +71,9 @@ class GossipTrainer:
         """setup.model becomes the mean of all nodes at the end of each segment; models by node.
         weights: of each node's neighbours; needed where the job has a codec."""
         job = setup.job
-        self._rows = TrainingRows(setup)
         self._setup, self._job, self.model = setup, job, setup.model
-        self.num_steps = self._rows.num_steps
-        self._nodes = {n: make_node(setup, model, self.num_steps) for n, model in models.items()}
-        if not all(node.params for node in self._nodes.values()):
-            raise InvalidInputError.at("model", "has no trainable parameter")
+        self._models = LocalModels(setup, models, NODE)
+        self._nodes, self.num_steps = self._models.by_number, self._models.num_steps
         params = next(iter(self._nodes.values())).params
         is_coded = job.compression is not None and job.compression.codec != "none"
         self.public = (
@@ -110,24 +99,11 @@ class GossipTrainer:
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the nodes' coming steps read ahead."""
-        self._setup.gather.expect(self._coming(num_shards, to_step))
-
-    def _coming(self, num_shards: int, to_step: int) -> Iterator[Coming]:
-        for step in range(self.step, to_step):
-            batch = self._rows.batch(step)
-            shards = split_rows(batch.num_rows, num_shards)
-            for number in self._nodes:
-                rows = self._rows.rows(batch, shards[number])
-                cuts = self._rows.window.cut(len(shards[number]))
-                yield from micro_batches(rows, cuts, partial(self._key, step, number))
-
-    def _key(self, step: int, number: int, micro_batch: int) -> Key:
-        return (self._job.seed, step, number, micro_batch)
+        self._models.expect(num_shards, self.step, to_step)
 
     def lower_rates(self, num_reductions: int) -> None:
         """Sets the rates to those after as many reductions of a plateau, from the next step on."""
-        for node in self._nodes.values():
-            node.local_step.turn.policy.lower_rates(num_reductions)
+        self._models.lower_rates(num_reductions)
 
     def train_step(
         self,
@@ -145,21 +121,8 @@ class GossipTrainer:
         for it, is of all nodes after mixing. After an error the nodes are at different
         steps, and the trainer is of no more use.
         """
-        if [*owned] != [*self._nodes]:
-            raise ValueError(f"the nodes here are {[*self._nodes]}, not {[*owned]}")
-        batch = self._rows.batch(self.step)
-        shards = split_rows(batch.num_rows, num_shards)
-        lr_factor = learning_rate_factor(self._job.optimizer, self.step, self.num_steps)
-        own, rates = NodeSums(), self._rates(lr_factor)
-        parts: list[PartReport] = []
-        for number, node in self._nodes.items():
-            if len(shards[number]):  # a node without rows only mixes
-                rows = self._rows.rows(batch, shards[number])
-                node.local_step.turn.passes.execution.begin_batch(batch.num_rows)
-                report = self._local_step(number, node, rows, lr_factor)
-                node.sums.add(report)
-                own.add(report)
-                parts.append(recorded_part(number, report))
+        taken = self._models.take_step(self.step, owned, num_shards)
+        own = taken.sums
         failpoint("worker.gossip.before_mix")
         tensors = {number: node.tensors for number, node in self._nodes.items()}
         waits_since_s = time.perf_counter()
@@ -177,7 +140,7 @@ class GossipTrainer:
             step=self.step,
             loss=own.loss / own.weight if own.weight else math.nan,
             weight=own.weight,
-            num_rows=batch.num_rows,
+            num_rows=taken.num_rows,
             stop=False,
             grad_norm=own.grad_norm,
             num_skipped=own.num_skipped,
@@ -186,32 +149,11 @@ class GossipTrainer:
                 "neighbour_distance": neighbour_distance([*distances.values()]),
                 **self._measured,
             },
-            learning_rates=rates,
+            learning_rates=taken.learning_rates,
             exchange_wait_s=wait_s,
-            parts=parts,
+            parts=taken.parts,
             measured=in_training(self._measured) if is_due else {},
         )
-
-    def _rates(self, lr_factor: float) -> Mapping[str, float]:
-        """The learning rates of the first own node's next update."""
-        policy = next(iter(self._nodes.values())).local_step.turn.policy
-        return policy.rates.of_update(lr_factor, policy.schedule)
-
-    def _local_step(
-        self, number: int, node: GossipNode, rows: Rows, lr_factor: float
-    ) -> LocalReport:
-        """One optimizer step with the mean gradient of the node's rows."""
-        node.model.train()
-        window = Window(
-            self._rows.window.cut(len(rows.indices)),
-            key=partial(self._key, self.step, number),
-            before_backward=lambda _: failpoint("worker.gossip.before_backward"),
-        )
-        try:
-            step = self.step + 1
-            return node.local_step.run(rows, window, lr_factor=lr_factor, step=step, number=step)
-        finally:
-            node.local_step.turn.passes.randomness.end()
 
     def end_segment(self, exchange: GossipExchange, tally: Tally) -> SegmentSummary:
         """Makes `model` the mean of all nodes; the summary, over all nodes, says how far they are
@@ -241,7 +183,7 @@ class GossipTrainer:
         weight, loss, moved, square, num_skipped = map(math.fsum, by_column[:-1])
         num_rounds = exchange.num_nodes * max(1, self._num_segment_steps)
         for node in self._nodes.values():
-            node.sums = NodeSums()
+            node.sums = LocalSums()
         self._num_segment_steps = 0
         return SegmentSummary(
             loss=loss / weight if weight else 0.0,
@@ -249,7 +191,7 @@ class GossipTrainer:
                 "consensus_distance": math.sqrt(square / exchange.num_nodes),
                 "mixing_distance": math.sqrt(moved / num_rounds),
                 "max_grad_norm": max(by_column[-1]),
-                **({"skipped_steps": num_skipped} if self._rows.window.may_skip else {}),
+                **({"skipped_steps": num_skipped} if self._models.rows.window.may_skip else {}),
                 **means(logged),
             },
             traffic={} if self.public is None else asdict(self.public.take_traffic()),
@@ -284,8 +226,12 @@ class GossipTrainer:
             own, numbers = node.saved.parts()
             public = self.public.state(number) if self.public is not None else {}
             named = {**own, **public}
-            tensors |= {f"{node_prefix(number)}{name}": tensor for name, tensor in named.items()}
-            metadata |= {f"{node_prefix(number)}{name}": value for name, value in numbers.items()}
+            tensors |= {
+                f"{prefix_of(NODE, number)}{name}": tensor for name, tensor in named.items()
+            }
+            metadata |= {
+                f"{prefix_of(NODE, number)}{name}": value for name, value in numbers.items()
+            }
         return state_format.copied(dict(sorted(tensors.items()))), metadata
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -294,13 +240,13 @@ class GossipTrainer:
         state_format.load_model_state(self.model, tensors)
         for number, node in self._nodes.items():
             own, numbers = (
-                of_node(number, tensors) or tensors,
-                of_node(number, metadata) or metadata,
+                own_part(NODE, number, tensors) or tensors,
+                own_part(NODE, number, metadata) or metadata,
             )
             node.saved.load_parts(own, numbers, step)
         if self.public is not None:
             for number in self.public.nodes:
-                self.public.load(number, of_node(number, tensors) or tensors)
+                self.public.load(number, own_part(NODE, number, tensors) or tensors)
         self.step = step
 
     def fingerprint(self) -> str:

@@ -1,0 +1,176 @@
+"""Training of the replicas that one member owns, which take local steps (local SGD, DiLoCo).
+
+Every replica has parameters, buffers and an optimizer of its own. A step is a step of each on its
+shard of the global batch; after every `local_steps` of them, and after the last one, an outer step
+joins all replicas into what is committed and evaluated. Knows no gRPC, no members and no
+coordinator.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor, nn
+
+from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import local_steps_of
+from stratagem.common.strategy.local_steps import is_outer_step
+from stratagem.worker.engine.apart.local_model import in_training, own_part, prefix_of
+from stratagem.worker.engine.apart.local_models import LocalModels
+from stratagem.worker.engine.apart.outer_step import OuterStep
+from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
+from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.step.callbacks import Callbacks
+from stratagem.worker.engine.step.logged_sums import means
+from stratagem.worker.engine.step.model_buffers import constant_buffers
+from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
+from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.engine.trainers.trainer_state import State
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.reducer import GradientReducer
+
+REPLICA: Final = "replica"
+"""What a model is called here."""
+
+
+class LocalStepsTrainer:
+    """The replicas of one member. Used by one thread."""
+
+    is_sole_copy: Final = True
+    """No other member has these replicas."""
+
+    def __init__(self, setup: Setup, models: Mapping[int, nn.Module]) -> None:
+        """setup.model becomes what the replicas have in common; models: by number."""
+        local_steps = local_steps_of(setup.job.strategy)
+        assert local_steps is not None
+        self._setup, self._local_steps, self.model = setup, local_steps, setup.model
+        self._models = LocalModels(setup, models, REPLICA)
+        self._replicas, self.num_steps = self._models.by_number, self._models.num_steps
+        self._outer = OuterStep(setup, self._replicas)
+        self.step = 0
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """The hooks of the user's."""
+        return self._setup.callbacks
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about settings that are carried out in another way than they say."""
+        return self._setup.notes
+
+    @property
+    def buckets(self) -> GradientBuckets:
+        """The storage of what is exchanged; it outlives memberships."""
+        return self._outer.buckets
+
+    def expect(self, owned: range, num_shards: int, to_step: int) -> None:
+        """Has the micro-batches of the replicas' coming steps read ahead."""
+        self._models.expect(num_shards, self.step, to_step)
+
+    def lower_rates(self, num_reductions: int) -> None:
+        """Sets the rates to those after as many reductions of a plateau, from the next step on."""
+        self._models.lower_rates(num_reductions)
+
+    def train_step(
+        self,
+        exchange: GradientReducer,
+        owned: range,
+        num_shards: int,
+        *,
+        stop: bool = False,
+        answer: StepAnswer = NO_ANSWER,
+    ) -> StepReport:
+        """A step of each own replica, and where it is due the outer step of all. A replica is a
+        shard; replicas have no step in common after which they could stop.
+
+        The loss is of the own replicas; what is measured where they are joined is of all. After an
+        error the replicas are at different steps, and the trainer is of no more use.
+        """
+        taken = self._models.take_step(self.step, owned, num_shards)
+        own, step = taken.sums, self.step + 1
+        wait_s, measured = 0.0, {}
+        if is_outer_step(step, self._local_steps, self.num_steps):
+            failpoint("worker.outer_step.before_exchange")
+            joined = self._outer.run(exchange, step)
+            wait_s = joined.wait_s
+            numbers = {"loss": joined.loss, "outer_grad_norm": joined.grad_norm}
+            measured = in_training({k: v for k, v in numbers.items() if math.isfinite(v)})
+            failpoint("worker.outer_step.applied")
+        self.step = step
+        return StepReport(
+            step=step,
+            loss=own.loss / own.weight if own.weight else math.nan,
+            weight=own.weight,
+            num_rows=taken.num_rows,
+            stop=False,
+            grad_norm=own.grad_norm,
+            num_skipped=own.num_skipped,
+            logged=own.logged,
+            learning_rates=taken.learning_rates,
+            exchange_wait_s=wait_s,
+            parts=taken.parts,
+            measured=measured,
+        )
+
+    def end_segment(self, exchange: GradientReducer, tally: Tally) -> SegmentSummary:
+        """Returns the summary over all replicas, which were joined in the segment's last step. The
+        sums are kept here, not taken from the tally."""
+        sums = self._outer.take_sums()
+        skipped = {"skipped_steps": float(sums.num_skipped)}
+        return SegmentSummary(
+            loss=sums.loss / sums.weight if sums.weight else 0.0,
+            metrics={
+                "max_grad_norm": sums.max_grad_norm,
+                "outer_grad_norm": sums.outer_grad_norm,
+                **(skipped if self._models.rows.window.may_skip else {}),
+                **means(sums.logged),
+            },
+        )
+
+    def evaluator(self) -> Evaluator:
+        """Returns the evaluator of what the replicas have in common."""
+        self.model.eval()
+        return self._setup.evaluator
+
+    def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
+        """Returns the sums of the share's batches."""
+        with constant_buffers(self.model):
+            return self.evaluator().parts_of(share)
+
+    def copy_state(self, *, is_first: bool = True) -> State:
+        """Copies on the CPU in order of name: `replica<i>/…` of the own replicas, whose models are
+        the common one where they are joined, and that of the first member."""
+        tensors, metadata = self._common_state() if is_first else ({}, {})
+        metadata |= state_format.state_metadata(self.step)
+        for number, replica in self._replicas.items():
+            own, numbers = replica.saved.parts()
+            prefix = prefix_of(REPLICA, number)
+            tensors |= {
+                f"{prefix}{name}": tensor
+                for name, tensor in own.items()
+                if not name.startswith(state_format.MODEL)
+            }
+            metadata |= {f"{prefix}{name}": value for name, value in numbers.items()}
+        return state_format.copied(dict(sorted(tensors.items()))), metadata
+
+    def _common_state(self) -> State:
+        tensors = {**state_format.model_state(self.model), **self._outer.state()}
+        return tensors, state_format.state_metadata(self.step)
+
+    def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Continues from a state where the replicas are joined; from one without replicas each
+        begins with what is there of an optimizer."""
+        step = state_format.step_of(metadata)
+        state_format.load_model_state(self.model, tensors)
+        for number, replica in self._replicas.items():
+            own = own_part(REPLICA, number, tensors)
+            numbers = own_part(REPLICA, number, metadata)
+            replica.saved.load_parts({**tensors, **own}, {**metadata, **numbers}, step)
+        self._outer.load(tensors)
+        self.step = step
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of what all members hold alike."""
+        return state_format.fingerprint(*self._common_state())
