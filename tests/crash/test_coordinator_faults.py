@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.client.cli.progress import RunDisplay
+from stratagem.client.report.run_course import RunCourse
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Phase
 from stratagem.client.terminal.followed_run import FollowedRun
@@ -166,6 +167,8 @@ def test_nothing_has_expired_when_a_coordinator_returns_after_long(
         for run in (rounds, steps):
             formed = [e for e in events_of(run) if e.kind == "MembersFormed"]
             assert len(formed) == 1, "a worker was given up"
+            (away,) = RunCourse.of(run.events(), run.status().job).outages.outages
+            assert away.seconds > 9.0
         assert {w.worker_id: w.incarnation for w in client.workers()} == starts
 
 

@@ -10,7 +10,7 @@ from stratagem.client.pictures.curve_rows import Line
 from stratagem.client.pictures.decisions import DecisionMark, decisions
 from stratagem.client.pictures.histogram import histogram
 from stratagem.client.pictures.lineage import LineageNode, lineage
-from stratagem.client.pictures.members import Stay, members
+from stratagem.client.pictures.members import AWAY, Stay, members
 from stratagem.client.pictures.parallel_axes import Trial, parallel_axes
 from stratagem.client.pictures.party_tree import PartyRow, party_tree
 from stratagem.client.pictures.picture import Picture
@@ -95,7 +95,9 @@ def make(text: str = "") -> dict[str, Callable[[int], Picture]]:
         "curve": draw(curve, lines, marks),
         "curve-log": draw(curve, lines, log=True, unit="round"),
         "members": draw(members, stays, now=60.0),
+        "members-away": draw(members, stays, now=60.0, aways=[(20.0, 24.5), (30.0, 58.0)]),
         "time-line": draw(time_line, spans),
+        "time-line-away": draw(time_line, [Span("coordinator", 9.0, 33.0, AWAY), *spans]),
         "topology": draw(
             *(topology, [f"node {n}" for n in range(3)], edges),
             workers=[f"worker-{n // 2}{text}" for n in range(3)],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stratagem.client.history.step_history import History, StepSeries
-from stratagem.client.pictures.drawing.scales import short
+from stratagem.client.pictures.drawing.scales import duration, short
 from stratagem.client.report.curve_panels import curve_panels
 from stratagem.client.report.lines import recorded as recorded_of
 from stratagem.client.report.notebook import (
@@ -24,7 +24,7 @@ from stratagem.client.report.notebook import (
     run_html,
 )
 from stratagem.client.report.pages.html_page import page
-from stratagem.client.report.run_panels import strategy_panels
+from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.views import Commit, Event, Phase, UserError, Worker
 from stratagem.common.base.errors import WrongStateError
@@ -246,6 +246,30 @@ def test_a_pipeline_shows_when_its_stages_did_what_once_they_have_told() -> None
     assert "clocks" not in panel.note, "both are on one machine"
     part = History([replace(one, name="train.loss", party="")])
     assert part.with_newest_of(history).keys() == {"train.loss", *values}
+
+
+def test_a_coordinator_that_was_away_has_a_lane_among_the_members_and_in_the_time_line() -> None:
+    run = reported("golden-pipeline")
+    assert "coordinator" not in time_line_panel(run).draw(720).description
+    at = next(n for n, each in enumerate(run.events) if each.kind == "SegmentFinished") + 1
+    events: list[Event] = [
+        replace(
+            each,
+            time_s=each.time_s + (12.0 if number >= at else 0.0),
+            leader_s=1.0 + each.time_s - run.events[0].time_s,
+        )
+        for number, each in enumerate(golden("golden-pipeline"))
+    ]
+    away = ReportedRun.of(run.status, events)
+    (panel,) = (each for each in strategy_panels(away) if each.name == "members")
+    row = panel.draw(720).table.rows[0]
+    since = duration(events[at - 1].time_s - events[0].time_s)
+    assert (row[0], row[2], row[4]) == ("coordinator", since, "coordinator away, 12 s at most")
+    assert "coordinator away, 12 s at most" in panel.draw(720).description
+    assert "went on with what they had" in panel.note
+    rows = time_line_panel(away).draw(720).table.rows
+    assert rows[0] == ("coordinator", "coordinator away", "1", "12 s")
+    assert rows[1:] == time_line_panel(run).draw(720).table.rows
 
 
 def test_nodes_that_gossip_have_a_loss_each() -> None:

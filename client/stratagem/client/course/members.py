@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stratagem.client.course.payloads import ended_by, party_of
+from stratagem.client.course.payloads import ENDS, ended_by, party_of
 from stratagem.client.course.shapes import EventLike
-
-_ENDS = ("RunCompleted", "StoppedEarly", "RunFailed", "RunCancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class MembersFolding:
                     party, [key for key in before if key not in now], event, event.payload["reason"]
                 )
                 self._open[party] = {**before, **{k: v for k, v in now.items() if k not in before}}
-            case kind if kind in _ENDS:
+            case kind if kind in ENDS:
                 for party in list(self._open):
                     self._end(party, list(self._open[party]), event, event.sentence)
 

@@ -6,9 +6,12 @@ Facts of a party below the root name its path; those of the root have "".
 import math
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from stratagem.client.course.shapes import EventLike
+
+ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFailed"})
+"""The facts that end a run."""
 
 
 def number(value: Any) -> float:

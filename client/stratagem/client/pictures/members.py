@@ -1,7 +1,8 @@
 """Members of a run: a lane for each worker, and why it was a member no longer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from stratagem.client.pictures.drawing.colours import NUM_SERIES, series_colour
 from stratagem.client.pictures.drawing.frame import box_sign
@@ -28,10 +29,25 @@ class Stay:
     """What it did for the party, such as "client 3"."""
 
 
-def members(stays: Sequence[Stay], *, title: str, now: float, width: int = 720) -> Picture:
+AWAY: Final = "coordinator away"
+
+
+def away_text(seconds: float) -> str:
+    """Return how long the coordinator was away, in words."""
+    return f"{AWAY}, {duration(seconds)} at most"
+
+
+def members(
+    stays: Sequence[Stay],
+    *,
+    title: str,
+    now: float,
+    aways: Sequence[tuple[float, float]] = (),
+    width: int = 720,
+) -> Picture:
     """Return a lane for each worker, and further ones below it for what it did at the same time;
     parties have colours of their own. now: the time until which those are drawn that have not
-    ended."""
+    ended. aways: from when until when the coordinator was away, in a lane of its own above."""
     in_order = sorted(stays, key=lambda each: (natural(each.worker), each.start, each.party))
     names, places = _placed(in_order, now)
     parties = sorted({stay.party for stay in stays}, key=natural)
@@ -45,6 +61,10 @@ def members(stays: Sequence[Stay], *, title: str, now: float, width: int = 720) 
         )
         for place, stay in zip(places, in_order, strict=True)
     ]
+    if aways:
+        names = ["coordinator", *names]
+        bars = [replace(bar, lane=bar.lane + 1) for bar in bars]
+        bars += [Bar(0, *each, "warn", _away(each), inside=_short(each)) for each in aways]
     signs = [
         (box_sign(colours[party], fill_opacity="0.82"), party or "member") for party in parties
     ]
@@ -52,8 +72,10 @@ def members(stays: Sequence[Stay], *, title: str, now: float, width: int = 720) 
         signs = [(box_sign("s1", fill_opacity="0.82"), f"member of one of {len(parties)} parties")]
     if any(stay.is_lost for stay in stays):
         signs.append((label(-5, 5, "✕", fill="bad", size=13, weight="700"), "lost"))
+    if aways:
+        signs.append((box_sign("warn", fill_opacity="0.82"), AWAY))
     content, height = lanes(names, bars, signs, width=width, end=now)
-    rows = [
+    rows = [("coordinator", "", *map(duration, each), _away(each)) for each in aways] + [
         (
             *(stay.worker, stay.party or "the run", duration(stay.start)),
             "" if stay.end is None else duration(stay.end),
@@ -63,8 +85,18 @@ def members(stays: Sequence[Stay], *, title: str, now: float, width: int = 720) 
     ]
     lost, workers = sum(stay.is_lost for stay in stays), len({stay.worker for stay in stays})
     words = f"{workers} workers within {duration(now)}; {lost or 'none'} lost"
+    if aways:
+        words += f"; {away_text(sum(end - start for start, end in aways))}"
     table = NumberTable(("worker", "of", "from", "to", "why it ended"), thinned(rows, 200))
     return Picture(title, words, width, height, content, table)
+
+
+def _away(span: tuple[float, float]) -> str:
+    return away_text(span[1] - span[0])
+
+
+def _short(span: tuple[float, float]) -> str:
+    return f"away {duration(span[1] - span[0])}"
 
 
 def _placed(stays: Sequence[Stay], now: float) -> tuple[list[str], list[int]]:

@@ -8,6 +8,7 @@ from stratagem.client.pictures.drawing.colours import series_colour
 from stratagem.client.pictures.drawing.frame import box_sign
 from stratagem.client.pictures.drawing.lanes import Bar, lanes
 from stratagem.client.pictures.drawing.scales import duration
+from stratagem.client.pictures.members import AWAY
 from stratagem.client.pictures.picture import NumberTable, Picture, thinned
 
 
@@ -38,17 +39,22 @@ def time_line(
     """Return the spans in the lanes that they name, in order of first mention, coloured by kind."""
     names = list(dict.fromkeys(span.lane for span in spans))
     kinds = list(dict.fromkeys(span.kind for span in spans))
-    places, colours = {n: i for i, n in enumerate(names)}, {k: i for i, k in enumerate(kinds)}
+    places, colours = (
+        {n: i for i, n in enumerate(names)},
+        {k: i for i, k in enumerate(k for k in kinds if k != AWAY)},
+    )
+    shades = {kind: series_colour(at) for kind, at in colours.items()} | {AWAY: "warn"}
     bars = [
         Bar(
-            *(places[span.lane], span.start, span.end, series_colour(colours[span.kind])),
+            *(places[span.lane], span.start, span.end, shades[span.kind]),
             f"{span.text or span.kind}, {duration(span.end - span.start)}",
+            inside=f"away {duration(span.seconds)}" if span.kind == AWAY else "",
             count=span.count,
         )
         for span in spans
     ]
     last = max((span.end for span in spans), default=0.0) if end is None else end
-    signs = [(box_sign(series_colour(at), fill_opacity="0.82"), k) for at, k in enumerate(kinds)]
+    signs = [(box_sign(shades[kind], fill_opacity="0.82"), kind) for kind in kinds]
     content, height = lanes(names, bars, signs, width=width, end=last)
     counts: defaultdict[tuple[str, str], int] = defaultdict(int)
     times: defaultdict[tuple[str, str], float] = defaultdict(float)

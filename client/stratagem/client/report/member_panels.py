@@ -21,8 +21,13 @@ def member_panels(run: ReportedRun) -> list[Panel]:
     if not stays:
         return []
 
+    aways = [
+        (each.began_s - run.began_s, each.ended_s - run.began_s)
+        for each in run.course.outages.outages
+    ]
+
     def draw(width: int) -> Picture:
-        return members_picture(stays, title="Members", now=run.seconds, width=width)
+        return members_picture(stays, title="Members", now=run.seconds, aways=aways, width=width)
 
     trained = max(
         sum(len(each.clients) for each in party.rounds) for party in run.course.parties.values()
@@ -35,6 +40,11 @@ def member_panels(run: ReportedRun) -> list[Panel]:
         )
     if trained > MAX_CLIENTS:
         notes.append(f"Of clients the newest {MAX_CLIENTS} at most.")
+    if aways:
+        notes.append(
+            "While the coordinator was away, members went on with what they had; it may have left "
+            "later than drawn, as it writes down only what happens."
+        )
     return [Panel("members", "Members", draw, " ".join(notes))]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Self
 
 from stratagem.client.course.clients import FederatedClient, Home, homes, of_rounds
 from stratagem.client.course.members import MembersFolding
+from stratagem.client.course.outages import OutagesFolding
 from stratagem.client.course.payloads import party_of
 from stratagem.client.course.population import PopulationFolding
 from stratagem.client.course.rounds import Round, RoundsFolding
@@ -103,7 +104,7 @@ class RunCourse:
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
         """By path, in order of first mention; "" is the root."""
         self.members, self.population = MembersFolding(), PopulationFolding(job)
-        self.time_marks = TimeMarks()
+        self.time_marks, self.outages = TimeMarks(), OutagesFolding()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         """Of a strategy that is not one of the built-in ones, the newest ones."""
 
@@ -140,6 +141,9 @@ class RunCourse:
         self.parties[party].fold_own(event)
         self.members.fold(event)
         self.population.fold(event)
+        outage = self.outages.fold(event)
+        if outage is not None:
+            self.time_marks.add_outage(outage, self.began_s)
         self.time_marks.fold(event, self.began_s)
         if event.kind == "Noted":
             kind, reason = str(event.payload["kind"]), str(event.payload.get("reason") or "")

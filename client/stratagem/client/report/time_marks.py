@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from stratagem.client.course.outages import Outage
 from stratagem.client.course.payloads import party_of
 from stratagem.client.course.shapes import EventLike
 from stratagem.client.pictures.drawing.order import natural
+from stratagem.client.pictures.members import AWAY
 from stratagem.client.pictures.time_line import Span
 
 MAX_MARKS: Final = 4096
@@ -27,7 +29,17 @@ _INSTANTS: Final = {
 """Lane and words, by kind of event."""
 
 
-_LANES: Final = ("members", _TRAINING, "", "clients", "rounds", "generations", "commits")
+COORDINATOR: Final = "coordinator"
+_LANES: Final = (
+    COORDINATOR,
+    "members",
+    _TRAINING,
+    "",
+    "clients",
+    "rounds",
+    "generations",
+    "commits",
+)
 """From top to bottom; "": those of parties."""
 
 
@@ -57,6 +69,11 @@ class TimeMarks:
         elif event.kind in _INSTANTS:
             lane, words = _INSTANTS[event.kind]
             self._add(Span(lane, at, at, words, event.sentence))
+
+    def add_outage(self, outage: Outage, began_s: float) -> None:
+        """Take an outage of the coordinator."""
+        start, end = outage.began_s - began_s, outage.ended_s - began_s
+        self._add(Span(COORDINATOR, start, end, AWAY))
 
     @property
     def spans(self) -> list[Span]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.course.payloads import ENDS
 from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun, evaluations_in
 from stratagem.client.terminal.run_line import (
@@ -21,8 +22,6 @@ from stratagem.client.terminal.wording import number_text
 from stratagem.common.base.wording import values_text
 
 TROUBLE: Final = frozenset({"BuildFailed", "PartyFailed", "ProcessDied", "RoundWaits"})
-ENDS: Final = frozenset({"RunCompleted", "StoppedEarly", "RunCancelled", "RunFailed"})
-"""The facts that end a run. Why it has failed is said once, by who follows it."""
 ONCE: Final = frozenset({"RunSubmitted", "RunResumed", "ModelBuilt", "Noted"})
 """Facts about the whole run whose sentence says all."""
 
