@@ -258,14 +258,28 @@ def _object_rows(
         sort, allowed = _said(info)
         allowed = "any that can be nested" if sort == "strategy" else allowed
         yield (f"`{owner}`", f"`{prefix}{name}`", sort, default_text(info), allowed)
+        if (section := _untagged(info.annotation)) is not None:
+            yield from _object_rows(section, f"{prefix}{name}.", owner)
     if options is not None:
         yield from _object_rows(options.annotation, "options.", owner)  # type: ignore[arg-type]
 
 
+def _tags(kind: type[DocumentValue]) -> list[str]:
+    return [name for name, info in kind.__pydantic_fields__.items() if info.kw_only]
+
+
+def _untagged(annotation: Any) -> type[DocumentValue] | None:
+    """The one kind of mapping that a field holds, if it holds one that has no tag."""
+    kinds = [part for part in get_args(annotation) or [annotation] if part is not type(None)]
+    if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], DocumentValue):
+        return None if _tags(kinds[0]) else kinds[0]
+    return None
+
+
 def _choices(kinds_of_it: list[type[DocumentValue]]) -> str:
-    ((tag, _),) = [
-        (name, info) for name, info in kinds_of_it[0].__pydantic_fields__.items() if info.kw_only
-    ]
+    if not _tags(kinds_of_it[0]):
+        return "with the keys that follow"
+    (tag,) = _tags(kinds_of_it[0])
     names = [kind.__pydantic_fields__[tag].default for kind in kinds_of_it]
     return f"`{tag}`: " + ", ".join(f"`{name}`" for name in names)
 

@@ -185,9 +185,12 @@ def test_a_client_that_fails_is_rejected_alone_in_every_round() -> None:
     assert run_of(simulation) == run
 
 
+MACHINES = (Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT, Cause.OUTSIDE_WINDOW)
+
+
 @pytest.mark.parametrize(
     ("cause", "is_reproducible"),
-    [(each, each not in (Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT)) for each in Cause],
+    [(each, each not in MACHINES) for each in Cause],
 )
 def test_what_depends_on_machines_is_not_reproducible(cause: Cause, is_reproducible: bool) -> None:
     simulation = opened(federation(), "a")

@@ -63,6 +63,7 @@ from stratagem.common.strategy.kinds import (
     local_steps_of,
 )
 from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
+from stratagem.common.strategy.membership_options import Roster, Strikes
 from stratagem.common.strategy.robust import (
     Bulyan,
     GeometricMedian,
@@ -126,8 +127,10 @@ __all__ = [
     "RemoteTarget",
     "Resample",
     "RobustRule",
+    "Roster",
     "ServerOptimizer",
     "Strategy",
+    "Strikes",
     "Tag",
     "TrimmedMean",
     "Truncation",

@@ -12,7 +12,8 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import MAX_UNSIGNED, Positive, SharedCount
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
-from stratagem.common.strategy.robust import RobustRule
+from stratagem.common.strategy.membership_options import Roster, Strikes
+from stratagem.common.strategy.robust import RobustRule, fewest_updates
 
 if TYPE_CHECKING:
     from stratagem.common.strategy.kinds import StrategyField  # which is made with these options
@@ -64,6 +65,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     max_staleness: how many rounds late an update may be, where they are not refused. inner: how a
     client trains when it is several workers, a silo; one worker unless given. robust: what takes
     the place of the weighted mean, so that a minority of false updates leads the model nowhere.
+    roster: who takes part; num_clients from the start unless given. strikes: when a client that
+    keeps failing is left alone for some rounds; never unless given.
     """
 
     local_epochs: SharedCount = 1
@@ -78,6 +81,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     on_client_error: Literal["reject", "fail"] = "reject"
     on_missing_quorum: Literal["fail", "wait"] = "fail"
     robust: Annotated[RobustRule, Field(discriminator="name")] | None = None
+    roster: Roster | None = None
+    strikes: Strikes | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:
@@ -94,3 +99,27 @@ class FederatedOptions(DocumentValue, is_extras=True):
         if self.late_updates != REFUSE and self.robust is not None:
             text = "robust compares updates that began from one state, and late ones did not"
             raise InvalidInputError.at("late_updates", text)
+        if self.strikes is not None and self.on_client_error == "fail":
+            text = 'no client fails twice: on_client_error is "fail"; use "reject"'
+            raise InvalidInputError.at("strikes", text)
+        self._check_open_roster()
+
+    def _check_open_roster(self) -> None:
+        roster = self.roster
+        if roster is None or not roster.open:
+            return
+        if self.inner is not None:
+            text = "a silo is several workers, and who joins an open roster is one; leave one out"
+            raise InvalidInputError.at("roster.open", text)
+        if type(self.quorum) is int and self.quorum > roster.min_clients:
+            text = f"{self.quorum} is more than roster.min_clients, {roster.min_clients}"
+            raise InvalidInputError.at("quorum", f"{text}: a round could not close")
+        fewest = fewest_updates(self.robust)
+        if fewest > roster.min_clients:
+            text = f"{roster.min_clients} is less than the {fewest} updates that robust needs"
+            raise InvalidInputError.at("roster.min_clients", text)
+
+    @property
+    def open_roster(self) -> Roster | None:
+        """The roster, where clients join and leave while the run goes on."""
+        return self.roster if self.roster is not None and self.roster.open else None

@@ -159,6 +159,10 @@ class Federated(DocumentValue, tag="type"):
         if type(options.quorum) is int and options.quorum > self.num_clients:
             text = f"{options.quorum} is more than num_clients, {self.num_clients}"
             violations.append(Violation("options.quorum", text))
+        roster = options.open_roster
+        if roster is not None and roster.min_clients > self.num_clients:
+            text = f"{roster.min_clients} is more than num_clients, {self.num_clients}"
+            violations.append(Violation("options.roster.min_clients", text))
         has_server_optimizer = isinstance(self.aggregation, FedYogi)
         if not has_server_optimizer and (
             options.server_learning_rate != DEFAULT_SERVER_LEARNING_RATE

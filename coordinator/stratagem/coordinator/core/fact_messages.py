@@ -57,9 +57,21 @@ def _finished(fact: f.SegmentFinished) -> str:
 
 def _evaluated(fact: f.Evaluated) -> str:
     text = f"segment {fact.segment} evaluated"
+    if fact.without and not fact.metrics:
+        return f"{text} by nobody: all its clients have left"
     if fact.without:
         text += f" without {_few([f'client {client}' for client in fact.without])}, away too long"
     return f"{text}: {metrics_text(fact.metrics)}"
+
+
+def _client(binding: f.ClientBinding) -> str:
+    return f"client {binding.client} ({binding.worker_id})"
+
+
+def _selected(fact: f.ClientsSelected) -> str:
+    text = f"round {fact.round_num}: {counted(len(fact.clients), 'client')} selected"
+    excused = [f"{_few(list(map(str, e.clients)))}: {e.reason}" for e in fact.excused]
+    return f"{text}; not asked: {'; '.join(excused)}" if excused else text
 
 
 def _assigned(fact: f.ClientsAssigned) -> str:
@@ -144,9 +156,12 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         else f"segment {e.segment}: evaluated by client {e.client}"
     ),
     "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
-    "ClientsSelected": lambda e: (
-        f"round {e.round_num}: {counted(len(e.clients), 'client')} selected"
+    "ClientsJoined": lambda e: f"joined: {_few([_client(binding) for binding in e.clients])}",
+    "ClientLeft": lambda e: f"client {e.client} has left: {e.reason}",
+    "ClientBenched": lambda e: (
+        f"client {e.client} takes no part until round {e.until_round}: {e.reason}"
     ),
+    "ClientsSelected": _selected,
     "ClientsAssigned": _assigned,
     "UpdateReceived": lambda e: (
         f"round {e.round_num}: client {e.client} sent its update over {e.num_samples} samples, "

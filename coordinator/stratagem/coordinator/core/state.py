@@ -43,6 +43,8 @@ class WorkerRecord:
     """True when it was lost before it had begun the work it was given."""
     lost_s: float = 0.0
     """Leader-clock time of its loss, where it is not alive."""
+    registered_s: float = 0.0
+    """Leader-clock time at which it last said that it takes work."""
 
     @property
     def is_usable(self) -> bool:

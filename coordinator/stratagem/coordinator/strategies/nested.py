@@ -13,7 +13,7 @@ from itertools import chain
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Party, RunId, WorkerId, is_within
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import describe
+from stratagem.common.strategy import Federated, describe
 from stratagem.coordinator.core.effects import Base, Effect
 from stratagem.coordinator.core.facts import (
     Fact,
@@ -37,6 +37,9 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     if strategy.nesting is None:
         text = f"{describe(job.strategy)} cannot run inside another one: it cannot go on from a "
         return [Violation("strategy", text + "state that it is given (nesting)")]
+    if isinstance(job.strategy, Federated) and job.strategy.options.open_roster is not None:
+        text = "inside another strategy a federation has all its clients from the start; leave it "
+        return [Violation("strategy.options.roster.open", text + "out")]
     return strategy.check(job, strategies)
 
 

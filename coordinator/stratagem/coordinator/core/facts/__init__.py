@@ -31,12 +31,16 @@ from stratagem.coordinator.core.facts.federated_facts import ClientBinding as Cl
 from stratagem.coordinator.core.facts.federated_facts import ClientEvaluated as ClientEvaluated
 from stratagem.coordinator.core.facts.federated_facts import ClientsAssigned as ClientsAssigned
 from stratagem.coordinator.core.facts.federated_facts import ClientsSelected as ClientsSelected
+from stratagem.coordinator.core.facts.federated_facts import Excused as Excused
 from stratagem.coordinator.core.facts.federated_facts import RosterFormed as RosterFormed
 from stratagem.coordinator.core.facts.federated_facts import RoundClosed as RoundClosed
 from stratagem.coordinator.core.facts.federated_facts import RoundWaits as RoundWaits
 from stratagem.coordinator.core.facts.federated_facts import UpdateReceived as UpdateReceived
 from stratagem.coordinator.core.facts.federated_facts import UpdateRejected as UpdateRejected
 from stratagem.coordinator.core.facts.federated_facts import UpdatesJudged as UpdatesJudged
+from stratagem.coordinator.core.facts.membership_facts import ClientBenched as ClientBenched
+from stratagem.coordinator.core.facts.membership_facts import ClientLeft as ClientLeft
+from stratagem.coordinator.core.facts.membership_facts import ClientsJoined as ClientsJoined
 from stratagem.coordinator.core.facts.party_facts import BuildFailed as BuildFailed
 from stratagem.coordinator.core.facts.party_facts import Evaluated as Evaluated
 from stratagem.coordinator.core.facts.party_facts import MembersFormed as MembersFormed
@@ -87,6 +91,9 @@ Fact = (
     | Evaluated
     | ClientEvaluated
     | RosterFormed
+    | ClientsJoined
+    | ClientLeft
+    | ClientBenched
     | ClientsSelected
     | ClientsAssigned
     | UpdateReceived

@@ -17,6 +17,8 @@ class ClientEvaluated(Value):
     sums: Metrics
     reason: str = ""
     """Why there are no sums."""
+    has_left: bool = False
+    """True when it has left the federation before it could evaluate, which is no failure."""
 
 
 class ClientBinding(Value):
@@ -32,7 +34,16 @@ class RosterFormed(Value):
     clients: tuple[ClientBinding, ...]
 
 
+class Excused(Value):
+    """Clients that are not asked to take part in a round, for one reason."""
+
+    reason: str
+    clients: tuple[int, ...]
+
+
 class ClientsSelected(Value):
+    """A round opens with these clients; one that is open continues with others besides."""
+
     party: Party
     round_num: int
     clients: tuple[int, ...]
@@ -40,6 +51,8 @@ class ClientsSelected(Value):
     """Leader-clock time at which the round closes; None: when all have answered."""
     num_needed: int | None = None
     """The round closes with the first updates of this number; None: there is no such number."""
+    excused: tuple[Excused, ...] = ()
+    """The clients that could not be asked; not those that have left, or were not drawn."""
 
 
 class Assignment(Value):
@@ -85,8 +98,8 @@ class UpdateRejected(Value):
 
 
 class RoundWaits(Value):
-    """The open round has too few updates and continues; clients that have failed are asked
-    again."""
+    """The open round has too few updates, or the next one too few clients; clients that have failed
+    are asked again."""
 
     party: Party
     round_num: int
@@ -94,6 +107,8 @@ class RoundWaits(Value):
     num_needed: int | None = None
     """Number of updates with which the round closes; None: when all have answered."""
     asked_again: tuple[int, ...] = ()
+    until_s: float | None = None
+    """Leader-clock time at which the run fails if nothing has changed; None: it waits on."""
 
 
 class Accepted(Value):

@@ -27,6 +27,8 @@ class Cause(StrEnum):
     """The client's data or code raised TimeoutError."""
     REFUSED_BY_SITE = "refused_by_site"
     """The client's worker does not allow an entry point that the job names."""
+    OUTSIDE_WINDOW = "outside_window"
+    """The client's site takes part at certain times only, and this is none of them: no failure."""
     LATE = "late"
     """The round was closed without the client; never journaled."""
     UNKNOWN = "unknown"
@@ -36,4 +38,12 @@ class Cause(StrEnum):
     def is_of_the_job(self) -> bool:
         """True when another run of the job would fail in the same way: machines have no part in
         it."""
-        return self not in (Cause.MEMORY, Cause.CRASHED, Cause.TIMEOUT)
+        machines = (Cause.MEMORY, Cause.CRASHED, Cause.TIMEOUT)
+        return self not in machines and self is not Cause.OUTSIDE_WINDOW
+
+    @property
+    def is_fault(self) -> bool:
+        """True when the client's data, code or machine has failed; False when it was not willing,
+        came too late, or nothing is known."""
+        no_fault = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.LATE, Cause.UNKNOWN)
+        return self not in no_fault

@@ -12,6 +12,7 @@ from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
     TRAIN_LOSS,
+    ClientsJoined,
     DataUploaded,
     Evaluated,
     Fact,
@@ -97,7 +98,7 @@ def _workers_after(
 ) -> Mapping[WorkerId, WorkerRecord]:
     match fact:
         case WorkerRegistered():
-            record = WorkerRecord(fact.member, fact.address, fact.capability)
+            record = WorkerRecord(fact.member, fact.address, fact.capability, registered_s=time_s)
         case WorkerLost():
             record = replace(
                 workers[fact.member.worker_id],
@@ -204,7 +205,7 @@ def _needs_its_journal(fact: Fact) -> bool:
         case UpdateRejected():
             return not fact.cause.is_of_the_job
         case _:
-            return isinstance(fact, RoundWaits)
+            return isinstance(fact, RoundWaits | ClientsJoined)
 
 
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:

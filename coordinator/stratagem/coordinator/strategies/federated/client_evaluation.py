@@ -65,9 +65,12 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
     for segment, clients in value.evaluators.items():
         known = value.evaluations.get(segment, {})
         sums = _sums(value, segment)
-        failed = {client: fact.reason for client, fact in known.items() if fact.reason}
+        failed = {c: fact.reason for c, fact in known.items() if fact.reason and not fact.has_left}
         is_done = known.keys() == set(clients)
         must_fail = bool(failed) and spec_of(job).options.on_client_error == FAIL
+        if is_done and known and not sums and not failed:
+            left = tuple(sorted(known))
+            return Evaluated(party=value.party, segment=segment, metrics={}, without=left)
         if must_fail or (is_done and not sums):
             reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
             return RunFailed(reason=reason)

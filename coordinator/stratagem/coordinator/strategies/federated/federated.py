@@ -32,7 +32,11 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
     BuildFailed,
+    ClientBenched,
     ClientEvaluated,
+    ClientLeft,
+    ClientsAssigned,
+    ClientsJoined,
     ClientsSelected,
     Evaluated,
     Fact,
@@ -56,7 +60,8 @@ from stratagem.coordinator.strategies.evaluation.commit_metrics import (
     commit_metrics,
     is_evaluated,
 )
-from stratagem.coordinator.strategies.federated import late_updates
+from stratagem.coordinator.strategies.federated import late_updates, open_roster
+from stratagem.coordinator.strategies.federated.attendance import Attendance
 from stratagem.coordinator.strategies.federated.client_crashes import (
     crashed,
     too_deadly,
@@ -74,26 +79,28 @@ from stratagem.coordinator.strategies.federated.client_evaluation import (
 )
 from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
+    after_commit,
     again_after_resumption,
     due_clients,
     evaluates_at_clients,
     in_round,
-    next_round,
     spec_of,
 )
-from stratagem.coordinator.strategies.federated.federated_status import status
+from stratagem.coordinator.strategies.federated.federated_status import status, usable
 from stratagem.coordinator.strategies.federated.model_building import build_failed, fit, with_build
 from stratagem.coordinator.strategies.federated.round_closing import ask_again, close
 from stratagem.coordinator.strategies.federated.round_decisions import (
     assign,
+    bench,
     complete,
     form_roster,
+    is_evaluated_first,
     new_helper,
-    next_round_or_end,
+    next_round,
+    stopped_early,
 )
 from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
-from stratagem.coordinator.strategies.scheduling.placement import eligible
 
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
@@ -109,33 +116,57 @@ def decide_round(
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
     """Return the next fact of the round; while it is open, what `train` decides of its clients."""
-    workers = eligible(job, world, value.fingerprint)
-    if job.data.worker_local is not None:
-        workers = [w for w in workers if job.data.worker_local in w.capability.local_data]
+    workers = usable(job, value, world)
     if failed := forbidden(job, value) or build_failed(job, value, workers) or too_deadly(value):
         return failed
-    has_begun = value.committed is not None or bool(value.helper)
-    if not has_begun and form_roster(job, value, workers) is None:
-        return None  # nothing is built for clients that are not here
+    are_enough, fact = _gathered(job, value, workers, now_s)
+    if not are_enough:
+        return fact  # nothing is built for clients that are not here
     if helper := new_helper(job, value, fit(value, workers)):
         return helper
     if value.committed is None:
         return None
+    spoken: Fact | None
     spoken = evaluation_crashed(value) or evaluated(job, value) or evaluated_without(job, value)
-    if spoken:
+    if spoken or (spoken := open_roster.departed(job, value, world, now_s)):
         return spoken
-    if not value.roster:
+    if not value.roster and open_roster.roster_of(job) is None:
         return form_roster(job, value, workers)
     if value.committed.segment == spec_of(job).rounds:
         return complete(job, value)
     if given_up := late_updates.give_up(value, workers):
         return given_up
     if not value.selected:
-        return next_round_or_end(job, value, now_s)
+        return _next_round(job, value, world, workers, now_s)
     if value.accepted:
         return None
-    ended = crashed(value) or close(job, value, now_s)
+    ended = crashed(value) or close(job, value, workers, now_s)
     return ended or ask_again(job, value, workers) or train(workers)
+
+
+def _gathered(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> tuple[bool, Fact | None]:
+    """Return whether the model can be built, and the fact that follows where it cannot."""
+    if value.committed is not None or value.helper:
+        return True, None
+    if open_roster.roster_of(job) is not None:
+        return open_roster.before_build(job, value, workers, now_s)
+    return form_roster(job, value, workers) is not None, None
+
+
+def _next_round(
+    job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRecord], now_s: float
+) -> Fact | None:
+    """Open the next round, or end the run where the evaluations say so; None while one that the job
+    follows is missing, or clients are."""
+    if is_evaluated_first(job, value):
+        return None
+    if ended := stopped_early(job, value) or bench(job, value):
+        return ended
+    if open_roster.roster_of(job) is not None:
+        return open_roster.next_round(job, value, world, workers, now_s)
+    return next_round(job, value, now_s)
 
 
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
@@ -144,7 +175,7 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         return late_updates.with_late(value, fact)
     match fact:
         case MembersFormed():
-            return with_helper(value, fact)
+            return open_roster.awaiting_evaluators(job, with_helper(value, fact), now_s)
         case ProcessDied():
             return with_death(value, fact, now_s)
         case ModelBuilt() | BuildFailed():
@@ -152,9 +183,8 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case RosterFormed():
             return replace(value, roster=fact.clients)
         case SegmentCommitted():
-            return late_updates.after_commit(job, next_round(job, value, fact))
-        case ClientsSelected():
-            return late_updates.after_selection(in_round(value, fact))
+            committed = late_updates.after_commit(job, after_commit(job, value, fact))
+            return open_roster.awaiting_evaluators(job, committed, now_s)
         case RoundClosed():
             return late_updates.after_close(job, value, in_round(value, fact))
         case Evaluated():
@@ -162,7 +192,28 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
         case ClientEvaluated():
             return with_evaluation(value, fact)
         case RunResumed():
-            return again_after_resumption(job, value, now_s)
+            again = again_after_resumption(job, value, now_s)
+            return open_roster.awaiting_all(job, again, now_s)
+        case _:
+            return _with_clients(job, value, fact, now_s)
+
+
+def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
+    """Fold a fact about the clients: who they are, and what becomes of them in the round."""
+    match fact:
+        case ClientsSelected():
+            opened = late_updates.after_selection(in_round(value, fact))
+            return open_roster.awaiting_all(job, opened, now_s)
+        case ClientsAssigned():
+            return open_roster.after_assignment(job, in_round(value, fact), fact, now_s)
+        case ClientsJoined():
+            return open_roster.with_joined(job, value, fact, now_s)
+        case ClientLeft():
+            return open_roster.with_left(value, fact.client, fact.reason)
+        case UpdateRejected() if open_roster.is_refusal(job, fact):
+            return open_roster.with_left(value, fact.client, fact.reason, refused_s=now_s)
+        case ClientBenched():
+            return replace(value, attendance=value.attendance.with_bench(fact))
         case _:
             return in_round(value, fact)
 
@@ -245,6 +296,12 @@ def _fold(
     return AggregateRound(run_id, value.party, number, base, accepted, state, metrics, weights)
 
 
+def own_deadline(value: FederatedRun) -> float | None:
+    """Return when the round closes, or the patience with clients ends, whichever is earlier."""
+    times = (value.deadline_s, open_roster.deadline(value))
+    return min((time for time in times if time is not None), default=None)
+
+
 def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
     """Return the death of a worker process for all that it had to do in this round."""
     return (ProcessDied(party=value.party, member=member, segment=value.round_num),)
@@ -268,7 +325,7 @@ def progress(value: FederatedRun) -> NestedProgress:
         value.num_rows,
         loss,
         is_idle=not value.to_evaluate,
-        keeps_more=bool(value.server_state or value.late),
+        keeps_more=bool(value.server_state or value.late or value.attendance.has_history),
         rejected=in_closed_rounds(value),
     )
 
@@ -283,6 +340,7 @@ def rebase(
         helper=value.helper,
         fingerprint=value.fingerprint,
         roster=value.roster,
+        attendance=Attendance(left=value.attendance.resumed().left),
         num_rows=num_rows,
         committed=base,
         round_num=base.segment + 1,
@@ -320,6 +378,8 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
         return f"client {client} was not selected in round {round_num}"
     if client in value.updates or client in value.rejected:
         return f"client {client} has answered round {round_num} already"
+    if isinstance(fact, UpdateRejected) and client in value.attendance.left:
+        return f"client {client} has left round {round_num}"
     return ""
 
 
@@ -354,7 +414,7 @@ STRATEGY = Strategy(
     pending=pending,
     status=status,
     check=check,
-    own_deadline=lambda value: value.deadline_s,
+    own_deadline=own_deadline,
     own_deaths=deaths,
     own_blobs=blobs,
     nesting=Nesting(progress, rebase, returned),

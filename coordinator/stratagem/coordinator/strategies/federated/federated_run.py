@@ -29,6 +29,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
     UpdatesJudged,
 )
+from stratagem.coordinator.strategies.federated.attendance import Attendance
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
 
@@ -106,10 +107,18 @@ class FederatedRun:
     """Tasks that were taken from a worker in this round, because it was lost."""
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
     """By task: the worker processes that ended in this round while they had it to do."""
+    attendance: Attendance = field(default_factory=Attendance)
+
+    def left_unanswered(self) -> set[int]:
+        """Return the selected clients that have left without an answer."""
+        left = self.attendance.left.keys() & set(self.selected) if self.attendance.left else set()
+        return left - self.updates.keys() - self.rejected.keys()
 
     def unanswered(self) -> Iterator[int]:
-        """Return the selected clients of which there is neither an update nor a rejection."""
-        return (c for c in self.selected if c not in self.updates and c not in self.rejected)
+        """Return the selected clients of which there is neither an update nor a rejection, and that
+        have not left."""
+        answered, left = (self.updates, self.rejected), self.attendance.left
+        return (c for c in self.selected if not any(c in who for who in answered) and c not in left)
 
 
 MAX_CLIENTS_AHEAD = 4
@@ -131,10 +140,11 @@ def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun
     for client in sorted(moved & value.assigned.keys()):
         member = value.assigned[client][0]
         left[member] = (*left.get(member, ()), task_of(client))
-    return _assigned(replace(value, membership=fact.membership, left=left), {**kept, **new})
+    return reassigned(replace(value, membership=fact.membership, left=left), {**kept, **new})
 
 
-def _assigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -> FederatedRun:
+def reassigned(value: FederatedRun, assigned: Mapping[int, tuple[Member, int]]) -> FederatedRun:
+    """Note which workers train the clients of the open round."""
     todo = list(value.unanswered())
     return replace(
         value,
@@ -182,13 +192,16 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
     """Fold what happens between the opening of a round and its closing."""
     match fact:
         case ClientsSelected():
-            return replace(
+            attendance = replace(value.attendance, waits_until_s=None, excused=fact.excused)
+            opened = replace(
                 value,
                 selected=fact.clients,
-                num_unassigned=len(fact.clients),
+                is_waiting=False,
                 deadline_s=fact.deadline_s,
                 num_needed=fact.num_needed,
+                attendance=attendance,
             )
+            return reassigned(opened, value.assigned)
         case ClientsAssigned():
             return with_assignments(value, fact)
         case UpdateReceived():
@@ -200,7 +213,14 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
             return _waiting(value, fact)
         case RoundClosed():
             trained = {**value.trained, **fact.metrics}
-            return replace(value, accepted=fact.accepted, deadline_s=None, trained=trained)
+            attendance = replace(value.attendance, waits_until_s=None)
+            return replace(
+                value,
+                accepted=fact.accepted,
+                deadline_s=None,
+                trained=trained,
+                attendance=attendance,
+            )
         case UpdatesJudged():
             return replace(value, weights=fact.weights)
         case _:
@@ -217,13 +237,14 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
     value = replace(
         value,
         is_waiting=True,
+        attendance=replace(value.attendance, waits_until_s=fact.until_s),
         deadline_s=None,
         num_needed=fact.num_needed,
         tried={**value.tried, **tried},
         rejected={c: rejection for c, rejection in value.rejected.items() if c not in again},
         deaths={t: count for t, count in value.deaths.items() if t not in map(task_of, again)},
     )
-    return _assigned(value, {c: a for c, a in value.assigned.items() if c not in again})
+    return reassigned(value, {c: a for c, a in value.assigned.items() if c not in again})
 
 
 def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
@@ -242,8 +263,9 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
         late={},
         left={},
         deaths={},
+        attendance=value.attendance.resumed(),
     )
-    return _assigned(fresh, {})
+    return reassigned(fresh, {})
 
 
 def task_of(client: int) -> str:
@@ -270,8 +292,9 @@ def _counted(value: FederatedRun, update: UpdateReceived) -> Mapping[str, float]
     return {**value.trained, SKIPPED_STEPS: num_skipped}
 
 
-def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
+def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> FederatedRun:
     base = Base(fact.segment, fact.step, fact.digest, average=fact.average)
+    has_strikes = spec_of(job).options.strikes is not None
     due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
     evaluators, took_part = dict(value.evaluators), value.took_part
     if evaluates_at_clients(job):
@@ -293,6 +316,7 @@ def next_round(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> Fed
         updates={},
         rejected={},
         rejections=_with_rejections(value),
+        attendance=value.attendance.after_round(has_strikes, value.updates, value.rejected),
         is_waiting=False,
         tried={},
         accepted=(),

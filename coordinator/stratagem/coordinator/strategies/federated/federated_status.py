@@ -3,8 +3,9 @@
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.facts import TRAIN_LOSS
-from stratagem.coordinator.core.state import RunPhase, World
+from stratagem.coordinator.core.state import RunPhase, WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import RunCounts, Status
+from stratagem.coordinator.strategies.federated import open_roster
 from stratagem.coordinator.strategies.federated.client_evaluation import evaluators_left
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, lacking, spec_of
 from stratagem.coordinator.strategies.federated.round_metrics import mean_loss
@@ -17,6 +18,7 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
     strategy = spec_of(job)
     phase, strategy_phase, reason = _phase(job, value, world)
     done = value.committed.segment if value.committed else 0
+    num_left = len(value.left_unanswered())
     members = value.holders | set(value.helper)
     return Status(
         phase=phase,
@@ -26,7 +28,7 @@ def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
         num_steps=strategy.rounds,
         segment=done,
         num_segments=strategy.rounds,
-        num_clients_done=len(value.updates) + len(value.rejected),
+        num_clients_done=len(value.updates) + len(value.rejected) + num_left,
         num_clients=len(value.selected),
         members=tuple(sorted(members, key=lambda m: m.worker_id)),
         counts=_counts(value),
@@ -45,22 +47,37 @@ def _counts(value: FederatedRun) -> RunCounts:
 
 
 def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+    if value.attendance.waits_until_s is not None and not value.selected:
+        phase = RunPhase.PLACING if value.committed is None else RunPhase.RECOVERING
+        return phase, "WAITING", open_roster.lack(job, value, world, usable(job, value, world))
     if value.committed is None and not value.helper:
         return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
     if value.committed is None:
         return RunPhase.RUNNING, "BUILDING", ""
-    if not value.roster:
+    if not value.roster and open_roster.roster_of(job) is None:
         return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
     if value.accepted:
         return RunPhase.RUNNING, "AGGREGATING", ""
     if not value.selected:
         return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
-    answered = len(value.updates) + len(value.rejected)
+    return _of_round(job, value, world)
+
+
+def _of_round(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, str, str]:
+    """Return the phase of an open round: who has answered, and who is missing."""
+    answered, left = len(value.updates) + len(value.rejected), len(value.left_unanswered())
     count = f"round {value.round_num}: {answered} of {len(value.selected)} clients have answered"
+    if left:
+        count += f", {left} left"
+    if num_excused := sum(len(excuse.clients) for excuse in value.attendance.excused):
+        count += f", {num_excused} not asked"
     if value.rejected:
         count += f", {len(value.rejected)} rejected ({said(job, value)})"
     if value.is_waiting and not lacking(value, world.holds):
-        count += "; that is too few: it waits for other workers of failed clients"
+        waits_for = (
+            "more clients" if open_roster.roster_of(job) else "other workers of failed clients"
+        )
+        count += f"; that is too few: it waits for {waits_for}"
         return RunPhase.RECOVERING, "TRAINING", count
     if value.late:
         count += f", {len(value.late)} of earlier rounds train on"
@@ -68,6 +85,14 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         names = ", ".join(f"client {c} ({value.roster[c].worker_id})" for c in lost[:4])
         return RunPhase.RECOVERING, "TRAINING", f"{count}; without a worker: {names}"
     return RunPhase.RUNNING, "TRAINING", count
+
+
+def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord]:
+    """Return the workers that can be clients."""
+    workers = eligible(job, world, value.fingerprint)
+    if job.data.worker_local is None:
+        return workers
+    return [w for w in workers if job.data.worker_local in w.capability.local_data]
 
 
 def _why_not_evaluated(value: FederatedRun) -> str:

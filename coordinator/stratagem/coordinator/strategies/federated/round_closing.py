@@ -10,12 +10,13 @@ from stratagem.common.strategy import fewest_updates
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Accepted,
+    Fact,
     RoundClosed,
     RoundWaits,
     RunFailed,
 )
 from stratagem.coordinator.core.state import WorkerRecord
-from stratagem.coordinator.strategies.federated import late_updates
+from stratagem.coordinator.strategies.federated import late_updates, open_roster
 from stratagem.coordinator.strategies.federated.client_selection import quorum_of
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.round_decisions import worker_for
@@ -23,6 +24,7 @@ from stratagem.coordinator.strategies.federated.round_metrics import round_metri
 from stratagem.coordinator.strategies.federated.update_rejections import (
     commonest_error,
     commonest_first,
+    names,
     said,
 )
 
@@ -30,12 +32,12 @@ WAIT = "wait"
 
 
 def close(
-    job: JobSpec, value: FederatedRun, now_s: float
-) -> RoundClosed | RoundWaits | RunFailed | None:
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> Fact | None:
     """Close the round when all have answered, its deadline has passed, or enough updates are
     here."""
     num_selected, num_updates = len(value.selected), len(value.updates)
-    num_answered = num_updates + len(value.rejected)
+    num_answered = num_updates + len(value.rejected) + len(value.left_unanswered())
     is_late = value.deadline_s is not None and now_s >= value.deadline_s
     suffices = value.num_needed is not None and num_updates >= value.num_needed
     if num_answered < num_selected and not is_late and not suffices:
@@ -44,9 +46,11 @@ def close(
     if num_answered < num_selected:
         count += f", {value.num_needed} suffice" if suffices else ", deadline passed"
     if num_updates < num_required(job, value):
-        return _missing(job, value, count)
+        return _missing(job, value, workers, count, now_s)
     if value.rejected:
         count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    if left := sorted(value.left_unanswered()):
+        count += f", {len(left)} left ({names(job, value, left)})"
     late = late_updates.accepted(value)
     if late:
         clients = ", ".join(
@@ -62,7 +66,7 @@ def close(
         round_num=value.round_num,
         accepted=tuple(sorted([*on_time, *late], key=lambda update: update.client)),
         reason=count,
-        by_policy=num_answered < num_selected or bool(late),
+        by_policy=num_answered < num_selected or bool(late) or bool(left),
         metrics=round_metrics(
             value.updates,
             late_updates.received(value),
@@ -82,8 +86,10 @@ def num_required(job: JobSpec, value: FederatedRun) -> int:
     return max(of_rule, needed)
 
 
-def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunFailed | None:
-    """Wait, or fail the run, when the round has too few updates."""
+def _missing(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], count: str, now_s: float
+) -> Fact | None:
+    """Go on with other clients, wait, or fail the run, when the round has too few updates."""
     needed = num_required(job, value)
     if value.rejected:
         count += f"; {commonest_first(job, value)}"
@@ -91,6 +97,10 @@ def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunF
         count += f"; {needed} are needed" if needed > 1 else "; 1 is needed"
     if 1 < needed == fewest_updates(spec_of(job).options.robust):
         count += " for options.robust"
+    num_needed = None if spec_of(job).options.quorum is None else needed
+    if open_roster.goes_on(job, value):
+        more = open_roster.more(job, value, workers, now_s)
+        return more or open_roster.wait(job, value, count, now_s, num_needed)
     if spec_of(job).options.on_missing_quorum != WAIT:
         return RunFailed(reason=count, error=commonest_error(value))
     if value.is_waiting:
@@ -99,7 +109,7 @@ def _missing(job: JobSpec, value: FederatedRun, count: str) -> RoundWaits | RunF
         party=value.party,
         round_num=value.round_num,
         reason=count,
-        num_needed=None if spec_of(job).options.quorum is None else needed,
+        num_needed=num_needed,
     )
 
 

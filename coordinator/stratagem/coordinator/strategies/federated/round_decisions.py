@@ -4,7 +4,7 @@ Pure functions of the run value and of which workers there are; federated.py ask
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stratagem.common.base.ids import WorkerId
 from stratagem.common.base.wording import counted
@@ -12,9 +12,11 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ByCapability
 from stratagem.coordinator.core.facts import (
     Assignment,
+    ClientBenched,
     ClientBinding,
     ClientsAssigned,
     ClientsSelected,
+    Excused,
     Member,
     MembersFormed,
     RosterFormed,
@@ -30,7 +32,10 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     lacking,
     spec_of,
 )
-from stratagem.coordinator.strategies.federated.update_rejections import in_all, in_closed_rounds
+from stratagem.coordinator.strategies.federated.update_rejections import (
+    in_all,
+    in_closed_rounds,
+)
 
 
 def new_helper(
@@ -88,27 +93,75 @@ def form_roster(
     return RosterFormed(party=value.party, clients=bindings)
 
 
-def next_round_or_end(
-    job: JobSpec, value: FederatedRun, now_s: float
-) -> ClientsSelected | StoppedEarly | None:
-    """Open the next round, or end the run where the evaluations say so; None while one that the job
-    follows is missing."""
-    if follows_evaluations(job) and value.to_evaluate:
-        return None
+def is_evaluated_first(job: JobSpec, value: FederatedRun) -> bool:
+    """Return True while an evaluation is missing that decides about the next round."""
+    return follows_evaluations(job) and bool(value.to_evaluate)
+
+
+def stopped_early(job: JobSpec, value: FederatedRun) -> StoppedEarly | None:
+    """End the run where the evaluations say so."""
     why = why_stopped(job, value.metrics)
     if not why:
-        return open_round(job, value, now_s)
+        return None
     assert value.committed is not None
     num_rounds = value.committed.segment
     done = f"stopped early after {counted(num_rounds, 'round')}: {why}"
     return StoppedEarly(reason=_with_rejections(job, value, done), step=num_rounds)
 
 
-def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
+def bench(job: JobSpec, value: FederatedRun) -> ClientBenched | None:
+    """Let a client that has failed too many rounds in a row take no part in the next ones."""
+    strikes = spec_of(job).options.strikes
+    if strikes is None:
+        return None
+    for client, number in sorted(value.attendance.strikes.items()):
+        if number >= strikes.limit:
+            rounds = f"{counted(number, 'round')}{' in a row' if number > 1 else ''}"
+            return ClientBenched(
+                party=value.party,
+                client=client,
+                until_round=value.round_num + strikes.bench_rounds,
+                reason=f"rejected in {rounds}: {value.rejections[client][1]}",
+            )
+    return None
+
+
+def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
+    """Return the clients on the bench in the next round, by its end."""
+    sitting: dict[int, list[int]] = {}
+    for client, until in sorted(value.attendance.benched.items()):
+        if until > value.round_num and client not in value.attendance.left:
+            sitting.setdefault(until, []).append(client)
+    return tuple(
+        Excused(reason=f"benched until round {until}", clients=tuple(clients))
+        for until, clients in sorted(sitting.items())
+    )
+
+
+def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
+    """Open the next round with the clients of a roster that stays, without those on the bench."""
+    attendance, number = value.attendance, value.round_num
+    able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
+    excused = excused_by_bench(value) if attendance.benched else ()
+    opened = open_round(job, value, able, excused, now_s)
+    assert opened is not None, "whose updates closed the round before are not on the bench"
+    return opened
+
+
+def open_round(
+    job: JobSpec,
+    value: FederatedRun,
+    roster: Sequence[ClientBinding],
+    excused: tuple[Excused, ...],
+    now_s: float,
+) -> ClientsSelected | None:
+    """Open the round with clients of those that can take part; None where it takes none of them."""
     strategy = spec_of(job)
     deadline, num_extra = strategy.options.round_deadline_s, strategy.options.over_select
-    selection, roster, number = strategy.client_selection, value.roster, value.round_num
-    clients = select(selection, roster, job.seed, number, num_extra)
+    selection, number = strategy.client_selection, value.round_num
+    clients = select(selection, roster, job.seed, number, num_extra) if roster else ()
+    if not clients:
+        return None
     num_needed = None
     if num_extra:
         num_wanted = len(select(selection, roster, job.seed, number))
@@ -119,6 +172,7 @@ def open_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelect
         clients=clients,
         deadline_s=None if deadline is None else now_s + deadline,
         num_needed=num_needed,
+        excused=excused,
     )
 
 
@@ -155,6 +209,11 @@ def assign(
     )
 
 
+def has_homes(job: JobSpec) -> bool:
+    """Return True when each client is trained by its own worker and by no other."""
+    return job.data.worker_local is not None or spec_of(job).options.open_roster is not None
+
+
 def _is_alive(alive: Mapping[WorkerId, WorkerRecord], member: Member) -> bool:
     return member.worker_id in alive and alive[member.worker_id].member == member
 
@@ -171,7 +230,7 @@ def worker_for(
     own = alive.get(binding.worker_id)
     if own is not None and own.member not in tried:
         return own
-    if job.data.worker_local is not None:
+    if has_homes(job):
         return None
     selection = spec_of(job).client_selection
     required = set(selection.required_tags) if isinstance(selection, ByCapability) else set()
