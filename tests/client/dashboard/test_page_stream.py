@@ -39,14 +39,13 @@ class CountedRun:
         phase = pb.RunPhase.RUN_PHASE_RUNNING
         return views.run_status(pb.RunInfo(run_id=self.run_id, phase=phase, event_index=index))
 
-    async def watch(
-        self, first: int, *, follow: bool | None = None, before_index: int | None = None
-    ) -> AsyncIterator[Event | Progress]:
-        self.asked.append("past" if follow is False else "watch")
-        if follow is False:
-            for index in range(first, before_index or self.num_events):
-                yield event(index)
-            return
+    async def past(self, first: int, *, before_index: int) -> AsyncIterator[list[Event]]:
+        self.asked.append("past")
+        for start in range(first, before_index, 10):
+            yield [event(index) for index in range(start, min(start + 10, before_index))]
+
+    async def watch(self, first: int) -> AsyncIterator[Event | Progress]:
+        self.asked.append("watch")
         while not self.is_over or first < self.num_events:
             while first < self.num_events:
                 yield event(first)

@@ -45,14 +45,14 @@ class SlowRun:
     async def history(self, *_: object, **__: object) -> History:
         return History([])
 
-    async def watch(self, first: int, **_: object) -> AsyncIterator[Event]:
+    async def past(self, first: int) -> AsyncIterator[list[Event]]:
         self.asked.append(first)
         for index in range(first, NUM_EVENTS):
             while index >= self.until:
                 await self.moved.wait()
                 if self.is_away:
                     raise UnavailableError("gone")
-            yield Event(index, float(index), "Noted", "", {"kind": "x"}, Phase.RUNNING)
+            yield [Event(index, float(index), "Noted", "", {"kind": "x"}, Phase.RUNNING)]
 
     def go_on(self, until: int) -> None:
         self.until = until

@@ -287,6 +287,8 @@ def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> Client
     """Return the client as the close leaves it."""
     if accepted is not None:
         staleness = accepted.get("staleness", 0)
+        if client.state is ClientState.DONE and client.staleness == staleness:
+            return client
         return replace(client, state=ClientState.DONE, staleness=staleness)
     if client.state is ClientState.REJECTED:
         return client

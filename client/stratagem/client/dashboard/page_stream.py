@@ -17,7 +17,6 @@ from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
 from stratagem.client.dashboard.page_values import server_sent
 from stratagem.client.dashboard.run_watch import RETRY_S, RunWatch
 from stratagem.client.dashboard.runs_watch import RunsWatch, ToldRuns
-from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import StratagemError
 
 BEAT_S: Final = 10.0
@@ -81,13 +80,14 @@ class TabStream:
                     yield watch.event(self._next - 1)
                     continue
                 first = self._next
-                past = watch.run.watch(first, follow=False, before_index=watch.first)
-                async with aclosing(past) as items:
-                    async for item in items:
-                        self._next = cast(Event, item).index + 1
-                        yield server_sent("fact", item, self._next - 1)
-                        for beat in self._beats():
-                            yield beat
+                past = watch.run.past(first, before_index=watch.first)
+                async with aclosing(past) as pages:
+                    async for page in pages:
+                        for event in page:
+                            self._next = event.index + 1
+                            yield server_sent("fact", event, event.index)
+                            for beat in self._beats():
+                                yield beat
                 if self._next == first:  # the run is deleted
                     return
         except StratagemError:

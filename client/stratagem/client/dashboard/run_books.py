@@ -19,7 +19,7 @@ from stratagem.client.report.run_course import RunCourse
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.views import Event, RunStatus
+from stratagem.client.sdk.views import RunStatus
 from stratagem.common.base.errors import NotFoundError
 
 MAX_BOOKS: Final = 32
@@ -32,6 +32,8 @@ HISTORY_S: Final = 2.0
 """Between two readings of the steps of a run that goes on."""
 PATIENCE_S: Final = 0.8
 """After which a run is drawn as far as its events were read."""
+MORE_PATIENCE: Final = 2.5
+"""Times as long where there is such a picture already: nothing is read while another is drawn."""
 
 T = TypeVar("T")
 
@@ -69,7 +71,8 @@ class RunBook:
         """Return the pictures of the run as it is now, as far as it can be read in a while."""
         key = width, view
         async with self._asking:  # who asks at the same time waits for the same answer
-            shown = await self._read_on(self._patience_s)
+            times = MORE_PATIENCE if key in self._drawn else 1.0
+            shown = await self._read_on(times * self._patience_s)
             known = self._drawn.get(key)
             if known is None or not self._is_as_now(known, shown):
                 viewed = await self._viewed(shown, view)
@@ -147,9 +150,9 @@ class RunBook:
 
     async def _take_events(self, course: RunCourse) -> None:
         first = course.num_events
-        async for item in self._run.watch(first, follow=False):
+        async for page in self._run.past(first):
             async with self._taking:
-                course.take((item,) if isinstance(item, Event) else ())
+                course.take(page)
         if course.num_events == first:
             raise NotFoundError(f"run {self._run.run_id!r} has lost its events")
 

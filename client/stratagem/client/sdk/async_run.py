@@ -142,8 +142,32 @@ class AsyncRun:
 
     async def events(self) -> tuple[Event, ...]:
         """All events so far."""
-        items = self.watch(follow=False)
-        return ListedEvents([item async for item in items if isinstance(item, Event)])
+        return ListedEvents([event async for page in self.past() for event in page])
+
+    async def past(
+        self, from_index: int = 0, *, before_index: int | None = None
+    ) -> AsyncGenerator[list[Event]]:
+        """Events so far, from an index on, as many at a time as come in one message.
+
+        before_index: only events before this one.
+        """
+        if before_index == 0:
+            return
+        request = pb.WatchRunRequest(
+            run_id=self.run_id,
+            from_index=from_index,
+            follow=False,
+            before_index=before_index or 0,
+            several=True,
+        )
+        # The request says at every (re)connection from where to continue.
+        stream = self._connection.follow(lambda: self._connection.stub.WatchRun(request))
+        async for message in stream:
+            if not message.HasField("event"):
+                continue
+            events = [views.event(each) for each in (message.event, *message.more)]
+            request.from_index = events[-1].index + 1
+            yield events
 
     async def shown(self, max_rows: int = 2048) -> ReportedRun:
         """Return all that pictures of the run are made of; max_rows: of each curve."""
