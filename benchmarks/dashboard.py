@@ -12,17 +12,14 @@ them is in shares of one core.
 """
 
 import argparse
-import asyncio
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,94 +27,15 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.load import JOB  # noqa: E402
-from benchmarks.replay import long_run  # noqa: E402
+from benchmarks.long_journal import fill  # noqa: E402
 from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
-from stratagem.common.base.ids import RunId  # noqa: E402
-from stratagem.coordinator.runtime.loop import Loop  # noqa: E402
-from stratagem.coordinator.runtime.plugins import BUILT_IN  # noqa: E402
-from stratagem.coordinator.store.journal import fact_codec  # noqa: E402
-from stratagem.coordinator.store.journal.journal import Journal, Record  # noqa: E402
-from stratagem.coordinator.store.journal.lead_holder import Holder  # noqa: E402
-from stratagem.coordinator.store.journal.summaries import RunSummary  # noqa: E402
 from tests.client.dashboard.page_rig import Answer, Browser  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
-from tests.golden.replay import FOLDER, load  # noqa: E402
 
-BATCH = 2000
 SETTLE_S = 3.0
 REFRESH_S = 0.3
 """After what has changed a tab asks again, as static/run.js does."""
 WIDTH = 760
-
-
-def segments(run: list[Record], num_facts: int) -> Iterator[Record]:
-    """A run whose first segment is repeated."""
-    first = next(n for n, each in enumerate(run) if each.kind == "SegmentFinished")
-    records = run[:first]
-    for number in range(1, (num_facts - first - 2) // 2 + 1):
-        for each in run[first : first + 2]:
-            payload = json.loads(each.payload) | {"segment": number, "step": 2 * number}
-            payload["metrics"] = payload["metrics"] | {"test.loss": 1 / number}
-            wall_s = run[first].wall_s + 0.1 * number
-            records.append(replace(each, payload=json.dumps(payload), wall_s=wall_s))
-    for seq, each in enumerate((*records, *run[-2:])):
-        payload_text = each.payload
-        if each.kind == "RunSubmitted":
-            submitted = json.loads(payload_text)
-            job = json.loads(submitted["job_json"]) | {"steps": num_facts}
-            payload_text = json.dumps(submitted | {"job_json": json.dumps(job)})
-        yield replace(each, run_id=RunId("segments"), seq=seq, payload=payload_text, idem_key=None)
-
-
-def one_by_one(records: Iterable[Record]) -> Iterator[Record]:
-    """Records that were repeated, each at a time of its own."""
-    began_s = None
-    for at, each in enumerate(records):
-        began_s = each.wall_s if began_s is None else began_s
-        yield replace(each, wall_s=began_s + 0.02 * at)
-
-
-def fill(place: Path, num_facts: int) -> None:
-    """Write the journal with both runs, and their summaries: a coordinator that replays so many
-    facts takes a minute, which is not what is measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        golden = load(FOLDER / "0.2.0.sql", Path(folder) / "golden.sqlite")
-        local, rounds = (
-            [each.record for each in golden.read(RunId(run))]
-            for run in ("golden-local", "golden-fedavg")
-        )
-        golden.close()
-        runs = [list(segments(local, 20)), list(long_run(rounds, "rounds", 3))]
-        short = Journal.open(str(Path(folder) / "short.sqlite"))
-        write(short, [record for run in runs for record in run])
-        many = one_by_one(long_run(rounds, "rounds", num_facts // 8))
-        long = list(segments(local, num_facts)), list(many)
-        summaries = asyncio.run(summed_up(short, {run[0].run_id: len(run) for run in long}))
-    place.parent.mkdir(parents=True)
-    journal = Journal.open(str(place))
-    write(journal, [record for run in long for record in run], summaries)
-    journal.close()
-
-
-def write(journal: Journal, records: list[Record], summaries: Sequence[RunSummary] = ()) -> None:
-    lead = journal.take_lead(Holder.of_this_process(), ttl_s=10)
-    for start in range(0, len(records), BATCH):
-        journal.append(lead.term, records[start : start + BATCH])
-    journal.append(lead.term, [], summaries)
-    journal.release(lead.term)
-
-
-async def summed_up(journal: Journal, counts: Mapping[RunId, int]) -> list[RunSummary]:
-    """The summaries of the runs of a journal, as if each had so many facts."""
-    loop = Loop(journal, journal.take_lead(Holder.of_this_process(), ttl_s=10), BUILT_IN)
-    await loop.replay(lambda _: None)
-    views = await loop.recorded.views(loop.state.ended)
-    found = []
-    for run_id, run in loop.state.ended.items():
-        shown = views[run_id].model_copy(update={"num_facts": counts[run_id]})
-        found.append(fact_codec.summary(replace(run, num_facts=counts[run_id]), shown))
-    await loop.close()
-    return found
 
 
 @contextmanager

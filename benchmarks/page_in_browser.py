@@ -24,8 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import sync_playwright  # noqa: E402
 
-from benchmarks.dashboard import child, fill, page  # noqa: E402
+from benchmarks.dashboard import child, page  # noqa: E402
 from benchmarks.load import JOB  # noqa: E402
+from benchmarks.long_journal import fill  # noqa: E402
 from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
 
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
