@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.long_journal import fill
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.views import Event
 from tests.client.dashboard.page_rig import page_of
 from tests.client.dashboard.page_tabs import expect, go, tab
 from tests.crash.rig import until
@@ -30,7 +31,6 @@ MAX_ELEMENTS = 6000
 MAX_PANELS_KB = 600
 """Of all pictures of a run with the tables of their numbers, in one answer."""
 MAX_DRAWINGS = 25
-MEASURED = "SegmentFinished"
 CELLS = "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
 
 
@@ -118,8 +118,9 @@ def test_a_run_of_100_000_facts_is_shown_in_part_and_then_whole(browser: Any, at
         expect(page.locator(".page > p[role=status]")).to_have_text("")
         assert_bounded(page, answers)
 
-        finished = [each for each in run.watch(newest - 5, follow=False) if each.kind == MEASURED]
-        step, metrics = finished[-1].payload["step"], finished[-1].payload["metrics"]
+        (finished,) = run.watch(kinds=["SegmentFinished"], newest_first=True, limit=1)
+        assert isinstance(finished, Event)
+        step, metrics = finished.payload["step"], finished.payload["metrics"]
         for figure, name in (("Loss", "test.loss"), ("train.grad_norm", "train.grad_norm")):
             row = [row for row in numbers_of(page, figure) if row[0] == name][-1]
             assert number(row[1]) == step
