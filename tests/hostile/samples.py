@@ -87,6 +87,10 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
                 fence=fence, session=ref, endpoint=b"e", applied_step=3, address="127.0.0.1:1"
             )
         ],
+        "Relay": [
+            cpb.RelayFrame(worker_id="stranger", incarnation="one"),
+            cpb.RelayFrame(data=b"bytes"),
+        ],
         "Suspect": [cpb.SuspectRequest(fence=fence, session=ref, reason="gone")],
         "Execute": [execute(target, build=wpb.BuildPlan())],
         "GetState": [wpb.GetStateRequest(fence=fence, session=ref, snapshot=0)],

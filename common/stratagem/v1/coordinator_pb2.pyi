@@ -1482,7 +1482,9 @@ class RegisterWorkerRequest(_message.Message):
     incarnation: _builtins.str
     """Random, new at each process start."""
     address: _builtins.str
-    """host:port at which the coordinator and other workers reach this worker."""
+    """host:port at which the coordinator and other workers reach this worker; empty when it is
+    tunnelled.
+    """
     @_builtins.property
     def capability(self) -> _types_pb2.Capability: ...
     @_builtins.property
@@ -1812,3 +1814,30 @@ class SuspectResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SuspectResponse: _TypeAlias = SuspectResponse  # noqa: Y015
+
+@_typing.final
+class RelayFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the connection, at most 256 KiB."""
+    worker_id: _builtins.str
+    """Of the first frame that the worker sends, which has no bytes, and of no other."""
+    incarnation: _builtins.str
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayFrame: _TypeAlias = RelayFrame  # noqa: Y015

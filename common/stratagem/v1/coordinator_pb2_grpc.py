@@ -135,6 +135,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.SuspectRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.SuspectResponse.FromString,
                 _registered_method=True)
+        self.Relay = channel.stream_stream(
+                '/stratagem.v1.CoordinatorService/Relay',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -269,7 +274,8 @@ class CoordinatorServiceServicer(object):
 
         Makes a worker known; each process start is a new incarnation. Durable once answered.
         ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
-        when nobody answers at the address under this incarnation.
+        when nobody answers at the address, or through a tunnel, under this incarnation;
+        FAILED_PRECONDITION for a tunnelled one where the coordinator takes no tunnels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -303,6 +309,18 @@ class CoordinatorServiceServicer(object):
     def Suspect(self, request, context):
         """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
         Stale reports are answered OK and ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Relay(self, request_iterator, context):
+        """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
+        frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
+        has something to say to the worker, the frames are the bytes of a connection to its gRPC server,
+        its TLS included, until either side ends. A stream that is parked for long is ended with OK, for
+        the worker to open another. FAILED_PRECONDITION where the coordinator takes no tunnels;
+        RESOURCE_EXHAUSTED when too many are parked, or open in all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -410,6 +428,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Suspect,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.SuspectRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.SuspectResponse.SerializeToString,
+            ),
+            'Relay': grpc.stream_stream_rpc_method_handler(
+                    servicer.Relay,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -953,6 +976,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/Suspect',
             stratagem_dot_v1_dot_coordinator__pb2.SuspectRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.SuspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Relay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stratagem.v1.CoordinatorService/Relay',
+            stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.FromString,
             options,
             channel_credentials,
             insecure,

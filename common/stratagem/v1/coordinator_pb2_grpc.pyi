@@ -115,7 +115,8 @@ class CoordinatorServiceStub:
 
     Makes a worker known; each process start is a new incarnation. Durable once answered.
     ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
-    when nobody answers at the address under this incarnation.
+    when nobody answers at the address, or through a tunnel, under this incarnation;
+    FAILED_PRECONDITION for a tunnelled one where the coordinator takes no tunnels.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
     """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
@@ -133,6 +134,14 @@ class CoordinatorServiceStub:
     Suspect: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.SuspectResponse]
     """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
     Stale reports are answered OK and ignored.
+    """
+    Relay: _grpc.StreamStreamMultiCallable[_coordinator_pb2.RelayFrame, _coordinator_pb2.RelayFrame]
+    """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
+    frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
+    has something to say to the worker, the frames are the bytes of a connection to its gRPC server,
+    its TLS included, until either side ends. A stream that is parked for long is ended with OK, for
+    the worker to open another. FAILED_PRECONDITION where the coordinator takes no tunnels;
+    RESOURCE_EXHAUSTED when too many are parked, or open in all.
     """
 
 @_typing.type_check_only
@@ -205,7 +214,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Makes a worker known; each process start is a new incarnation. Durable once answered.
     ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
-    when nobody answers at the address under this incarnation.
+    when nobody answers at the address, or through a tunnel, under this incarnation;
+    FAILED_PRECONDITION for a tunnelled one where the coordinator takes no tunnels.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
@@ -223,6 +233,14 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Suspect: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SuspectRequest, _coordinator_pb2.SuspectResponse]  # type: ignore[assignment]
     """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
     Stale reports are answered OK and ignored.
+    """
+    Relay: _aio.StreamStreamMultiCallable[_coordinator_pb2.RelayFrame, _coordinator_pb2.RelayFrame]  # type: ignore[assignment]
+    """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
+    frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
+    has something to say to the worker, the frames are the bytes of a connection to its gRPC server,
+    its TLS included, until either side ends. A stream that is parked for long is ended with OK, for
+    the worker to open another. FAILED_PRECONDITION where the coordinator takes no tunnels;
+    RESOURCE_EXHAUSTED when too many are parked, or open in all.
     """
 
 class CoordinatorServiceServicer:
@@ -372,7 +390,8 @@ class CoordinatorServiceServicer:
 
         Makes a worker known; each process start is a new incarnation. Durable once answered.
         ALREADY_EXISTS when a live worker of this id has another incarnation and answers; UNAVAILABLE
-        when nobody answers at the address under this incarnation.
+        when nobody answers at the address, or through a tunnel, under this incarnation;
+        FAILED_PRECONDITION for a tunnelled one where the coordinator takes no tunnels.
         """
 
     def Heartbeat(
@@ -410,6 +429,19 @@ class CoordinatorServiceServicer:
     ) -> _typing.Union[_coordinator_pb2.SuspectResponse, _abc.Awaitable[_coordinator_pb2.SuspectResponse]]:
         """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
         Stale reports are answered OK and ignored.
+        """
+
+    def Relay(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.RelayFrame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.RelayFrame], _abc.AsyncIterator[_coordinator_pb2.RelayFrame]]:
+        """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
+        frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
+        has something to say to the worker, the frames are the bytes of a connection to its gRPC server,
+        its TLS included, until either side ends. A stream that is parked for long is ended with OK, for
+        the worker to open another. FAILED_PRECONDITION where the coordinator takes no tunnels;
+        RESOURCE_EXHAUSTED when too many are parked, or open in all.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from stratagem.common.base.errors import UnavailableError
+from stratagem.common.rpc.channel import PLAINTEXT
 from stratagem.common.tensors.chunks import CHUNK_BYTES, fill_chunk
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
+from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 from tests.common.rpc.rig import serving
@@ -70,7 +72,8 @@ async def test_a_step_whose_stream_ends_is_asked_for_again(ends_early: str) -> N
     effect = replace(segment("x", "a"), exchange=ExchangeMethod.PARAMETER_SERVER, to_step=STEP)
     sole = Sole(ends_early)
     async with serving(sole) as port:
-        link = WorkerLink(effect.members[0], f"127.0.0.1:{port}", term=1)
+        relay = RelayHub(lambda _: True)
+        link = WorkerLink(effect.members[0], f"127.0.0.1:{port}", 1, PLAINTEXT, relay)
         env = SimpleNamespace(
             links=SimpleNamespace(to=lambda member, state: link),
             state=None,

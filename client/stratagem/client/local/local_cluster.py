@@ -246,18 +246,20 @@ class LocalCluster:
 
     def _worker(self, name: str) -> Command:
         threads = self.threads or threads_each(self.workers)
+        own = self.worker_arguments.get(name, ())
 
         def argv(addresses: Mapping[str, str]) -> list[str]:
             return [
                 *self.programs["worker"],
                 *("--coordinator", addresses.get(COORDINATOR, "-"), "--name", name),
-                *("--listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
+                *(() if "--tunnel" in own else ("--listen", "127.0.0.1:0")),
+                *("--data-dir", str(self._folder / name)),
                 *(part for pattern in self.allow for part in ("--allow", pattern)),
                 *("--allow-code", self.allow_code),
                 *(part for folder in self.import_path for part in ("--import-path", str(folder))),
                 *(part for root in self.data_root for part in ("--data-root", str(root))),
                 *("--threads", str(threads), "--ready-file", str(self._ready_file(name))),
-                *self.worker_arguments.get(name, ()),
+                *own,
             ]
 
         return self._command(name, argv, (COORDINATOR,), "STRATAGEM_WORKER_PREVIOUS_EXIT")

@@ -11,8 +11,9 @@ class Backoff:
     """Pauses whose limit doubles from first_s to last_s; each is drawn from the upper half of its
     limit, so that those who were cut off together do not come back all at once."""
 
-    def __init__(self, first_s: float, last_s: float) -> None:
-        self._first_s, self._last_s = first_s, last_s
+    def __init__(self, first_s: float, last_s: float, *, least: float = 0.5) -> None:
+        """least: the share of its limit that a pause has at least; 0 spreads out most."""
+        self._first_s, self._last_s, self._least = first_s, last_s, least
         self._limit_s = first_s
 
     def reset(self) -> None:
@@ -21,7 +22,7 @@ class Backoff:
 
     def next_s(self) -> float:
         """The length of the next pause."""
-        pause_s = self._limit_s * _jitter.uniform(0.5, 1.0)
+        pause_s = self._limit_s * _jitter.uniform(self._least, 1.0)
         self._limit_s = min(2 * self._limit_s, self._last_s)
         return pause_s
 

@@ -80,6 +80,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}RegisterWorker": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Heartbeat": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Leave": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}Relay": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Rendezvous": AccessRule((Role.WORKER,), Names.OWN_RANK),
     f"{_COORDINATOR}Suspect": AccessRule((Role.WORKER,), Names.OWN_PARTY),
     # What a worker does for the coordinator; a live state is also for the members of its party.

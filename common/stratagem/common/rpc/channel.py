@@ -50,8 +50,9 @@ def open_channel(
     own_connection: bool = False,
     is_shallow: bool = False,
     to_worker: str | None = None,
+    proxy: str = "",
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`; it connects at the first call.
+    """A channel to `host:port`, or to `unix:PATH`; it connects at the first call.
 
     own_connection: share no TCP connection with other channels of this process to the same
     address, so that small calls (heartbeats) do not queue behind tensors.
@@ -59,13 +60,17 @@ def open_channel(
     and a stream from far away is slower: 4 MiB per round trip.
     to_worker: whose certificate the server must have, "" meaning any worker's: workers are known
     by name, wherever they live. Unless given, the certificate must be one of the address's host.
+    proxy: URL of the HTTP proxy to connect through; unless given the one of the environment, if any
+    (https_proxy, no_proxy).
     Raises InvalidInputError when a file cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *CLIENT_OPTIONS,
         *(SHALLOW_OPTIONS if is_shallow else ()),
         ("grpc.use_local_subchannel_pool", int(own_connection)),
+        *((("grpc.http_proxy", proxy),) if proxy else ()),
     ]
+    shown = f"worker {to_worker}" if address.startswith("unix:") else address
     token = None
     if proof.token_file is not None:
         if proof.tls is None and not is_loopback(address.rpartition(":")[0]):
@@ -76,13 +81,13 @@ def open_channel(
         token.metadata()
     if proof.tls is None:
         plain = grpc.aio.insecure_channel(address, options=options)
-        return _ProtocolChannel(address, plain, token)
+        return _ProtocolChannel(shown, plain, token)
     files = FreshFiles(proof.tls)
     if to_worker is not None:
         cert_id = files.material.cert_id
         trust_domain = DEFAULT_TRUST_DOMAIN if cert_id is None else cert_id.trust_domain
         options.append(("grpc.ssl_target_name_override", worker_name(trust_domain, to_worker)))
-    return _ProtocolChannel(address, _RenewedChannel(address, files, options), token)
+    return _ProtocolChannel(shown, _RenewedChannel(address, files, options), token)
 
 
 async def write_message(call: Any, message: Message | bytes) -> None:
@@ -149,8 +154,8 @@ class _ProtocolChannel(DelegatingChannel):
     """A channel whose calls carry protocol version and token with the caller's own metadata, and
     raise UnavailableError once it is closed."""
 
-    def __init__(self, address: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
-        self._address, self._inner, self._token = address, inner, token
+    def __init__(self, shown: str, inner: grpc.aio.Channel, token: TokenFile | None) -> None:
+        self._shown, self._inner, self._token = shown, inner, token
 
     def _present(self) -> grpc.aio.Channel:
         return self._inner
@@ -167,7 +172,7 @@ class _ProtocolChannel(DelegatingChannel):
             try:
                 return inner(*args, metadata=told, **kwargs)
             except grpc.aio.UsageError:  # closed by whoever has found that the other side is gone
-                raise UnavailableError(f"the channel to {self._address} is closed") from None
+                raise UnavailableError(f"the channel to {self._shown} is closed") from None
 
         return call
 

@@ -119,6 +119,16 @@ def bind_tls(
     return _listen(host, port, lambda address: server.add_secure_port(address, credentials))
 
 
+def bind_socket(server: grpc.aio.Server, path: str, files: TlsFiles | None) -> None:
+    """Listen on a unix socket, in a folder that this process's user alone may enter: with TLS as
+    `bind_tls` does, or in plaintext."""
+    target = f"unix:{path}"
+    if files is None:
+        server.add_insecure_port(target)
+    else:
+        server.add_secure_port(target, server_credentials(files, asks_for_certificate=True))
+
+
 def _listen(host: str, port: int, add: Callable[[str], int]) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -25,6 +25,7 @@ from stratagem.common.identity.tls_files import (
     worker_name,
 )
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.http_proxy import HttpProxy, ProxyRefusalError, proxy_for
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -39,29 +40,38 @@ _OTHER_HOST, _OTHER_ADDRESS = 62, 64
 
 
 async def identity_problem(
-    error: grpc.aio.AioRpcError, address: str, proof: Proof, to_worker: str | None = None
+    error: grpc.aio.AioRpcError,
+    address: str,
+    proof: Proof,
+    to_worker: str | None = None,
+    proxy: str = "",
 ) -> str:
-    """The sentence for a failed call; empty where identity is not the reason.
+    """The sentence for a failed call; empty where neither identity nor a proxy is the reason.
 
-    to_worker: as given to open_channel.
+    to_worker, proxy: as given to open_channel.
     """
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
     if "Connection refused" in (error.details() or ""):
         return ""
-    return await asyncio.to_thread(explain, address, proof, to_worker)
+    return await asyncio.to_thread(explain, address, proof, to_worker, proxy=proxy)
 
 
 def explain(
-    address: str, proof: Proof, to_worker: str | None = None, timeout_s: float = TIMEOUT_S
+    address: str,
+    proof: Proof,
+    to_worker: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    proxy: str = "",
 ) -> str:
     """Describe what keeps a caller from the server at host:port; empty if a handshake works, and
     where no server can be reached at all."""
+    probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:
-            return _of_plaintext(_Probe(address, timeout_s))
+            return _of_plaintext(probe)
         material = proof.tls.read()
-    except InvalidInputError as error:
+    except (InvalidInputError, ProxyRefusalError) as error:
         return str(error)
     except (OSError, UnicodeError):
         return ""
@@ -69,7 +79,9 @@ def explain(
     host = address.rpartition(":")[0].strip("[]")
     expected = host if to_worker is None else worker_name(trust, to_worker)
     try:
-        return _of_tls(_Probe(address, timeout_s), proof.tls, material, expected)
+        return _of_tls(probe, proof.tls, material, expected)
+    except ProxyRefusalError as error:
+        return str(error)
     except (OSError, UnicodeError):
         return ""
 
@@ -92,18 +104,24 @@ class _Connection(ssl.SSLSocket):
 class _Probe:
     address: str
     timeout_s: float
+    proxy: HttpProxy | None
 
     def handshake(self, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
         """A connected socket; raises OSError, of which SSLError is one."""
-        host, _, port = self.address.rpartition(":")
         context.set_alpn_protocols(["h2"])
         context.sslsocket_class = _Connection
-        plain = socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
+        plain = self._connection()
         try:
             return context.wrap_socket(plain, server_hostname=name)
         except BaseException:
             plain.close()
             raise
+
+    def _connection(self) -> socket.socket:
+        if self.proxy is not None:
+            return self.proxy.connection(self.address, self.timeout_s)
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
 
     def shown(self) -> "x509.Certificate":
         """Return the server's certificate without verifying it."""
@@ -167,7 +185,17 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
     if code == _PURPOSE:
         return f"{whose} is not one of a server"
     issuer = theirs.issuer.rfc4514_string()
-    return f"{whose} is not signed by an authority in {files.ca}, but by {issuer!r} ({words})"
+    opened = (
+        ""
+        if probe.proxy is None
+        else (
+            f": the proxy {probe.proxy} seems to open TLS, and then neither side knows who the other is; "
+            f"have it let {probe.address} through"
+        )
+    )
+    return (
+        f"{whose} is not signed by an authority in {files.ca}, but by {issuer!r} ({words}){opened}"
+    )
 
 
 def _of_ended(theirs: "x509.Certificate", whose: str, files: TlsFiles) -> str:

@@ -63,6 +63,7 @@ from stratagem.coordinator.runtime.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.malloc_trim import rest
 from stratagem.coordinator.runtime.plugins import installed
+from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.runtime.rendezvous import Barriers
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.throttle import Paced
@@ -101,7 +102,8 @@ class App:
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
         self.spool = storage.spool(loop.term, self.blobs.make_room)
-        self.links = Links(loop.term, Proof(tls_of(settings)))
+        self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
+        self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
         self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
         self.barriers = Barriers(self._membership)
         self.supervisor = RunSupervisor(
@@ -170,6 +172,7 @@ class App:
             await self.supervisor.close()
             await self._chores.close()
             await self.links.close()
+            await self.relay.close()
             self.logs.close()
 
     def path_of(self, digest: Digest) -> str:
@@ -348,6 +351,11 @@ class App:
         self._chores.do(self._collecting.ask(), "collect blobs")
 
     # ---- what others ask ----
+
+    def _is_usable(self, member: Member) -> bool:
+        """Return True when this start of a worker is registered, as far as anybody knows."""
+        record = self.loop.state.workers.get(member.worker_id)
+        return record is not None and record.member == member and record.is_alive
 
     async def _lose(self, member: Member, reason: str) -> None:
         await self.loop.submit(LoseWorker(member, reason))

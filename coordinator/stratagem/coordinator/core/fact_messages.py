@@ -122,7 +122,10 @@ def _generation(fact: f.GenerationClosed) -> str:
 
 
 _SENTENCES: Mapping[str, Callable[[Any], str]] = {
-    "WorkerRegistered": lambda e: f"worker {e.member.worker_id} registered at {e.address}",
+    "WorkerRegistered": lambda e: (
+        f"worker {e.member.worker_id} registered"
+        + (f" at {e.address}" if e.address else ", reached through its tunnel")
+    ),
     "WorkerLost": lambda e: f"worker {e.member.worker_id} is lost: {e.reason}",
     "WorkerDraining": lambda e: f"worker {e.member.worker_id} is draining",
     "WorkerLeft": lambda e: f"worker {e.member.worker_id} has left: {e.reason}",

@@ -119,6 +119,17 @@ HEARTBEAT_AGE: Final = Metric(
     "gauge",
     "silence of the worker alive that has been silent for longest",
 )
+STREAMS: Final = Metric(
+    "stratagem_relay_streams",
+    "gauge",
+    "streams that tunnelled workers keep open: parked, or live with a connection to the worker",
+    ("state",),
+)
+RELAYED: Final = Metric(
+    "stratagem_relay_bytes_total",
+    "counter",
+    "bytes carried to and from tunnelled workers since the start, TLS of the connections included",
+)
 METRICS: Final = (
     RUNS,
     NOT_RUNNING,
@@ -141,6 +152,8 @@ METRICS: Final = (
     DISK,
     WORKERS,
     HEARTBEAT_AGE,
+    STREAMS,
+    RELAYED,
     *SHARED,
 )
 _EFFECTS: Final = tuple(effect.__name__ for effect in Effect.__args__)
@@ -230,13 +243,20 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
     yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
     yield PUSHES, one(len(app.env.pushes))
     yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
+    yield from _relayed(app.relay.counts(), app.relay.num_bytes)
     yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.refused)
 
 
 def _waiting() -> Iterator[tuple[Metric, Values]]:
     """Yield the readings of a process without the lead: all counters are zero."""
     yield LEASE_HELD, one(0.0)
+    yield from _relayed(Counter(), 0)
     yield from _counted(Counter(), Counter(), Counter())
+
+
+def _relayed(streams: Mapping[str, int], num_bytes: int) -> Iterator[tuple[Metric, Values]]:
+    yield STREAMS, {(state,): streams.get(state, 0) for state in ("parked", "live")}
+    yield RELAYED, one(num_bytes)
 
 
 def _counted(

@@ -1,7 +1,7 @@
 """Settings of the coordinator process: flags first, then STRATAGEM_COORDINATOR_* variables."""
 
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -33,6 +33,11 @@ class Settings(BaseSettings):
         default="",
         description="host:port at which others reach this coordinator; the listen address, or "
         "this host's name where that is every address",
+    )
+    relay: Literal["on", "off"] = Field(
+        default="on",
+        description="whether workers that cannot be dialled may be reached over streams that they "
+        "keep open; see `stratagem worker --tunnel`",
     )
     health_port: int = Field(
         default=0, ge=0, le=65535, description="port of the health service; 0 picks"

@@ -1,7 +1,7 @@
 """The coordinator's connections to workers: one link per start of a worker, for all calls to it.
 
 A link owns a channel and turns status codes into our errors. Nothing else in the coordinator dials
-a worker, so an outbound tunnel would be added here.
+a worker: a tunnelled one is dialled here through the hub of its streams, and nothing above knows.
 """
 
 import asyncio
@@ -14,12 +14,13 @@ import grpc.aio
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import RunId
-from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
+from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.common.rpc.tls_probe import explain
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import CoordinatorState
+from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 PROBE_TIMEOUT_S = 1.0
@@ -42,12 +43,19 @@ class WorkerSession:
 
 
 class WorkerLink:
-    def __init__(self, member: Member, address: str, term: int, proof: Proof = PLAINTEXT) -> None:
+    def __init__(
+        self, member: Member, address: str, term: int, proof: Proof, relay: RelayHub
+    ) -> None:
+        """address: host:port of the worker; "" for one that is reached through its tunnel."""
         self.member = member
         self.address = address
         self._proof = proof
         self._term = term
-        self._channel = open_channel(address, proof, is_shallow=True, to_worker=member.worker_id)
+        self._relay = relay
+        target = address or relay.target(member)
+        self._channel = open_channel(target, proof, is_shallow=True, to_worker=member.worker_id)
+        if not address:
+            self._channel = _TunnelChannel(self._channel, lambda: relay.check_open(member))
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def fence(self, membership: int) -> types_pb2.Fence:
@@ -77,7 +85,10 @@ class WorkerLink:
         return described.incarnation == self.member.incarnation
 
     async def why_silent(self) -> str:
-        """Return why a worker does not answer, where its identity is the reason; else ""."""
+        """Return why a worker does not answer, where its identity or its tunnel is the reason;
+        else ""."""
+        if not self.address:
+            return self._relay.silence(self.member)
         proof, name = self._proof, self.member.worker_id
         return await asyncio.to_thread(explain, self.address, proof, name)
 
@@ -130,9 +141,10 @@ class WorkerLink:
 class Links:
     """The links that are open, by member."""
 
-    def __init__(self, term: int, proof: Proof = PLAINTEXT) -> None:
+    def __init__(self, term: int, relay: RelayHub, proof: Proof = PLAINTEXT) -> None:
         self._term = term
         self._proof = proof
+        self._relay = relay
         self._links: dict[Member, WorkerLink] = {}
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
@@ -147,12 +159,13 @@ class Links:
 
     def open(self, member: Member, address: str) -> WorkerLink:
         """Open a separate link to a worker that may not be registered yet; the caller closes it."""
-        return WorkerLink(member, address, self._term, self._proof)
+        return WorkerLink(member, address, self._term, self._proof, self._relay)
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
         """Forget the links to members that are gone and return them; the caller closes them."""
         alive = {w.member for w in state.workers.values() if w.is_alive}
         lost = [member for member in self._links if member not in alive]
+        self._relay.forget(lost)
         return [self._links.pop(member) for member in lost]
 
     async def close(self) -> None:
@@ -160,6 +173,26 @@ class Links:
         for link in self._links.values():
             await link.close()
         self._links.clear()
+
+
+class _TunnelChannel(DelegatingChannel):
+    """A channel whose calls raise UnavailableError at once while the worker keeps no tunnel open:
+    gRPC would only say that a socket was closed."""
+
+    def __init__(self, inner: grpc.aio.Channel, check_open: Callable[[], None]) -> None:
+        self._inner, self._check_open = inner, check_open
+
+    def _present(self) -> grpc.aio.Channel:
+        return self._inner
+
+    def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = getattr(self._inner, kind)(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._check_open()
+            return inner(*args, **kwargs)
+
+        return call
 
 
 async def _answered(call: Awaitable[object]) -> None:

@@ -12,16 +12,13 @@ from typing import Any
 import grpc
 
 from stratagem.common.base.errors import (
-    InvalidInputError,
     LimitError,
     NotFoundError,
 )
 from stratagem.common.base.ids import (
-    Incarnation,
     Party,
     RunId,
     check_run_id,
-    check_worker_id,
     new_submission,
 )
 from stratagem.common.identity.authentication import Caller, current_caller
@@ -49,6 +46,7 @@ from stratagem.coordinator.service.event_requests import follows_on, past_events
 from stratagem.coordinator.service.failure_detector import look_into, meet
 from stratagem.coordinator.service.history_queries import HistoryQueries
 from stratagem.coordinator.service.previous_exit import ending_of
+from stratagem.coordinator.service.relay_calls import carry, check_way, member_of
 from stratagem.coordinator.service.request_limits import (
     Places,
     check_address,
@@ -221,9 +219,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def RegisterWorker(
         self, request: pb.RegisterWorkerRequest, context: Context
     ) -> pb.RegisterWorkerResponse:
-        member = _member(request.worker_id, request.incarnation)
-        check_address(request.address)
+        member = member_of(request)
         check_capability(request.capability)
+        check_way(self._app.relay, request)
         self._check_room(member)
         await meet(self._app, member, request.address)
         capability = Capability.model_validate(request.capability, from_attributes=True)
@@ -240,7 +238,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
-        member = _member(request.worker_id, request.incarnation)
+        member = member_of(request)
         if not self._app.leases.renew(member):
             raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
         if request.draining:
@@ -248,7 +246,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time())
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
-        member = _member(request.worker_id, request.incarnation)
+        member = member_of(request)
         await self._app.loop.submit(LeaveWorker(member, clipped_reason(request.reason)))
         return pb.LeaveResponse()
 
@@ -278,6 +276,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         reason = clipped_reason(request.reason)
         await look_into(self._app, run_id, party, request.fence.membership, reason)
         return pb.SuspectResponse()
+
+    async def Relay(  # type: ignore[override]  # it writes by itself, as bytes come
+        self, request_iterator: AsyncIterator[pb.RelayFrame], context: Context
+    ) -> None:
+        idle_s = self._app.settings.stream_idle_timeout_s
+        await carry(self._app.relay, request_iterator, context, idle_s)
 
     # ---- shared ----
 
@@ -309,11 +313,3 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if is_new and active >= settings.max_active_runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
         await stream_calls.check_job(self._app, request.job_json, caller)
-
-
-def _member(worker_id: str, incarnation: str) -> Member:
-    if not 1 <= len(incarnation) <= 64:
-        raise InvalidInputError.at(
-            "incarnation", f"{incarnation[:80]!r} must have 1 to 64 characters"
-        )
-    return Member(worker_id=check_worker_id(worker_id), incarnation=Incarnation(incarnation))

@@ -58,6 +58,7 @@ class Agent:
     see_term: Callable[[int], None]
     clock: CoordinatorClock
     proof: Proof = PLAINTEXT
+    proxy: str = ""
     on_registered: Callable[[], None] = lambda: None
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
@@ -73,7 +74,7 @@ class Agent:
 
         Ends when this worker has left.
         """
-        open_own = partial(open_channel, proof=self.proof, own_connection=True)
+        open_own = partial(open_channel, proof=self.proof, own_connection=True, proxy=self.proxy)
         async with CoordinatorChannel(self.coordinators, open_own) as channel:
             stub = CoordinatorServiceStub(channel)
             while True:
@@ -198,7 +199,7 @@ class Agent:
         """
         details = error.details()
         if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
-            details = await identity_problem(error, asked, self.proof) or details
+            details = await identity_problem(error, asked, self.proof, proxy=self.proxy) or details
         is_news = num_before == 0 or details != error.details()
         level = log.warning if is_news else log.debug
         level(what, code=error.code().name, details=details)

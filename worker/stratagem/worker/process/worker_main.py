@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.health_service import HealthService
 from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
+from stratagem.common.rpc.relay_copy import SocketFolder
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
@@ -51,9 +53,10 @@ from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.heartbeat import Agent, Identity
 from stratagem.worker.process.shutdown import stop_by_signals
+from stratagem.worker.process.tunnel import Tunnel
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
-from stratagem.worker.process.worker_security import WorkerSecurity
-from stratagem.worker.process.worker_settings import WorkerSettings, advertised, from_command_line
+from stratagem.worker.process.worker_security import WorkerSecurity, server_socket
+from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
@@ -131,15 +134,19 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
     capability.data_plane = security.data_plane
     policy = settings.allow_code.partition(":")[0] if site is None else site.code_policy
     capability.code_policy = policy
+    capability.tunnelled = settings.tunnel
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS
     )
     server, health_server = make_server(limits, gate=security.gate, calls=process.calls), None
-    address = advertised(settings, security.listen(server))
     coordinators = Coordinators(split_addresses(settings.coordinator))
     async with AsyncExitStack() as opened:
-        channel = CoordinatorChannel(coordinators, partial(open_channel, proof=security.proof))
+        sockets = SocketFolder()
+        opened.callback(sockets.close)
+        address = security.listen(server, sockets)
+        open_one = partial(open_channel, proof=security.proof, proxy=settings.proxy)
+        channel = CoordinatorChannel(coordinators, open_one)
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
         host = _host(settings, thread, mesh, reach, site)
@@ -159,24 +166,40 @@ async def run(settings: WorkerSettings, thread: TorchThread) -> None:
         )
         log.info("serving", address=address, device=settings.device)
         agent = Agent(coordinators, identity, sessions.fences.see_term, host.clock, security.proof)
+        agent.proxy = settings.proxy
         sessions.fences.ask_with(agent.beat)
         agent.on_registered = host.last_words.registered
         monitor.agent = agent
-        beating = asyncio.create_task(_join_once_warm(agent, thread))
+        tunnel = _tunnel(settings, agent, server_socket(sockets)) if settings.tunnel else None
+        tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
+        if tunnel is not None:
+            tasks.append(asyncio.create_task(tunnel.run()))
         try:
-            await _first_of(beating, agent.is_registered, stop.told)
+            await _first_of(tasks, agent.is_registered, stop.told)
             if settings.ready_file is not None and not stop.told.is_set():
                 _write_ready(settings.ready_file, identity, health_server, metrics)
-            await _first_of(beating, stop.told)
+            await _first_of(tasks, stop.told)
             host.last_words.stopped()
             await _drain(settings, agent, sessions, server, health_server)
             await agent.leave(f"drained after {stop.reason}")
             log.info("drained")
         finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             host.blobs.clear()
             host.user_code.bundles.close()
+
+
+def _tunnel(settings: WorkerSettings, agent: Agent, server_path: str) -> Tunnel:
+    return Tunnel(
+        agent.coordinators,
+        agent.identity.worker_id,
+        agent.identity.incarnation,
+        server_path,
+        agent.proof,
+        settings.proxy,
+    )
 
 
 def _limits(settings: WorkerSettings) -> WorkerLimits:
@@ -219,8 +242,9 @@ async def _drain(
         await health_server.server.stop(None)
 
 
-async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
-    """Warm up, then register and beat: others would wait for a joiner that is still importing."""
+async def _join_once_warm(agent: Agent, thread: TorchThread, tunnel: Tunnel | None) -> None:
+    """Warm up, then register and beat: others would wait for a joiner that is still importing. A
+    tunnelled worker is called back through its tunnel when it registers."""
     loop, is_warm = asyncio.get_running_loop(), asyncio.Event()
 
     def warm_up() -> None:
@@ -230,6 +254,8 @@ async def _join_once_warm(agent: Agent, thread: TorchThread) -> None:
 
     thread.submit(warm_up)
     await is_warm.wait()
+    if tunnel is not None:
+        await tunnel.is_parked.wait()
     await agent.run()
 
 
@@ -242,13 +268,14 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-async def _first_of(beating: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Wait for one of the events; a defect of the agent is raised, which ends the process."""
+async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event) -> None:
+    """Wait for one of the events; a defect of a task is raised, which ends the process."""
     waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait((beating, *waiting), return_when=asyncio.FIRST_COMPLETED)
-        if beating.done():
-            beating.result()
+        await asyncio.wait((*tasks, *waiting), return_when=asyncio.FIRST_COMPLETED)
+        for ended in tasks:
+            if ended.done():
+                ended.result()
     finally:
         for task in waiting:
             task.cancel()
@@ -348,7 +375,7 @@ def _write_ready(
     path: Path, identity: Identity, health_server: _Health | None, metrics: str
 ) -> None:
     facts = {
-        "address": identity.address,
+        "address": identity.address or "tunnel",
         "pid": os.getpid(),
         "incarnation": identity.incarnation,
         "health_address": health_server.address if health_server is not None else "",

@@ -9,14 +9,16 @@ alone, which is the one engine that TLS protects.
 import grpc.aio
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.host_port import split_address
+from stratagem.common.base.host_port import is_loopback, split_address
 from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.revocation import RevokedFile
 from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.server import bind, bind_tls
+from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.rpc.relay_copy import SocketFolder
+from stratagem.common.rpc.server import bind, bind_socket, bind_tls
 from stratagem.worker.mesh.backend_agreement import AUTO
-from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.process.worker_settings import WorkerSettings, advertised
 
 
 class WorkerSecurity:
@@ -45,8 +47,29 @@ class WorkerSecurity:
             raise InvalidInputError.at("mesh", message)
         return "grpc"
 
-    def listen(self, server: grpc.aio.Server) -> int:
-        """Bind the service; return its port."""
+    def listen(self, server: grpc.aio.Server, sockets: SocketFolder) -> str:
+        """Bind the service; return HOST:PORT at which others reach it, or for a tunnelled worker,
+        whom nobody dials, "" after binding `server_socket` of the folder."""
+        if not self._settings.tunnel:
+            return advertised(self._settings, self._listen(server))
+        self._check_tunnel()
+        bind_socket(server, server_socket(sockets), self.proof.tls)
+        return ""
+
+    def _check_tunnel(self) -> None:
+        """Refuse a tunnel through a network in plaintext, as a listener would be."""
+        for address in split_addresses(self._settings.coordinator):
+            host, _ = split_address(address)
+            is_safe = self.proof.tls is not None or is_loopback(host)
+            if not is_safe and not self._settings.allow_insecure_network:
+                raise InvalidInputError.at(
+                    "tunnel",
+                    f"{address} is on another machine, and nothing would be encrypted or "
+                    f"authenticated; give certificates (--tls-ca, --tls-cert, --tls-key), or "
+                    f"allow the insecure network explicitly",
+                )
+
+    def _listen(self, server: grpc.aio.Server) -> int:
         host, port = split_address(self._settings.listen)
         if self.proof.tls is not None:
             return bind_tls(server, host, port, self.proof.tls)
@@ -58,6 +81,11 @@ class WorkerSecurity:
         host, _ = split_address(self._settings.listen)
         allowed = self._settings.may_serve_plaintext
         return f"{host}:{bind(server, host, port, allow_insecure_network=allowed)}"
+
+
+def server_socket(sockets: SocketFolder) -> str:
+    """Return the path of the socket at which a tunnelled worker serves."""
+    return sockets.path("server.sock")
 
 
 def _trust_domain(tls: TlsFiles | None, name: str) -> str:

@@ -24,6 +24,7 @@ from stratagem.common.base.host_port import dialled_host, split_address
 from stratagem.common.base.ids import check_worker_id
 from stratagem.common.observe.logs import LEVELS
 from stratagem.common.process.settings_rules import at_least, flag
+from stratagem.common.rpc.http_proxy import check_proxy
 from stratagem.common.rpc.leader_channel import split_addresses
 from stratagem.worker.host.exit_record import check_previous_exit
 
@@ -91,6 +92,16 @@ class WorkerSettings(BaseSettings):
         "",
         description="HOST or HOST:PORT at which others reach this worker; the listen address, or "
         "this host's name where that is every address",
+    )
+    tunnel: bool = Field(
+        False,
+        description="make outgoing connections only: the coordinator reaches this worker through "
+        "them, and other workers do not",
+    )
+    proxy: str = Field(
+        "",
+        description="http://[USER:PASSWORD@]HOST:PORT of the proxy to the coordinator; https_proxy "
+        "and no_proxy of the environment unless set",
     )
     health_port: int | None = Field(None, description="port of grpc.health.v1; 0 takes a free one")
     metrics_port: int | None = Field(
@@ -281,8 +292,16 @@ class WorkerSettings(BaseSettings):
         split_address(value)
         return value
 
+    @field_validator("proxy")
+    @classmethod
+    def _is_proxy(cls, value: str) -> str:
+        return check_proxy(value)
+
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
+        for name in ("listen", "advertise"):
+            if self.tunnel and name in self.model_fields_set:
+                raise ValueError(f"--{name} is for workers that are dialled, and not for --tunnel")
         at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
         given = {
             "allow": bool(self.allow),

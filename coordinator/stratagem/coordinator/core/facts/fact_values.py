@@ -44,6 +44,7 @@ class Capability(Value):
     tags: tuple[str, ...] = ()
     data_plane: str = ""
     code_policy: str = ""
+    tunnelled: bool = False
 
 
 class Setting(Value):

@@ -1,0 +1,257 @@
+"""The hub of tunnels: dialled unix sockets meet streams that are parked, here without gRPC."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    LimitError,
+    UnavailableError,
+    WrongStateError,
+)
+from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.common.rpc.relay_copy import FRAME_BYTES
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.runtime import relay_hub
+from stratagem.coordinator.runtime.relay_hub import RelayHub
+from tests.patience import AT_ONCE_S
+
+W = Member(worker_id=WorkerId("w"), incarnation=Incarnation("one"))
+AGAIN = Member(worker_id=WorkerId("w"), incarnation=Incarnation("two"))
+
+
+@dataclass
+class Stream:
+    """A worker's end of a stream: what it sends, and what has come."""
+
+    hub: RelayHub
+    member: Member = W
+    sent: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    came: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    is_parked: asyncio.Event = field(default_factory=asyncio.Event)
+    call: asyncio.Task[None] | None = None
+
+    async def parked(self) -> "Stream":
+        async def say() -> None:
+            self.is_parked.set()
+
+        carrying = self.hub.carry(self.member, self.sent.get, self.came.put, say)
+        self.call = asyncio.create_task(carrying)
+        await asyncio.wait(
+            (self.call, asyncio.create_task(self.is_parked.wait())),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        return self
+
+    @property
+    def is_over(self) -> bool:
+        return self.call is not None and self.call.done()
+
+    async def ended(self) -> None:
+        assert self.call is not None
+        async with asyncio.timeout(AT_ONCE_S):
+            await self.call
+
+
+dials: list[socket.socket] = []
+"""Those of one test."""
+
+
+@asynccontextmanager
+async def hubs(registered: Collection[Member] = (W,), **changes: Any) -> AsyncIterator[RelayHub]:
+    hub = RelayHub(lambda member: member in registered, **changes)
+    try:
+        yield hub
+    finally:
+        await hub.close()
+        while dials:
+            dials.pop().close()
+
+
+async def dialled(hub: RelayHub, member: Member = W) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    dials.append(connection)
+    path = hub.target(member).removeprefix("unix:")
+    await asyncio.get_running_loop().sock_connect(connection, path)
+    return connection
+
+
+async def read(connection: socket.socket) -> bytes:
+    async with asyncio.timeout(AT_ONCE_S):
+        return await asyncio.get_running_loop().sock_recv(connection, FRAME_BYTES)
+
+
+async def test_a_dial_reaches_a_parked_stream_and_bytes_go_both_ways() -> None:
+    async with hubs() as hub:
+        stream = await Stream(hub).parked()
+        assert hub.counts() == {"parked": 1, "live": 0}
+        connection = await dialled(hub)
+        await asyncio.get_running_loop().sock_sendall(connection, b"hello")
+        assert await stream.came.get() == b"hello"
+        assert hub.counts() == {"parked": 0, "live": 1}
+        await stream.sent.put(b"good day")
+        assert await read(connection) == b"good day"
+        assert hub.num_bytes == len(b"hello") + len(b"good day")
+        connection.close()
+        await stream.ended()
+        assert hub.counts() == {"parked": 0, "live": 0}
+
+
+async def test_the_socket_is_for_this_user_alone() -> None:
+    async with hubs() as hub:
+        path = hub.target(W).removeprefix("unix:")
+        assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+        assert len(path) < 100
+
+
+async def test_a_dial_waits_for_a_stream() -> None:
+    async with hubs() as hub:
+        connection = await dialled(hub)
+        await asyncio.get_running_loop().sock_sendall(connection, b"early")
+        stream = await Stream(hub).parked()
+        assert await stream.came.get() == b"early"
+        connection.close()
+
+
+async def test_a_dial_without_a_stream_is_ended_and_says_why() -> None:
+    async with hubs(dial_wait_s=0) as hub:
+        connection = await dialled(hub)
+        assert await read(connection) == b""
+        with pytest.raises(UnavailableError, match="keeps no tunnel open"):
+            hub.check_open(W)
+        stream = await Stream(hub).parked()
+        hub.check_open(W)
+        await stream.sent.put(None)
+        await stream.ended()
+        assert hub.silence(W) == "worker w keeps no tunnel open (last one 0 s ago)"
+
+
+async def test_the_newest_stream_is_taken_first() -> None:
+    async with hubs() as hub:
+        old, new = await Stream(hub).parked(), await Stream(hub).parked()
+        connection = await dialled(hub)
+        await asyncio.get_running_loop().sock_sendall(connection, b"x")
+        assert await new.came.get() == b"x"
+        assert old.came.empty()
+        connection.close()
+
+
+async def test_the_end_of_a_stream_ends_its_connection_alone() -> None:
+    async with hubs() as hub:
+        first = await Stream(hub).parked()
+        one = await dialled(hub)
+        await asyncio.get_running_loop().sock_sendall(one, b"x")
+        await first.came.get()
+        second = await Stream(hub).parked()
+        other = await dialled(hub)
+        await first.sent.put(None)
+        assert await read(one) == b""
+        await second.sent.put(b"still here")
+        assert await read(other) == b"still here"
+        other.close()
+
+
+async def test_a_stream_whose_call_breaks_ends_its_connection() -> None:
+    async with hubs() as hub:
+        stream = await Stream(hub).parked()
+        connection = await dialled(hub)
+        await asyncio.get_running_loop().sock_sendall(connection, b"x")
+        await stream.came.get()
+        assert stream.call is not None
+        stream.call.cancel()
+        assert await read(connection) == b""
+        assert hub.counts() == {"parked": 0, "live": 0}
+
+
+async def test_a_stream_that_is_parked_for_long_is_ended_for_another() -> None:
+    async with hubs(parked_for_s=0.01) as hub:
+        stream = await Stream(hub).parked()
+        await stream.ended()
+        assert hub.counts()["parked"] == 0
+
+
+async def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hubs() as hub:
+        streams = [await Stream(hub).parked() for _ in range(relay_hub.MAX_PARKED)]
+        with pytest.raises(LimitError, match="4 streams of worker w are parked, the limit is 4"):
+            await (await Stream(hub).parked()).ended()
+        monkeypatch.setattr(relay_hub, "MAX_STREAMS", 4)
+        other = Member(worker_id=WorkerId("v"), incarnation=Incarnation("one"))
+        with pytest.raises(LimitError, match="4 streams are open, the limit is 4"):
+            await (await Stream(hub, other).parked()).ended()
+        assert not any(stream.is_over for stream in streams)
+
+
+async def test_a_worker_has_so_many_connections_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay_hub, "MAX_LIVE", 2)
+    async with hubs() as hub:
+        _, _, third = [await dialled(hub) for _ in range(3)]
+        assert await read(third) == b"", "two wait for a stream already"
+
+
+async def test_a_worker_that_speaks_first_is_refused() -> None:
+    async with hubs() as hub:
+        stream = await Stream(hub).parked()
+        await stream.sent.put(b"bytes")
+        with pytest.raises(InvalidInputError, match="came before the coordinator said anything"):
+            await stream.ended()
+
+
+async def test_a_frame_that_is_too_large_ends_the_connection() -> None:
+    async with hubs() as hub:
+        stream = await Stream(hub).parked()
+        connection = await dialled(hub)
+        await asyncio.get_running_loop().sock_sendall(connection, b"x")
+        await stream.came.get()
+        await stream.sent.put(bytes(FRAME_BYTES + 1))
+        with pytest.raises(LimitError, match="262145 bytes, the limit is 262144"):
+            await stream.ended()
+        assert await read(connection) == b""
+
+
+async def test_another_start_replaces_the_streams_of_one_that_is_not_registered() -> None:
+    async with hubs(registered=()) as hub:
+        old = await Stream(hub).parked()
+        new = await Stream(hub, AGAIN).parked()
+        await old.ended()
+        assert not new.is_over
+        assert hub.counts()["parked"] == 1
+
+
+async def test_another_start_leaves_the_registered_one_alone_until_that_is_gone() -> None:
+    registered = {W}
+    async with hubs(registered) as hub:
+        old = await Stream(hub).parked()
+        new = await Stream(hub, AGAIN).parked()
+        assert hub.counts()["parked"] == 2
+        registered.clear()
+        again = await Stream(hub, AGAIN).parked()
+        await old.ended()
+        assert not new.is_over
+        assert not again.is_over
+
+
+async def test_nothing_is_left_of_a_worker_that_is_gone() -> None:
+    async with hubs(registered=()) as hub:
+        stream = await Stream(hub).parked()
+        path = hub.target(W).removeprefix("unix:")
+        await stream.sent.put(None)
+        await stream.ended()
+        assert not Path(path).exists()  # noqa: ASYNC240  (it is at once)
+        assert hub.silence(W) == "worker w keeps no tunnel open"
+
+
+async def test_a_coordinator_may_take_no_tunnels() -> None:
+    async with hubs(is_on=False) as hub:
+        with pytest.raises(WrongStateError, match="--relay off"):
+            await (await Stream(hub).parked()).ended()

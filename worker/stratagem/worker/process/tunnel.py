@@ -1,0 +1,162 @@
+"""The worker's end of its tunnel: streams to the coordinator, over which it is reached.
+
+A worker that others cannot dial keeps one stream parked at the coordinator. The first frame that
+comes over it is the beginning of a connection: it is carried to this process's own gRPC server, and
+the next stream is parked. A connection that breaks is dialled again by the coordinator, so nothing
+is numbered or repeated here.
+"""
+
+import asyncio
+import socket
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+import structlog
+
+from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.rpc.channel import Proof, open_channel, write_message
+from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators
+from stratagem.common.rpc.relay_copy import PARKED, copy_both_ways
+from stratagem.common.rpc.tls_probe import identity_problem
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
+    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 30.0
+PARK_TIMEOUT_S: Final = 20.0
+"""How long a stream may take until the coordinator says that it is parked."""
+SETTLED_S: Final = 1.0
+"""After a stream that was parked for this long the next one is tried at once."""
+CLOSE_TIMEOUT_S: Final = 2.0
+LOOK_AGAIN_EVERY: Final = 10
+"""Failures of a row, one of which is asked whether identity is its reason."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Tunnel:
+    """Keeps a stream parked at the coordinator; one per process, run as a task."""
+
+    coordinators: Coordinators
+    worker_id: str
+    incarnation: str
+    server_path: str
+    """The unix socket of this process's gRPC server."""
+    proof: Proof
+    proxy: str = ""
+    is_parked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a stream has been parked for the first time."""
+    _carried: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self) -> None:
+        """Keep one stream parked until cancelled, whatever becomes of those before."""
+        # Neither heartbeats nor uploads wait behind what the tunnel carries.
+        open_own = partial(
+            open_channel, proof=self.proof, own_connection=True, is_shallow=True, proxy=self.proxy
+        )
+        backoff, num_failed = Backoff(FIRST_RETRY_S, LAST_RETRY_S, least=0.0), 0
+        async with CoordinatorChannel(self.coordinators, open_own) as channel:
+            stub = CoordinatorServiceStub(channel)
+            try:
+                while True:
+                    asked, began_s = self.coordinators.present, time.monotonic()
+                    error = await self._ending(stub)
+                    if time.monotonic() - began_s >= SETTLED_S:
+                        backoff.reset()
+                        num_failed = 0
+                    await self._report(num_failed, error, asked)
+                    num_failed += 1
+                    await backoff.pause()
+            finally:
+                await self._close()
+
+    async def _ending(self, stub: "CoordinatorServiceAsyncStub") -> Exception:
+        """Park streams one after the other, until one fails; return why."""
+        while True:
+            began_s, call = time.monotonic(), stub.Relay()
+            try:
+                first = await self._parked(call)
+            except (grpc.aio.AioRpcError, StratagemError, TimeoutError) as error:
+                return error
+            if first is not None:
+                task = asyncio.create_task(self._carry(call, first))
+                self._carried.add(task)  # the loop itself holds no task
+                task.add_done_callback(self._carried.discard)
+            elif time.monotonic() - began_s < SETTLED_S:
+                return StratagemError("the coordinator ended the stream at once")
+
+    async def _parked(self, call: Any) -> bytes | None:
+        """Park a stream and return the first bytes that come; None where it is to be replaced."""
+        hello = pb.RelayFrame(worker_id=self.worker_id, incarnation=self.incarnation)
+        frame: Any = grpc.aio.EOF
+        try:
+            async with asyncio.timeout(PARK_TIMEOUT_S):
+                await call.wait_for_connection()
+                await write_message(call, hello)
+                metadata = await call.initial_metadata()
+            if set(PARKED) <= {tuple(pair) for pair in metadata or ()}:
+                if not self.is_parked.is_set():
+                    log.info("tunnel open", coordinator=self.coordinators.present)
+                self.is_parked.set()
+            frame = await call.read()
+        finally:
+            if frame is grpc.aio.EOF:
+                call.cancel()
+        return None if frame is grpc.aio.EOF else bytes(frame.data)
+
+    async def _carry(self, call: Any, first: bytes) -> None:
+        """Carry one connection to the server of this process, until either side ends."""
+        loop = asyncio.get_running_loop()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+
+        async def receive() -> bytes | None:
+            frame = await call.read()
+            return None if frame is grpc.aio.EOF else frame.data
+
+        async def send(data: bytes) -> None:
+            await write_message(call, pb.RelayFrame(data=data))
+
+        try:
+            await loop.sock_connect(connection, self.server_path)
+            await loop.sock_sendall(connection, first)
+            await copy_both_ways(connection, receive, send, call.done_writing)
+        except grpc.aio.AioRpcError as error:
+            log.info("tunnelled connection broke", code=error.code().name, details=error.details())
+        except (OSError, StratagemError) as error:  # this process ends, or the frames are wrong
+            log.info("tunnelled connection ended", reason=str(error))
+        finally:
+            connection.close()
+            call.cancel()
+
+    async def _close(self) -> None:
+        """Let the connections that are carried end, and cut those that do not."""
+        carried = set(self._carried)
+        if carried:
+            await asyncio.wait(carried, timeout=CLOSE_TIMEOUT_S)
+        for task in carried:
+            task.cancel()
+        await asyncio.gather(*carried, return_exceptions=True)
+
+    async def _report(self, num_before: int, error: Exception, asked: str) -> None:
+        """Log the first failure of a row as a warning, the others at level debug; and as a warning
+        when identity is the reason, as long as it lasts."""
+        level = log.debug if num_before else log.warning
+        if not isinstance(error, grpc.aio.AioRpcError):
+            if isinstance(error, TimeoutError):
+                self.coordinators.move_on(asked)  # one that is frozen answers no calls
+            level("no tunnel", coordinator=asked, reason=str(error) or "no answer in time")
+            return
+        details = error.details()
+        if num_before % LOOK_AGAIN_EVERY == 0:
+            problem = await identity_problem(error, asked, self.proof, proxy=self.proxy)
+            details, level = problem or details, log.warning if problem else level
+        level("no tunnel", coordinator=asked, code=error.code().name, details=details)
