@@ -66,6 +66,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),
         ("… runs are active, the limit is …", "`--max-active-runs`; stop or wait for some"),
         ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
+        ("relay: … streams …, the limit is …", "several workers have one `--name`, or too many"),
         ("early messages: …", "a member is far behind the others; the step is done again"),
         (
             "beyond the range of …",
@@ -111,6 +112,10 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "WrongStateError": (
         ("run … is active; stop it first", "`stratagem stop RUN`"),
+        (
+            "this coordinator takes no tunnels",
+            "start it without `--relay off`, or the worker without `--tunnel`",
+        ),
         ("protocol version: this side speaks …", "run one version everywhere: `stratagem doctor`"),
     ),
     "UnauthenticatedError": (
@@ -139,6 +144,11 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "UnavailableError": (
         ("no coordinator answers at …", "`stratagem doctor` says what it can see"),
         ("nobody answers at … as worker …", "the worker's `--advertise`, its port, the network"),
+        (
+            "worker … keeps no tunnel open",
+            "the worker's log says what keeps it from the coordinator; calls are made again once it"
+            " is back",
+        ),
         ("worker … is lost", "nothing: the effect is asked for again elsewhere"),
         ("worker … is draining", "nothing: it was told to stop"),
         ("the coordinator's disk is full", "make room"),

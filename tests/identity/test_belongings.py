@@ -108,6 +108,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     ),
     "RegisterWorker": (_itself(C.RegisterWorkerRequest),),
     "Heartbeat": (_itself(C.HeartbeatRequest),),
+    "Relay": (_itself(C.RelayFrame),),
     "Leave": (_itself(C.LeaveRequest),),
     "Rendezvous": (
         Row(

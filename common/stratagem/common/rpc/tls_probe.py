@@ -189,8 +189,8 @@ def _of_server(code: int, words: str, probe: _Probe, files: TlsFiles, expected: 
         ""
         if probe.proxy is None
         else (
-            f": the proxy {probe.proxy} seems to open TLS, and then neither side knows who the other is; "
-            f"have it let {probe.address} through"
+            f": the proxy {probe.proxy} seems to open TLS, and then neither side knows "
+            f"who the other is; have it let {probe.address} through"
         )
     )
     return (

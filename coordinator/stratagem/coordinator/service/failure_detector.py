@@ -42,16 +42,17 @@ async def meet(app: App, member: Member, address: str) -> None:
     known = app.loop.state.workers.get(member.worker_id)
     is_other = known is not None and known.is_alive and known.member != member
     if known is not None and is_other and await _answers(app, known.member):
-        where = f"at {known.address}" if known.address else "behind a tunnel"
-        message = f"worker {member.worker_id!r} lives {where}; choose another name"
+        where = known.address or "the end of a tunnel"
+        message = f"worker {member.worker_id!r} lives at {where}; choose another name"
         raise AlreadyExistsError(message)
     link = app.links.open(member, address)
     try:
         if not await link.answers(timeout_s=5.0):
             why = await link.why_silent()
+            where = address or "the end of its tunnel"
             raise UnavailableError(
-                f"nobody answers {f'at {address}' if address else 'through its tunnel'} as worker "
-                f"{member.worker_id!r}" + (f": {why}" if why else "")
+                f"nobody answers at {where} as worker {member.worker_id!r}"
+                + (f": {why}" if why else "")
             )
     finally:
         await link.close()
