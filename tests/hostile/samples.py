@@ -88,8 +88,8 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
             )
         ],
         "Relay": [
-            cpb.RelayFrame(worker_id="stranger", incarnation="one"),
-            cpb.RelayFrame(data=b"bytes"),
+            cpb.RelayRequest(worker_id="stranger", incarnation="one"),
+            cpb.RelayRequest(data=b"bytes"),
         ],
         "Suspect": [cpb.SuspectRequest(fence=fence, session=ref, reason="gone")],
         "Execute": [execute(target, build=wpb.BuildPlan())],

@@ -108,7 +108,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     ),
     "RegisterWorker": (_itself(C.RegisterWorkerRequest),),
     "Heartbeat": (_itself(C.HeartbeatRequest),),
-    "Relay": (_itself(C.RelayFrame),),
+    "Relay": (_itself(C.RelayRequest),),
     "Leave": (_itself(C.LeaveRequest),),
     "Rendezvous": (
         Row(

@@ -1816,7 +1816,7 @@ class SuspectResponse(_message.Message):
 Global___SuspectResponse: _TypeAlias = SuspectResponse  # noqa: Y015
 
 @_typing.final
-class RelayFrame(_message.Message):
+class RelayRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
@@ -1825,7 +1825,7 @@ class RelayFrame(_message.Message):
     data: _builtins.bytes
     """The next bytes of the connection, at most 256 KiB."""
     worker_id: _builtins.str
-    """Of the first frame that the worker sends, which has no bytes, and of no other."""
+    """Of the first frame, which has no bytes, and of no other."""
     incarnation: _builtins.str
     def __init__(
         self,
@@ -1840,4 +1840,24 @@ class RelayFrame(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RelayFrame: _TypeAlias = RelayFrame  # noqa: Y015
+Global___RelayRequest: _TypeAlias = RelayRequest  # noqa: Y015
+
+@_typing.final
+class RelayResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the connection, at most 256 KiB."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayResponse: _TypeAlias = RelayResponse  # noqa: Y015

@@ -137,8 +137,8 @@ class CoordinatorServiceStub(object):
                 _registered_method=True)
         self.Relay = channel.stream_stream(
                 '/stratagem.v1.CoordinatorService/Relay',
-                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.SerializeToString,
-                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.FromString,
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.RelayRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RelayResponse.FromString,
                 _registered_method=True)
 
 
@@ -431,8 +431,8 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
             ),
             'Relay': grpc.stream_stream_rpc_method_handler(
                     servicer.Relay,
-                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.FromString,
-                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.SerializeToString,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.RelayRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.RelayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1001,8 +1001,8 @@ class CoordinatorService(object):
             request_iterator,
             target,
             '/stratagem.v1.CoordinatorService/Relay',
-            stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.SerializeToString,
-            stratagem_dot_v1_dot_coordinator__pb2.RelayFrame.FromString,
+            stratagem_dot_v1_dot_coordinator__pb2.RelayRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.RelayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -135,7 +135,7 @@ class CoordinatorServiceStub:
     """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
     Stale reports are answered OK and ignored.
     """
-    Relay: _grpc.StreamStreamMultiCallable[_coordinator_pb2.RelayFrame, _coordinator_pb2.RelayFrame]
+    Relay: _grpc.StreamStreamMultiCallable[_coordinator_pb2.RelayRequest, _coordinator_pb2.RelayResponse]
     """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
     frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
     has something to say to the worker, the frames are the bytes of a connection to its gRPC server,
@@ -234,7 +234,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Says that an exchange of a membership failed. Names no culprit: the coordinator looks itself.
     Stale reports are answered OK and ignored.
     """
-    Relay: _aio.StreamStreamMultiCallable[_coordinator_pb2.RelayFrame, _coordinator_pb2.RelayFrame]  # type: ignore[assignment]
+    Relay: _aio.StreamStreamMultiCallable[_coordinator_pb2.RelayRequest, _coordinator_pb2.RelayResponse]  # type: ignore[assignment]
     """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
     frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
     has something to say to the worker, the frames are the bytes of a connection to its gRPC server,
@@ -433,9 +433,9 @@ class CoordinatorServiceServicer:
 
     def Relay(
         self,
-        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.RelayFrame],
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.RelayRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.RelayFrame], _abc.AsyncIterator[_coordinator_pb2.RelayFrame]]:
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.RelayResponse], _abc.AsyncIterator[_coordinator_pb2.RelayResponse]]:
         """Carries one connection to a worker that cannot be dialled. The worker names itself in the first
         frame, and the coordinator answers initial metadata: the stream is parked. Once the coordinator
         has something to say to the worker, the frames are the bytes of a connection to its gRPC server,

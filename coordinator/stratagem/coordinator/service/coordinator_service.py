@@ -278,7 +278,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.SuspectResponse()
 
     async def Relay(  # type: ignore[override]  # it writes by itself, as bytes come
-        self, request_iterator: AsyncIterator[pb.RelayFrame], context: Context
+        self, request_iterator: AsyncIterator[pb.RelayRequest], context: Context
     ) -> None:
         idle_s = self._app.settings.stream_idle_timeout_s
         await carry(self._app.relay, request_iterator, context, idle_s)

@@ -45,7 +45,7 @@ def check_way(relay: RelayHub, request: pb.RegisterWorkerRequest) -> None:
 
 async def carry(
     relay: RelayHub,
-    requests: AsyncIterator[pb.RelayFrame],
+    requests: AsyncIterator[pb.RelayRequest],
     context: "grpc.aio.ServicerContext[Any, Any]",
     idle_s: float,
 ) -> None:
@@ -66,7 +66,7 @@ async def carry(
         return None if frame is None else frame.data
 
     async def send(data: bytes) -> None:
-        await context.write(pb.RelayFrame(data=data))
+        await context.write(pb.RelayResponse(data=data))
 
     async def say_parked() -> None:
         await context.send_initial_metadata(PARKED)

@@ -95,7 +95,7 @@ class Tunnel:
 
     async def _parked(self, call: Any) -> bytes | None:
         """Park a stream and return the first bytes that come; None where it is to be replaced."""
-        hello = pb.RelayFrame(worker_id=self.worker_id, incarnation=self.incarnation)
+        hello = pb.RelayRequest(worker_id=self.worker_id, incarnation=self.incarnation)
         frame: Any = grpc.aio.EOF
         try:
             async with asyncio.timeout(PARK_TIMEOUT_S):
@@ -123,7 +123,7 @@ class Tunnel:
             return None if frame is grpc.aio.EOF else frame.data
 
         async def send(data: bytes) -> None:
-            await write_message(call, pb.RelayFrame(data=data))
+            await write_message(call, pb.RelayRequest(data=data))
 
         try:
             await loop.sock_connect(connection, self.server_path)
