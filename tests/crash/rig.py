@@ -7,7 +7,7 @@ metrics that were journaled with it, and the step history but for what clocks sa
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -119,9 +119,21 @@ class Rig:
 
 def outcome_of(run: RunHandle) -> Outcome:
     """Wait for the end of a run, which must be a completion."""
+    digests, metrics = committed(events_of(run))
+    run.result()
+    series = run.history(parties="*").items()
+    exact = {name: each.columns.to_bytes() for name, each in series if not each.observed}
+    return Outcome(digests, metrics, exact)
+
+
+def committed(
+    events: Iterable[Event],
+) -> tuple[dict[tuple[str, int], str], dict[tuple[str, int], Mapping[str, float]]]:
+    """Return the digests of the states of a run and what was measured of them, by party and
+    segment."""
     digests: dict[tuple[str, int], str] = {}
     metrics: dict[tuple[str, int], Mapping[str, float]] = {}
-    for event in events_of(run):
+    for event in events:
         payload = event.payload
         match event.kind:
             case "ModelBuilt":
@@ -137,10 +149,7 @@ def outcome_of(run: RunHandle) -> Outcome:
                 metrics[payload["party"], payload["segment"]] = payload["metrics"]
             case "GenerationClosed":
                 digests[payload["party"], payload["generation"]] = payload["digest"]
-    run.result()
-    series = run.history(parties="*").items()
-    exact = {name: each.columns.to_bytes() for name, each in series if not each.observed}
-    return Outcome(digests, metrics, exact)
+    return digests, metrics
 
 
 def events_of(run: RunHandle) -> Iterator[Event]:

@@ -272,6 +272,25 @@ def test_a_coordinator_that_was_away_has_a_lane_among_the_members_and_in_the_tim
     assert rows[1:] == time_line_panel(run).draw(720).table.rows
 
 
+def test_a_failed_run_says_what_is_committed_where_it_failed_and_what_is_not_kept() -> None:
+    error = UserError("ValueError", "bad row", "", "worker-1", "training step 47")
+    kept = recorded(1, [0.5, 0.25], certain=2)
+    history = History([replace(kept, name="train.loss", party="")])
+    failed: dict[str, Any] = {"phase": Phase.FAILED, "num_steps": 100}
+    run = replace(reported("golden-pipeline", error=error, **failed), history=history)
+    step = max(each.step for each in run.status.commits)
+    words = f"committed to step {step} of 100; failed in step 47"
+    assert words in page(run, MADE_AT)
+    assert words in header_html(run.status)
+    loss = curve_panels(run)[0]
+    last = max(run.course.root.lines["test.loss"].step)
+    assert loss.note.startswith(f"The steps after {last:,} are not kept: the run failed in step 47")
+    assert "not kept" not in curve_panels(reported("golden-pipeline"))[0].note
+    near = replace(error, activity=f"training step {last + 1}")
+    at_once = reported("golden-pipeline", error=near, **failed)
+    assert "not kept" not in curve_panels(at_once)[0].note
+
+
 def test_nodes_that_gossip_have_a_loss_each() -> None:
     run = reported("golden-gossip")
     one = recorded(1, [0.5, 0.25], certain=2)

@@ -166,6 +166,20 @@ def test_an_end_says_how_far_the_run_has_come() -> None:
     )
 
 
+def test_a_failure_tells_the_committed_step_from_that_of_the_error() -> None:
+    committed = fact("SegmentCommitted", segment=2, step=200)
+    error = {"type": "ValueError", "activity": "training step 347"}
+    failed = fact("RunFailed", Phase.FAILED, "failed: it", error=error)
+    crashed = fact("RunFailed", Phase.FAILED, "failed: workers die", error=None)
+    begin = [*BEGIN, finished(2), committed]
+    text = "FAILED  committed to step 200"
+    assert told(*begin, failed)[-1] == f"{text}; failed in step 347"
+    assert told(*begin, steps(320), crashed)[-1] == f"{text} of 600; failed after step 320"
+    assert told(*begin, crashed)[-1] == text
+    back = fact("RunResumed", from_segment=1, step=100)
+    assert told(*begin, back, crashed)[-1] == "FAILED  committed to step 100"
+
+
 def test_every_event_or_only_the_end_is_asked_for() -> None:
     items = list(federated(2))
     assert len(told(*items, detail=Detail.EVENTS, seconds_each=0.0)) == len(items)

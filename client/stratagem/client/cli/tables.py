@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.client.report.run_values import progress_text
 from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
 from stratagem.common.base.printable_text import printable
 from stratagem.common.base.wording import values_text
@@ -79,6 +80,13 @@ def amount_text(status: RunStatus) -> str:
     return f"step {status.step}/{status.num_steps}" if status.num_steps else f"step {status.step}"
 
 
+def _reached(status: RunStatus) -> str:
+    """Return the run's progress as text; of one that has failed what is kept, and where it has."""
+    if status.phase is Phase.FAILED:
+        return progress_text(status)
+    return amount_text(status)
+
+
 def is_population(strategy: str) -> bool:
     """Return whether a strategy, by the name that people see, counts generations."""
     return strategy.startswith("PopulationBased")
@@ -97,7 +105,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         ("reason", status.reason),
         ("strategy", status.strategy),
         ("engine", _engine_text(status)),
-        ("progress", amount_text(status)),
+        ("progress", _reached(status)),
         ("metrics", metrics_text(status.metrics)),
         *_population_rows(status),
         ("workers", ", ".join(status.worker_ids)),

@@ -1,10 +1,12 @@
 """The curves of a run: what it has measured over its steps or rounds."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from stratagem.client.course.failure import failed_step
 from stratagem.client.pictures.curve import CurveMark, MarkKind, curve
 from stratagem.client.pictures.curve_rows import Line, cut
 from stratagem.client.pictures.picture import Picture
@@ -37,10 +39,32 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
     if steps is not None:
         marks = [mark for mark in marks if steps[0] <= mark.step <= steps[1]]
     span = steps or _span([line for _, of_one in frames for line in of_one], marks)
-    return [
+    panels = [
         _curve(name, of_one, marks if at == 0 else (), unit, span)
         for at, (name, of_one) in enumerate(frames)
     ]
+    lost = _lost_steps(run)
+    return [replace(panels[0], note=lost), *panels[1:]] if panels and lost else panels
+
+
+def _lost_steps(run: ReportedRun) -> str:
+    """Return, of a run that has failed in a step, that the steps before it are gone; otherwise
+    nothing."""
+    error = run.status.error
+    step = failed_step(error.activity) if error is not None else None
+    if run.status.phase != "FAILED" or step is None or unit_of(run) != "step":
+        return ""
+    kept = max((line.step[-1] for line in _own(run) if len(line.step)), default=0)
+    if step <= kept + 1:
+        return ""
+    return (
+        f"The steps after {kept:,} are not kept: the run failed in step {step:,}, before their "
+        "segment had ended."
+    )
+
+
+def _own(run: ReportedRun) -> Iterable[Line]:
+    return with_history(run.course.root.lines, run.history).values()
 
 
 def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol, Self
 
+from stratagem.client.course.failure import failure_text
 from stratagem.client.course.shapes import EventLike, RunLike, SeriesLike
 from stratagem.client.report.run_course import RunCourse
 
@@ -114,9 +115,17 @@ _UNITS: Final[Mapping[str, str]] = {
 """That a run counts, by the type of its strategy; others count steps."""
 
 
+def committed_step(status: StatusLike) -> int:
+    """Return how many steps the newest commit of a run has."""
+    return max((each.step for each in status.commits if each.member is None), default=0)
+
+
 def progress_text(status: StatusLike) -> str:
     """Return how far a run is, as "12 of 30 rounds"; "" where it is not known."""
     unit = _UNITS.get((status.job.get("strategy") or {}).get("type", ""), "steps")
+    if status.phase == "FAILED" and unit == "steps":
+        activity = status.error.activity if status.error is not None else ""
+        return failure_text(committed_step(status), activity, of=status.num_steps)
     return f"{status.step:,} of {status.num_steps:,} {unit}" if status.num_steps else ""
 
 

@@ -46,6 +46,8 @@ class FollowedRun:
     is_waiting: bool = False
     step: int = 0
     num_steps: int = 0
+    committed: int = 0
+    """Steps that the newest commit has."""
     segment: int = 0
     num_segments: int = 0
     loss: float | None = None
@@ -80,6 +82,7 @@ class FollowedRun:
             scored_by=f"{evaluation.get('split')}.{best}" if best else "",
             num_steps=status.num_steps,
             num_segments=status.num_segments,
+            committed=max((each.step for each in status.commits if each.member is None), default=0),
         )
 
     @property
@@ -136,10 +139,14 @@ class FollowedRun:
         self.segment, self.step = payload["segment"], payload["step"]
         self.mean_loss = number(payload["loss"]) if payload["step"] else None
 
+    def _committed(self, payload: Mapping[str, Any]) -> None:
+        self.committed = payload["step"]
+
     def _resumed(self, payload: Mapping[str, Any]) -> None:
         self.latest = None
         if payload.get("from_segment") is not None:
             self.segment, self.step = payload["from_segment"], payload.get("step", 0)
+            self.committed = self.step
             self.generations = Generations()
 
     def _closed(self, payload: Mapping[str, Any]) -> None:
@@ -162,6 +169,7 @@ class FollowedRun:
 _FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = {
     "RunResumed": FollowedRun._resumed,
     "SegmentFinished": FollowedRun._finished,
+    "SegmentCommitted": FollowedRun._committed,
     "RoundClosed": FollowedRun._closed,
     "PopulationFormed": FollowedRun._population,
     "GenerationClosed": FollowedRun._generation,

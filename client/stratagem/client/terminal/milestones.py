@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.course.failure import failure_text
 from stratagem.client.course.payloads import ENDS
 from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun, evaluations_in
@@ -43,7 +44,7 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
     if not isinstance(item, Event):
         return None
     if item.kind in ENDS:
-        text = item.sentence if item.phase is Phase.COMPLETED else _reached(run)
+        text = item.sentence if item.phase is Phase.COMPLETED else _reached(run, item)
         return Milestone(SEPARATOR.join(filter(None, (item.phase, text))), is_urgent=True)
     if item.kind in TROUBLE:
         return Milestone(f"{item.phase}{SEPARATOR}{item.sentence}", is_urgent=True)
@@ -69,8 +70,12 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
             return None
 
 
-def _reached(run: FollowedRun) -> str:
+def _reached(run: FollowedRun, end: Event) -> str:
     """Return how far a run has come that has ended before its end."""
+    counts_steps = not (run.is_federated or run.is_population)
+    if end.kind == "RunFailed" and run.has_begun and counts_steps:
+        activity = (end.payload.get("error") or {}).get("activity") or ""
+        return failure_text(run.committed, activity, run.step, run.num_steps)
     return f"at {count_text(run)}" if run.has_begun else ""
 
 

@@ -71,7 +71,8 @@ export async function showRun(place, id, told, common) {
     const known = (/** @type {any} */ value) => (value === null || value === undefined || value === 0 ? "" : exact(value));
     bar.value = ended && run.phase === "COMPLETED" ? 1 : share(of);
     pairs(values, [
-      [unit.slice(0, -1), el("span", {}, ...whole)],
+      [run.phase === "FAILED" && unit === "steps" ? "committed to step" : unit.slice(0, -1), el("span", {}, ...whole)],
+      ["failed in step", failedIn(run)],
       ["epoch", latest ? epochOf(latest) : ""],
       ["loss", loss === null || loss === undefined ? "" : exact(loss)],
       ["learning rate", known(latest?.lr)],
@@ -163,6 +164,12 @@ function exchange(tools, after, heading) {
   if (!on) return;
   const safe = on.className ? undefined : after.find((each) => !each.className);
   (after.find((each) => each.textContent === on.textContent) ?? safe ?? heading).focus();
+}
+
+/** Which step the error of a failed run was raised in, if it names one. @param {any} run */
+function failedIn(run) {
+  const found = run.phase === "FAILED" && /training step (\d+)/.exec(run.error?.activity ?? "");
+  return found ? exact(Number(found[1])) : "";
 }
 
 /** @param {any} run @param {{operates: boolean}} told @param {() => void} refresh */
