@@ -49,6 +49,8 @@ MATRIX = [
     ("dropout", 7, 3, {"outer": MEAN}, "AllReduce"),
     ("adamw clip cosine", 4, 3, {}, "ParameterServer"),
     ("batch norm", 3, 5, {"outer": MEAN}, "ParameterServer"),
+    ("adamw clip cosine", 4, 3, {"outer_bits": 8}, "AllReduce"),
+    ("dropout", 4, 2, {"outer_bits": 4}, "ParameterServer"),
 ]
 
 

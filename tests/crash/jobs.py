@@ -197,7 +197,7 @@ JOBS: dict[str, Job] = {
     "Phases-server": crash_job(PARAMETER_SERVER) | {"phases": PHASES},
     "Gossip": crash_job(GOSSIP) | {"optimizer": BROUGHT},
     "DiLoCo": with_local_steps(local_steps()),
-    "DiLoCo-server": with_local_steps(local_steps("ParameterServer")),
+    "DiLoCo-server": with_local_steps(local_steps("ParameterServer", outer_bits=8)),
     "Pipeline": crash_job(PIPELINE) | {"optimizer": BROUGHT},
     # There are workers for one of the two: it computes both shards.
     "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})

@@ -59,7 +59,8 @@ def local_steps_loop(
         if (step + 1) % num_local and step + 1 != replicas.num_steps:
             continue
         for place, (param, kept) in enumerate(zip(params, velocity, strict=True)):
-            moved = [(_wide(param) - _wide(own[place])) for own in replicas.params]
+            moved = [_wide(param) - _wide(own[place]) for own in replicas.params]
+            moved = [in_bits(each, options.outer_bits) for each in moved]
             gradient = (add_in_tree(moved) / count).to(param.dtype)
             kept.mul_(momentum).add_(gradient)
             param.add_(gradient.add(kept, alpha=momentum), alpha=-lr)
@@ -83,6 +84,19 @@ def _buffers(replicas: Replicas, number: int) -> list[Tensor]:
     model = replicas.models[number]
     named = dict(model.named_buffers())
     return [named[name] for name in model.state_dict() if name in named]
+
+
+def in_bits(values: Tensor, bits: int | None) -> Tensor:
+    """What is left of the values: 2^bits - 1 levels, of one scale for each 128 of them."""
+    size = math.ceil(values.numel() * (bits or 32) / 8) + 4 * math.ceil(values.numel() / 128)
+    if bits is None or size >= 4 * values.numel():  # coding would save nothing
+        return values
+    top, flat = 2.0 ** (bits - 1) - 1, values.reshape(-1)
+    blocks = []
+    for block in flat.split(128):
+        scale = block.abs().max() / top
+        blocks.append((block / scale).round() * scale if scale > 0 else block * 0)
+    return torch.cat(blocks).reshape(values.shape)
 
 
 def _wide(tensor: Tensor) -> Tensor:

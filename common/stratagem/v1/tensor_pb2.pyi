@@ -111,6 +111,7 @@ class _CodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType
     CODEC_TOP_K: _Codec.ValueType  # 5
     CODEC_LOW_RANK: _Codec.ValueType  # 6
     CODEC_VSA: _Codec.ValueType  # 7
+    CODEC_INT4: _Codec.ValueType  # 8
 
 class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
     """How the bytes of a stream are coded."""
@@ -125,6 +126,7 @@ CODEC_TERNARY: Codec.ValueType  # 4
 CODEC_TOP_K: Codec.ValueType  # 5
 CODEC_LOW_RANK: Codec.ValueType  # 6
 CODEC_VSA: Codec.ValueType  # 7
+CODEC_INT4: Codec.ValueType  # 8
 Global___Codec: _TypeAlias = Codec  # noqa: Y015
 
 @_typing.final

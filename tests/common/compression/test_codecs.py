@@ -85,6 +85,8 @@ def test_any_layout_comes_back_in_the_bytes_that_were_announced(
             assert (np.abs(x - y) <= np.maximum(bound * np.abs(x), tiny if bound else 0)).all()
         if name == "int8" and spec.numel:
             assert np.max(np.abs(x - y)) <= np.max(np.abs(x)) / 127 * 0.5001 + 1e-37
+        if name == "int4" and spec.numel:
+            assert np.max(np.abs(x - y)) <= np.max(np.abs(x)) / 7 * 0.5001 + 1e-37
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -120,7 +122,7 @@ WITH_FEEDBACK = [name for name in CODECS if codec_of(CODECS[name]).initial_state
 
 def test_the_biased_codecs_have_feedback() -> None:
     assert list(WITH_FEEDBACK) == [
-        *("int8-feedback", "ternary", "top_k", "top_k-bitmap", "low_rank"),
+        *("int8-feedback", "int4-feedback", "ternary", "top_k", "top_k-bitmap", "low_rank"),
         *("vsa", "vsa-int8", "vsa-ternary"),
     ]
 
@@ -403,13 +405,19 @@ def test_a_bundle_of_vectors_of_other_lengths_is_refused() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"codec": "int4"}, "codec: 'int4' is not one of"),
+        ({"codec": "int2"}, "codec: 'int2' is not one of"),
         ({"codec": "int8", "rank": 2}, "rank: belongs to codec low_rank only"),
         (
             {"codec": "top_k", "k_fraction": 0.0},
             "k_fraction: 0.0 is not allowed; must be in",
         ),
         ({"codec": "ternary", "stochastic": True, "error_feedback": True}, "unbiased"),
+        ({"codec": "int8", "stochastic": True, "block": 8}, "does not go together with block"),
+        (
+            {"codec": "int4", "stochastic": True},
+            "stochastic: belongs to codec int8 or ternary only",
+        ),
+        ({"codec": "ternary", "block": 8}, "block: belongs to codec int8 or int4 only"),
         ({"codec": "none", "error_feedback": True}, "no meaning with codec none"),
         ({"codec": "fp16", "rate": 1}, "rate: unknown key"),
     ],

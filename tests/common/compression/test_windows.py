@@ -48,6 +48,20 @@ def int8(payload: ByteArray, shape: tuple[int, ...], options: dict[str, Any]) ->
     return values
 
 
+def blocks(payload: ByteArray, shape: tuple[int, ...], options: dict[str, Any]) -> FloatArray:
+    numel, block = math.prod(shape), options.get("block", 128)
+    num_blocks = math.ceil(numel / block)
+    scales = np.frombuffer(payload[: 4 * num_blocks].tobytes(), "<f4")
+    rest = payload[4 * num_blocks :]
+    if options["codec"] == "int8":
+        levels = rest.view(np.int8).astype(np.float32)
+    else:
+        nibbles = (rest[:, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1)[:numel]
+        levels = nibbles.astype(np.float32) - 16 * (nibbles > 7).astype(np.float32)
+    values: FloatArray = levels * np.repeat(scales, block)[:numel]
+    return values
+
+
 def ternary(payload: ByteArray, shape: tuple[int, ...], options: dict[str, Any]) -> FloatArray:
     scale = np.frombuffer(payload[:4].tobytes(), "<f4")
     codes = (payload[4:, None] >> np.array([0, 2, 4, 6], np.uint8)) & 3
@@ -86,7 +100,8 @@ WHOLE: dict[str, Whole] = {
     "none": plain,
     "fp16": fp16,
     "bf16": bf16,
-    "int8": int8,
+    "int8": lambda *piece: (blocks if "block" in piece[2] else int8)(*piece),
+    "int4": blocks,
     "ternary": ternary,
     "top_k": top_k,
     "low_rank": low_rank,

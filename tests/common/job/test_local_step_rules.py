@@ -50,6 +50,10 @@ def parsed(**sections: Any) -> JobSpec:
             "strategy.options.local_steps, 4; count in steps, a multiple of it",
         ),
         ({"compression": "int8"}, "compression: is not allowed with strategy.options.local_steps"),
+        (
+            {"strategy": strategy(outer_bits=8), "execution": {"precision": "Full"}},
+            "strategy.options.outer_bits: codes float32; precision is Full",
+        ),
         ({"phases": {}}, "phases: is not allowed with strategy.options.local_steps: each replica"),
         ({"weight_average": {}}, "weight_average: is not allowed with strategy.options.local"),
         (

@@ -58,6 +58,16 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
         ),
         (
             DATA_PARALLEL,
+            {"outer_bits": 8},
+            "strategy.options.outer_bits: has a meaning only together with local_steps",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "outer_bits": 16},
+            "strategy.options.outer_bits: 16 is not one of 8, 4",
+        ),
+        (
+            DATA_PARALLEL,
             {"local_steps": 2, "outer": {"name": "adam"}},
             "strategy.options.outer.name: 'adam' is not one of mean, nesterov",
         ),

@@ -31,4 +31,4 @@ def trainer(spec: JobSpec) -> tuple[LocalStepsTrainer, GradientReducer]:
     replicas = range(strategy.num_replicas)
     made = build_local_steps_trainer(spec, ALLOWED, replicas, device=CPU)
     made.load_state(*trainer_of(spec).copy_state())
-    return made, solo_exchange(made.buckets, len(replicas))
+    return made, solo_exchange(made.buckets, len(replicas), made.compressor)

@@ -47,6 +47,24 @@ def test_equals_the_loop_to_the_bit(
     assert_same_bits(made.model.state_dict(), dict(expected.state))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("model", ["dropout_mlp", "batch_norm_mlp", "everything"])
+def test_coded_outer_gradients_equal_the_loop_to_the_bit(model: str, bits: int) -> None:
+    rows = 42 if model == "batch_norm_mlp" else 50
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
+    coded, plain = (
+        local_steps_job(model, 3, 2, optimizer=ADAM, data=data, options=options)
+        for options in ({"outer_bits": bits}, {})
+    )
+    made, exchange = trainer(coded)
+    for _ in range(10):
+        made.train_step(exchange, range(3), 3)
+    expected = dict(local_steps_loop(coded, ALLOWED).state)
+    assert_same_bits(made.model.state_dict(), expected)
+    uncoded = local_steps_loop(plain, ALLOWED).state
+    assert any(not torch.equal(expected[name], uncoded[name]) for name in expected)
+
+
 def test_one_replica_with_the_mean_is_the_plain_loop_up_to_rounding() -> None:
     spec = local_steps_job("mlp", 1, 5, options={"outer": MEAN}, execution={"precision": "Full"})
     made, exchange = trainer(spec)

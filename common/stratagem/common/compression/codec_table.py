@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from stratagem.common.compression.blocks import Blocks
 from stratagem.common.compression.casts import BrainFloat, Half
 from stratagem.common.compression.codec import Codec, Layout, PerTensor, Plain, TensorCodec
 from stratagem.common.compression.error_feedback import ErrorFeedback
@@ -10,7 +11,7 @@ from stratagem.common.compression.low_rank import LowRank
 from stratagem.common.compression.ternary import Ternary
 from stratagem.common.compression.top_k import TopK
 from stratagem.common.compression.vsa import Vsa, VsaBesidePlain, places_beside
-from stratagem.common.job.compression_section import CompressionSpec
+from stratagem.common.job.compression_section import BLOCK, CompressionSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 
 
@@ -50,6 +51,9 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
             return Half
         case "bf16":
             return BrainFloat
+        case "int8" | "int4" if spec.block is not None or spec.codec == "int4":
+            bits, block = int(spec.codec.removeprefix("int")), spec.block or BLOCK
+            return lambda numel: Blocks(numel, bits=bits, block=block)
         case "int8":
             return lambda numel: Int8(numel, stochastic=spec.stochastic)
         case "ternary":

@@ -2,7 +2,7 @@
 
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job.accumulation import AccumulationSpec
-from stratagem.common.job.compression_section import CompressionSpec
+from stratagem.common.job.compression_section import CompressionSpec, exchanged_codec
 from stratagem.common.job.derived_jobs import (
     entry_points,
     entry_points_by_field,
@@ -71,6 +71,7 @@ __all__ = [
     "effective_strategy",
     "entry_points",
     "entry_points_by_field",
+    "exchanged_codec",
     "load_job",
     "member_job",
     "parse_yaml",

@@ -25,6 +25,7 @@ from stratagem.common.strategy import (
 
 _OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "stochastic": ("int8", "ternary"),
+    "block": ("int8", "int4"),
     "threshold_fraction": ("ternary",),
     "k_fraction": ("top_k",),
     "rank": ("low_rank",),
@@ -32,6 +33,8 @@ _OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "sketch_codec": ("vsa",),
 }
 """Options that belong to some codecs only."""
+BLOCK: Final = 128
+"""Elements that have a scale in common, where the codec has blocks and no size of them is given."""
 _BIASED: Final = frozenset({"ternary", "top_k", "low_rank", "vsa"})
 
 
@@ -39,15 +42,17 @@ class CompressionSpec(Section):
     """A codec and its options. Bare text is the codec's name.
 
     error_feedback: keep what a payload did not carry and add it to the next one; unless set, for
-    codecs that are biased. threshold_fraction: of mean |x|. k_fraction: of the elements.
+    codecs that are biased. block: elements with a scale of their own; of int8 the whole tensor
+    unless given, of int4 128. threshold_fraction: of mean |x|. k_fraction: of the elements.
     dimension_fraction: places of the sketch per element. consensus_step_size: under Decentralized,
     how far a node goes toward its neighbours' public copies; by codec unless set. seed: of random
     choices; that of the job unless given.
     """
 
-    codec: Literal["none", "fp16", "bf16", "int8", "ternary", "top_k", "low_rank", "vsa"]
+    codec: Literal["none", "fp16", "bf16", "int8", "int4", "ternary", "top_k", "low_rank", "vsa"]
     error_feedback: bool | None = None
     stochastic: bool = False
+    block: Count | None = None
     threshold_fraction: Annotated[float, Field(ge=0)] = 0.7
     k_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     rank: Count = 4
@@ -78,6 +83,9 @@ class CompressionSpec(Section):
                 "does not go together with stochastic, which is unbiased: the residual would grow"
             )
             violations.append(Violation("error_feedback", text))
+        if self.stochastic and self.block is not None:
+            text = "does not go together with block, whose levels are rounded to the nearest"
+            violations.append(Violation("stochastic", text))
         refuse(violations)
         return self
 
@@ -106,6 +114,17 @@ class CompressionSpec(Section):
     def keeps_state(self) -> bool:
         """Return whether the codec of a shard depends on what it has coded before."""
         return self.has_feedback or self.codec == "low_rank"
+
+
+def exchanged_codec(
+    compression: CompressionSpec | None, strategy: Strategy
+) -> CompressionSpec | None:
+    """Return the codec of the gradients that replicas exchange, whichever section says it; None
+    where they are exchanged as they are."""
+    if isinstance(strategy, DataParallel) and strategy.options.outer_bits is not None:
+        bits = strategy.options.outer_bits
+        return CompressionSpec(codec="int8" if bits == 8 else "int4", block=BLOCK)
+    return None if compression is None or compression.codec == "none" else compression
 
 
 def why_not_compressed(

@@ -14,7 +14,11 @@ from stratagem.common.base import limits
 from stratagem.common.base.errors import Violation
 from stratagem.common.code.code_section import CodeSpec, RequirementText
 from stratagem.common.job.accumulation import AccumulationSpec, check_accumulation
-from stratagem.common.job.compression_section import CompressionSpec, why_not_compressed
+from stratagem.common.job.compression_section import (
+    CompressionSpec,
+    exchanged_codec,
+    why_not_compressed,
+)
 from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
 from stratagem.common.job.execution_section import ExecutionSpec
@@ -395,7 +399,11 @@ def _local_steps(job: JobSpec) -> Iterator[Violation]:
     }
     periods = {name: (every.count, every.unit) for name, every in given.items() if every}
     sections = [name for name in OF_ONE_MODEL if getattr(job, name) is not None]
-    return check_local_steps(job.strategy, periods, sections)
+    yield from check_local_steps(job.strategy, periods, sections)
+    bits, precision = exchanged_codec(None, job.strategy), job.execution.precision
+    if bits is not None and precision not in ("Single", "Mixed"):
+        text = f"codes float32; precision is {precision}"
+        yield Violation("strategy.options.outer_bits", text)
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

@@ -137,7 +137,8 @@ def _sentence(details: ErrorDetails, info: FieldInfo | None) -> str:
         written = list(value) if isinstance(value, tuple) else value
         return f"{written!r} is not allowed; must not be empty"
     if kind in ("literal_error", "enum"):
-        return not_one_of(value, re.findall(r"'([^']*)'", context["expected"]))
+        known = re.findall(r"'[^']*'|\d+", context["expected"])
+        return not_one_of(value, [each.strip("'") for each in known])
     return f"{_short(value)} is not allowed: {details['msg'].lower()}"
 
 

@@ -66,7 +66,8 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     several workers. consensus_every: of Decentralized; after how many steps the nodes' distance to
     their mean is measured; None: only at the end of a segment. local_steps: how many steps each
     replica takes for itself before they are joined; None: gradients are joined in every step.
-    outer: the optimizer that joins them.
+    outer: the optimizer that joins them. outer_bits: of each number of what a replica has moved,
+    as it is exchanged; None: as it is.
     """
 
     min_replicas: SharedCount = 1
@@ -75,6 +76,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     consensus_every: SharedCount | None = None
     local_steps: SharedCount | None = None
     outer: OuterField | None = None
+    outer_bits: Literal[8, 4] | None = None
 
     @property
     def outer_optimizer(self) -> OuterOptimizer:
@@ -110,9 +112,10 @@ class DataParallel(DocumentValue, tag="type"):
         """What goes together with local steps, and what only with them."""
         options = self.options
         if options.local_steps is None:
-            if options.outer is not None:
-                text = "has a meaning only together with local_steps"
-                raise InvalidInputError.at("options.outer", text)
+            for name in ("outer", "outer_bits"):
+                if getattr(options, name) is not None:
+                    text = "has a meaning only together with local_steps"
+                    raise InvalidInputError.at(f"options.{name}", text)
             return
         if is_gossip:
             text = "Decentralized joins nodes after every step; AllReduce and ParameterServer wait"

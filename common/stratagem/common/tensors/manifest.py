@@ -47,6 +47,7 @@ CODECS: Final[Mapping[str, tensor_pb2.Codec.ValueType]] = {
     "fp16": tensor_pb2.CODEC_FP16,
     "bf16": tensor_pb2.CODEC_BF16,
     "int8": tensor_pb2.CODEC_INT8,
+    "int4": tensor_pb2.CODEC_INT4,
     "ternary": tensor_pb2.CODEC_TERNARY,
     "top_k": tensor_pb2.CODEC_TOP_K,
     "low_rank": tensor_pb2.CODEC_LOW_RANK,

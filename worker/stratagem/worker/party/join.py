@@ -18,7 +18,6 @@ from stratagem.worker.exchange import (
     server_exchange,
     solo_exchange,
 )
-from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.mesh import Forming, Link, SharedGroup
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.party.common_state import agree_on_state
@@ -129,7 +128,7 @@ def _exchange(
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
     if is_alone and SingleMemberReducer.fits(trainer.params):
         return SingleMemberReducer(trainer.params, trainer.setup.numerics)
-    return _bucket_exchange(work, plan, view, trainer, link, trainer.compressor)
+    return _bucket_exchange(work, plan, view, trainer, link)
 
 
 def _bucket_exchange(
@@ -138,8 +137,8 @@ def _bucket_exchange(
     view: MemberView,
     trainer: Trainer | LocalStepsTrainer,
     link: Link | SharedGroup | None,
-    compressor: Compressor | None = None,
 ) -> GradientReducer:
+    compressor = trainer.compressor
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
         exchange, transport = server_exchange(
             trainer.buckets,

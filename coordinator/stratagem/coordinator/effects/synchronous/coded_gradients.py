@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.compression import TensorLayout, make_codec
 from stratagem.common.compression.coded_step import are_forwarded, sum_messages
-from stratagem.common.job import JobSpec
+from stratagem.common.job import JobSpec, exchanged_codec
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 
@@ -31,8 +31,8 @@ class Reply:
 
 def codec_of(job: JobSpec) -> str:
     """Return the codec's name in a manifest; "" without one."""
-    spec = job.compression
-    return "" if spec is None or spec.codec == "none" else spec.codec
+    spec = exchanged_codec(job.compression, job.strategy)
+    return "" if spec is None else spec.codec
 
 
 def reply_to(
@@ -44,7 +44,7 @@ def reply_to(
 ) -> Reply:
     """Return the reply to the messages of the shards 0, 1, ... in order. Raises IntegrityError
     where they are not of this codec."""
-    spec = job.compression
+    spec = exchanged_codec(job.compression, job.strategy)
     assert spec is not None
     codec = make_codec(spec, layout, job.seed, numerics=numerics)
     num_extras, rest = divmod(len(messages[0]) - codec.payload_bytes, 8)

@@ -8,6 +8,7 @@ coordinator.
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Final
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport,
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.exchange.reducer import GradientReducer
 
 REPLICA: Final = "replica"
@@ -64,6 +66,11 @@ class LocalStepsTrainer:
     def buckets(self) -> GradientBuckets:
         """The storage of what is exchanged; it outlives memberships."""
         return self._outer.buckets
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """Codes what is exchanged, where the job says so."""
+        return self._outer.compressor
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the replicas' coming steps read ahead."""
@@ -127,6 +134,7 @@ class LocalStepsTrainer:
                 **(skipped if self._models.rows.window.may_skip else {}),
                 **means(sums.logged),
             },
+            traffic={} if self.compressor is None else asdict(self.compressor.take_traffic()),
         )
 
     def evaluator(self) -> Evaluator:

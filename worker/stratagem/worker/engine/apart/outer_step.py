@@ -6,6 +6,7 @@ goes on from there. Buffers of the model are averaged as they are over shards. W
 are sums over the steps since the last join. Knows no members and no coordinator.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ from stratagem.worker.engine.optim.finite_gradients import are_finite
 from stratagem.worker.engine.step.logged_sums import NUM_EXTRAS, LoggedSums, added, packed, unpacked
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
+from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
 from stratagem.worker.exchange.reducer import GradientReducer
 
 OUTER: Final = "outer/"
@@ -69,9 +72,15 @@ class OuterStep:
         self._buffers = Buffers(setup.model, device)
         self._own_buffers = {n: Buffers(each.model, device) for n, each in replicas.items()}
         self._num_logged = NUM_EXTRAS if setup.objective.may_log else 0
-        num_rest = self._buffers.num_elements + 1 + self._num_replicas + self._num_logged
+        num_rest = self._buffers.num_elements + 3 + self._num_replicas + self._num_logged
         num_extras = num_scalars(len(self._named), num_rest)
-        self.buckets = GradientBuckets(self._named, num_extras=num_extras)
+        self.compressor = compressor_of(
+            setup.job, self._named, num_extras, absorbs=False, numerics=setup.numerics
+        )
+        bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
+        self.buckets = GradientBuckets(
+            self._named, num_extras=num_extras, bucket_bytes=bucket_bytes
+        )
         self._sums = JoinedSums()
 
     def take_sums(self) -> JoinedSums:
@@ -85,16 +94,20 @@ class OuterStep:
         exchange.begin_step(step, owned, self._num_replicas, divisor=float(self._num_replicas))
         for number, replica in self._replicas.items():
             exchange.begin_shard(number)
+            if self.compressor is not None:
+                self.compressor.weigh(number, 1.0)
             self.buckets.fill(self._moved(replica))
             exchange.end_shard(number, self._scalars(number, replica.sums))
         waits_since_s = time.perf_counter()
         sums = exchange.finish()
         wait_s = time.perf_counter() - waits_since_s
-        norm = self._update(step)
+        norm = self._update(step, is_spoiled=sums.is_spoiled)
+        if self.compressor is not None:
+            self.compressor.applied()
         self._buffers.apply(sums.rest, self._num_replicas)
-        self._add(sums, norm)
+        loss = self._add(sums, norm)
         self._go_on()
-        return JoinReport(sums.loss, norm, wait_s)
+        return JoinReport(loss, norm, wait_s)
 
     def _moved(self, replica: LocalModel) -> Iterator[Tensor]:
         """Yields by how much each parameter is less than the common one, as it is summed."""
@@ -105,17 +118,20 @@ class OuterStep:
 
     def _scalars(self, number: int, own: LocalSums) -> StepScalars:
         changes = self._own_buffers[number].contribution(number, self._num_replicas)
-        norms = torch.zeros(1 + self._num_replicas, dtype=torch.float64)
-        norms[0], norms[1 + number] = own.num_skipped, own.grad_norm
+        numbers = torch.zeros(3 + self._num_replicas, dtype=torch.float64)
+        numbers[:3] = torch.tensor([own.weight, own.loss, own.num_skipped], dtype=torch.float64)
+        numbers[3 + number] = own.grad_norm
         logged = [packed(own.logged)] if self._num_logged else []
-        rest = torch.cat([changes, norms, *logged])
-        return StepScalars(own.weight, own.loss, 0.0, [1.0] * len(self._params), rest)
+        rest = torch.cat([changes, numbers, *logged])
+        # Each replica counts alike, whatever rows it has had: the weight of a shard is that of what
+        # is exchanged.
+        return StepScalars(1.0, 0.0, 0.0, [1.0] * len(self._params), rest)
 
-    def _update(self, step: int) -> float:
+    def _update(self, step: int, *, is_spoiled: bool) -> float:
         """Makes one step of the outer optimizer; returns the 2-norm of its gradient."""
         gradients = [param.grad for param in self._params if param.grad is not None]
         norm = total_norm(parts_of(gradients, self._setup.numerics), self._setup.numerics)
-        if not are_finite(norm, gradients):
+        if is_spoiled or not are_finite(norm, gradients):
             text = f"non-finite outer gradient after step {step}: a replica has diverged"
             raise UserCodeError("FloatingPointError", text, activity=f"training step {step}")
         self._optimizer.step()
@@ -133,18 +149,21 @@ class OuterStep:
             self._own_buffers[number].take_over(self._buffers)
             replica.sums = LocalSums()
 
-    def _add(self, sums: StepScalars, norm: float) -> None:
+    def _add(self, sums: StepScalars, norm: float) -> float:
+        """Adds what was joined to the sums; returns the mean loss since the join before."""
         so_far, first = self._sums, self._buffers.num_elements
-        num_skipped, *norms = sums.rest[first : first + 1 + self._num_replicas].tolist()
-        so_far.weight += sums.weight
-        so_far.loss += sums.loss_sum
+        last = first + 3 + self._num_replicas
+        weight, loss, num_skipped, *norms = sums.rest[first:last].tolist()
+        so_far.weight += weight
+        so_far.loss += loss
         so_far.num_skipped += round(num_skipped)
         so_far.max_grad_norm = max(so_far.max_grad_norm, *norms)
         so_far.outer_grad_norm = norm
         if self._num_logged:
             own = next((each.sums.logged for each in self._replicas.values()), {})
-            total = unpacked(sums.rest[first + 1 + self._num_replicas :], tuple(own) or None)
+            total = unpacked(sums.rest[last:], tuple(own) or None)
             so_far.logged = added(so_far.logged, total)
+        return loss / weight if weight else math.nan
 
     def state(self) -> dict[str, Tensor]:
         """Returns the outer optimizer's tensors; empty before the first join."""

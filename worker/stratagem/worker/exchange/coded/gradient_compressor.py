@@ -20,7 +20,7 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.compression import NonFiniteError, TensorLayout, derive, make_codec
 from stratagem.common.compression.coded_step import unit
 from stratagem.common.compression.error_feedback import RESIDUAL
-from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.step_scalars import FIRST_REACHED
@@ -289,8 +289,8 @@ def compressor_of(
 ) -> Compressor | None:
     """Returns the compressor that the job asks for, or None. absorbs: the loss is scaled, and a
     step whose gradient is not finite is tried again with a smaller scale."""
-    spec = job.compression
-    if spec is None or spec.codec == "none":
+    spec = exchanged_codec(job.compression, job.strategy)
+    if spec is None:
         return None
     may_skip = job.window.may_skip or absorbs
     return Compressor(
