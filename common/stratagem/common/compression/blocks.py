@@ -15,7 +15,7 @@ LEVELS: Final = {8: 127, 4: 7}
 """The largest level by bits."""
 
 
-class Blocks:
+class ScaledBlocks:
     """float32 scales of all blocks, then the levels: n bytes, or n / 2 of int4."""
 
     def __init__(self, numel: int, *, bits: int, block: int) -> None:

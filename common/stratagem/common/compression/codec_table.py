@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from stratagem.common.compression.blocks import Blocks
+from stratagem.common.compression.blocks import ScaledBlocks
 from stratagem.common.compression.casts import BrainFloat, Half
 from stratagem.common.compression.codec import Codec, Layout, PerTensor, Plain, TensorCodec
 from stratagem.common.compression.error_feedback import ErrorFeedback
@@ -53,7 +53,7 @@ def _tensor_codec(spec: CompressionSpec) -> Callable[[int], TensorCodec]:
             return BrainFloat
         case "int8" | "int4" if spec.block is not None or spec.codec == "int4":
             bits, block = int(spec.codec.removeprefix("int")), spec.block or BLOCK
-            return lambda numel: Blocks(numel, bits=bits, block=block)
+            return lambda numel: ScaledBlocks(numel, bits=bits, block=block)
         case "int8":
             return lambda numel: Int8(numel, stochastic=spec.stochastic)
         case "ternary":

@@ -1,0 +1,314 @@
+"""Training over slow links: time to the loss of synchronous training, for each way to send less.
+
+    python benchmarks/slow_links.py losses --out losses.json          # no link: it changes no bit
+    sudo python benchmarks/slow_links.py seconds --mbit 20 50 100 --out seconds.json
+    python benchmarks/slow_links.py report losses.json seconds.json
+
+`losses` trains a character transformer with all replicas in one process, and stops a variant where
+the test loss is that of the last step of "every step". `seconds` times some steps of each variant
+in four processes, each in a network namespace of its own on a switch, behind a token bucket of so
+many Mbit/s in each direction (tc tbf). A variant with local steps takes few of them between its
+exchanges there, and what an exchange takes is divided by those it has. Needs root for namespaces.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from stratagem.common.job import JobSpec
+from stratagem.common.strategy import local_steps_of
+from stratagem.worker.data.data_sources import DataSources, load_data
+from stratagem.worker.engine import build_local_steps_trainer, build_trainer
+from stratagem.worker.exchange import GradientReducer, mesh_exchange, solo_exchange
+from stratagem.worker.mesh import form_gloo
+from stratagem.worker.user_code.entrypoints import EntryPoints
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWED, CPU = EntryPoints(["examples.charlm:*"]), torch.device("cpu")
+NUM_REPLICAS, NETWORK, CABLE, BATCH_SIZE = 4, "10.99.78", "slow", 16
+NUM_TIMED, TIMED_LOCAL_STEPS = 20, 10
+NESTEROV = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "every step": {},
+    "every step, int8": {"compression": "int8"},
+    "every step, top_k 1 %": {"compression": {"codec": "top_k", "k_fraction": 0.01}},
+    "DiLoCo 20": {"options": {"local_steps": 20, "outer": NESTEROV}},
+    "DiLoCo 50": {"options": {"local_steps": 50, "outer": NESTEROV}},
+    "DiLoCo 50, 8 bits": {"options": {"local_steps": 50, "outer": NESTEROV, "outer_bits": 8}},
+}
+"""By name what the job has besides."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("losses", "seconds", "report", "member"))
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("slow_links.json"))
+    parser.add_argument("--mbit", type=float, nargs="+", default=[20.0, 50.0, 100.0])
+    parser.add_argument("--steps", type=int, default=500, help="of the variant with every step")
+    parser.add_argument("--most", type=int, default=1000, help="steps of any other variant")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    options = parser.parse_args()
+    match options.what:
+        case "losses":
+            measure_losses(options)
+        case "seconds" if os.geteuid() != 0:
+            print("network namespaces need root: sudo python benchmarks/slow_links.py seconds")
+        case "seconds":
+            measure_seconds(options)
+        case "report":
+            report(*(json.loads(path.read_text()) for path in options.files))
+        case _:
+            serve(int(options.files[0].name))
+
+
+def job_of(order: dict[str, Any], *, is_timed: bool = False) -> JobSpec:
+    """The job of a variant; is_timed: with fewer local steps from exchange to exchange."""
+    sections = dict(VARIANTS[order["variant"]])
+    options = dict(sections.pop("options", {}))
+    if is_timed and options:
+        options["local_steps"] = TIMED_LOCAL_STEPS
+    kwargs = {"width": order["width"], "num_blocks": order["blocks"]}
+    return JobSpec.parse(
+        {
+            "name": "slow-links",
+            "model": {"entrypoint": "examples.charlm:build_model", "kwargs": kwargs},
+            "data": {"entrypoint": "examples.charlm:load"},
+            "loss": "token_cross_entropy",
+            "optimizer": {"name": "adamw", "lr": 0.001, "clip_norm": 1.0},
+            "steps": 100_000,
+            "batch_size": BATCH_SIZE,
+            "strategy": {
+                "type": "DataParallel",
+                "num_replicas": NUM_REPLICAS,
+                "aggregation": {"method": "AllReduce"},
+                "options": options,
+            },
+            **sections,
+        }
+    )
+
+
+def trainer_of(job: JobSpec, owned: range) -> Any:
+    """The trainer of these replicas, with the model of the seed."""
+    if local_steps_of(job.strategy) is None:
+        return build_trainer(job, ALLOWED, device=CPU, fresh=True)
+    made = build_local_steps_trainer(job, ALLOWED, owned, device=CPU)
+    made.load_state(*build_trainer(job, ALLOWED, device=CPU, fresh=True).copy_state())
+    return made
+
+
+# ---- losses ----
+
+
+def measure_losses(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for variant in options.variants:
+        first = found.get("every step")
+        target = first["losses"][-1][1] if first else None
+        order = {**vars(options), "variant": variant}
+        found[variant] = losses_of(order, target if variant != "every step" else None)
+        print(variant, found[variant]["losses"][-1], flush=True)
+        options.out.write_text(json.dumps(found))
+
+
+def losses_of(order: dict[str, Any], target: float | None) -> dict[str, Any]:
+    """[(step, test loss), ...] every 50 steps, until it is as low as the target."""
+    job = job_of(order)
+    x, y = load_data(job, ALLOWED, DataSources())["test"].take(torch.arange(300))
+    trainer = trainer_of(job, range(NUM_REPLICAS))
+    exchange = solo_exchange(trainer.buckets, NUM_REPLICAS, trainer.compressor)
+    losses: list[tuple[int, float]] = []
+    num_params = sum(param.numel() for param in trainer.model.parameters())
+    for step in range(1, order["steps" if target is None else "most"] + 1):
+        trainer.train_step(exchange, range(NUM_REPLICAS), NUM_REPLICAS)
+        if step % 50 and step % order["steps"]:
+            continue
+        trainer.evaluator()
+        with torch.no_grad():
+            logits = trainer.model(x)
+            loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
+        losses.append((step, loss))
+        print(order["variant"], step, f"{loss:.4f}", flush=True)
+        if target is not None and loss <= target:
+            break
+    return {"losses": losses, "num_params": num_params}
+
+
+# ---- seconds ----
+
+
+def measure_seconds(options: argparse.Namespace) -> None:
+    found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for mbit in options.mbit:
+        with switch(mbit) as names, members(names) as processes:
+            for variant in options.variants:
+                order = {**vars(options), "files": [], "out": "", "variant": variant}
+                for process in processes:
+                    tell(process, order)
+                addresses = [hear(process) for process in processes]
+                for process in processes:
+                    tell(process, addresses)
+                each = [hear(process) for process in processes]
+                found.setdefault(f"{mbit:g}", {})[variant] = {
+                    name: max(one[name] for one in each) for name in each[0]
+                }
+                print(f"{mbit:g} Mbit/s", variant, found[f"{mbit:g}"][variant], flush=True)
+                options.out.write_text(json.dumps(found))
+
+
+@contextmanager
+def switch(mbit: float) -> Iterator[list[str]]:
+    """A namespace for each member, and one with a switch that they are connected to."""
+    hub = f"slow-{os.getpid()}-hub"
+    names = [f"slow-{os.getpid()}-{rank}" for rank in range(NUM_REPLICAS)]
+    limit = f"root tbf rate {mbit}mbit burst 64kb latency 400ms"
+
+    def run(words: str) -> None:
+        subprocess.run(words.split(), check=True)
+
+    try:
+        for name in (hub, *names):
+            run(f"ip netns add {name}")
+            run(f"ip -n {name} link set lo up")
+        run(f"ip -n {hub} link add switch type bridge")
+        run(f"ip -n {hub} link set switch up")
+        for rank, name in enumerate(names):
+            port = f"port{rank}"
+            run(f"ip link add {CABLE} netns {name} type veth peer {port} netns {hub}")
+            run(f"ip -n {name} address add {host(rank)}/24 dev {CABLE}")
+            run(f"ip -n {name} link set {CABLE} up")
+            run(f"ip -n {hub} link set {port} master switch up")
+            run(f"ip netns exec {name} tc qdisc add dev {CABLE} {limit}")
+            run(f"ip netns exec {hub} tc qdisc add dev {port} {limit}")
+        yield names
+    finally:
+        for name in (hub, *names):
+            subprocess.run(("ip", "netns", "delete", name), check=False)
+
+
+def host(rank: int) -> str:
+    return f"{NETWORK}.{rank + 1}"
+
+
+@contextmanager
+def members(names: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    started = [
+        subprocess.Popen(
+            ("ip", "netns", "exec", name, sys.executable, __file__, "member", str(rank)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": CABLE},
+        )
+        for rank, name in enumerate(names)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def tell(process: subprocess.Popen[str], what: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(what) + "\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("a member has ended")
+    return json.loads(line)
+
+
+def serve(rank: int) -> None:
+    """One member: times steps of the variants that it is told."""
+    torch.set_num_threads(1)
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        job, owned = job_of(order, is_timed=True), range(rank, rank + 1)
+        trainer = trainer_of(job, owned)
+        link = form_gloo(rank, NUM_REPLICAS, host(rank), rendezvous, 60.0)
+        exchange = mesh_exchange(
+            trainer.buckets, link, NUM_REPLICAS, deadline_s=600.0, compressor=trainer.compressor
+        )
+        seconds = time_steps(trainer, exchange, owned)
+        exchange.close()
+        outer = seconds[TIMED_LOCAL_STEPS - 1 :: TIMED_LOCAL_STEPS]
+        inner = [s for i, s in enumerate(seconds) if (i + 1) % TIMED_LOCAL_STEPS]
+        print(json.dumps({"inner_s": mean(inner[1:]), "outer_s": mean(outer)}), flush=True)
+
+
+def time_steps(trainer: Any, exchange: GradientReducer, owned: range) -> list[float]:
+    """Seconds of each of some steps."""
+    seconds = []
+    for _ in range(NUM_TIMED):
+        began_s = time.perf_counter()
+        trainer.train_step(exchange, owned, NUM_REPLICAS)
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def rendezvous(address: bytes) -> list[bytes]:
+    print(json.dumps(address.hex()), flush=True)
+    return [bytes.fromhex(each) for each in json.loads(sys.stdin.readline())]
+
+
+# ---- the report ----
+
+
+def report(losses: dict[str, Any], seconds: dict[str, Any]) -> None:
+    """Print the time to the target, by link and variant."""
+    first = losses["every step"]
+    steps, target = first["losses"][-1]
+    print(f"{first['num_params']:,} parameters; test loss {target:.4f}: step {steps} of every step")
+    print(
+        "| Mbit/s | variant | s/step | steps | minutes | times faster |\n|---|---|---|---|---|---|"
+    )
+    for mbit, by_variant in seconds.items():
+        base_s = per_step("every step", by_variant["every step"]) * steps
+        for variant, found in by_variant.items():
+            reached = [step for step, loss in losses[variant]["losses"] if loss <= target]
+            each_s = per_step(variant, found)
+            if reached:
+                total_s = each_s * reached[0]
+                end = f"{reached[0]} | {total_s / 60:.1f} | {base_s / total_s:.1f}"
+            else:
+                last, loss = losses[variant]["losses"][-1]
+                end = f"not in {last} ({loss:.4f}) | | "
+            print(f"| {mbit} | {variant} | {each_s:.3f} | {end} |")
+
+
+def per_step(variant: str, found: dict[str, float]) -> float:
+    """What a step takes on average, with its share of an exchange after several of them."""
+    local_steps = VARIANTS[variant].get("options", {}).get("local_steps")
+    if local_steps is None:
+        timed_steps = TIMED_LOCAL_STEPS
+        return (found["inner_s"] * (timed_steps - 1) + found["outer_s"]) / timed_steps
+    return found["inner_s"] + (found["outer_s"] - found["inner_s"]) / local_steps
+
+
+if __name__ == "__main__":
+    main()
