@@ -20,6 +20,7 @@ from stratagem.common.job import (
     InitialSpec,
     JobSpec,
     phases_section,
+    privacy_section,
     sections,
 )
 from stratagem.common.job.evaluation.followed_metric import StopSpec
@@ -83,6 +84,10 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
         phases_section.PhasesSpec,
         phases_section.PredictorSpec,
         phases_section.AdaptationSpec,
+        privacy_section.PrivacySpec,
+        privacy_section.ClipSpec,
+        privacy_section.AdaptiveClipSpec,
+        privacy_section.PrivacyTargetSpec,
         sections.PartitionSpec,
         HyperparameterSchedule,
         SettingSpec,

@@ -18,7 +18,8 @@ REACHED_BY = {
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
     "coordinator.round.judged": ("Krum",),
-    "coordinator.round.folded": ("FedAvg", "FedAvg-coded", "FedYogi", "Median", "Krum"),
+    "coordinator.round.folded": ("FedAvg", "FedAvg-coded", "FedYogi", "Median", "Krum", "Private"),
+    "coordinator.privacy.accounted": ("Private",),
     "coordinator.evaluation.gathered": ("Evaluation", "FedAvg"),
     "coordinator.outputs.gathered": ("Evaluation", "AllReduce"),
     "coordinator.run.released": ALL,
@@ -32,7 +33,7 @@ REACHED_BY = {
     "coordinator.spool.after_rename": ("FedAvg", "FedAvg-coded"),
     "coordinator.spool.before_delete": ("FedAvg",),
     "coordinator.fold.after_window": (
-        *("FedAvg", "FedAvg-coded", "FedAvg-large", "FedYogi", "Median", "Krum"),
+        *("FedAvg", "FedAvg-coded", "FedAvg-large", "FedYogi", "Median", "Krum", "Private"),
     ),
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
@@ -64,7 +65,7 @@ REACHED_BY = {
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *SOLE_COPIES),
     "worker.snapshot.taken": (*NESTED, *SOLE_COPIES, "Turns"),
-    "worker.round.trained": ("FedAvg",),
+    "worker.round.trained": ("FedAvg", "Private"),
 }
 AFTER_ANOTHER = {
     "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),
@@ -81,6 +82,7 @@ LATER_HITS = {
     "coordinator.round.pulled": (1, 4),
     "coordinator.round.judged": (1,),
     "coordinator.round.folded": (1,),
+    "coordinator.privacy.accounted": (1,),
     "coordinator.journal.before_commit": (1, 2, 4, 7),
     "coordinator.journal.after_commit": (1, 2, 4, 7),
     "coordinator.blobs.before_rename": (2,),

@@ -123,6 +123,13 @@ GOSSIP = gossip()
 PIPELINE = pipeline()
 FED_AVG = federated()
 
+# Noise that can be computed: another run with the same has its bits.
+PRIVACY: Job = {
+    "clip": {"norm": 0.5, "adaptive": {"quantile": 0.5, "rate": 0.5}},
+    "noise_multiplier": 0.2,
+    "target": {"delta": 1e-5},
+    "noise": "seeded",
+}
 # Predictions of small batches are bad; here they are taken all the same.
 PHASES: Job = {
     "full_steps": 2,
@@ -216,6 +223,7 @@ JOBS: dict[str, Job] = {
     "FedYogi": crash_job(federated(aggregation=YOGI)),
     "Median": crash_job(robust("median")),
     "Krum": crash_job(robust("krum", byzantine=1)),
+    "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))

@@ -42,6 +42,7 @@ from tests.reference.decoded_update import is_coded, received
 from tests.reference.hooks import Hooks
 from tests.reference.objective import Objective, objective_of
 from tests.reference.plain_job import plainly
+from tests.reference.private_round import PrivateRounds
 from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
 from tests.reference.robust import robust_state
@@ -219,6 +220,7 @@ def federated_loop(
     numerics: int = CURRENT,
     set_rates: SetRates | None = None,
     train_client: TrainClient | None = None,
+    private: PrivateRounds | None = None,
 ) -> Result:
     """Each round: local epochs per client, the mean over rows, the server's step.
 
@@ -226,10 +228,11 @@ def federated_loop(
     One whose every step was left out has no part in the mean.
     `late_of(round)` names those whose update comes late, with the round that they trained for.
     set_rates: sets the rates of a round, counted from 0, where no schedule of the job does.
-    train_client: in place of one update in each step.
+    train_client: in place of one update in each step. private: draws the clients, clips and noises.
     """
     strategy = job.strategy
     assert isinstance(strategy, Federated)
+    clients_of = private.clients_of if private is not None else clients_of
     hooks = Hooks(job, entrypoints)
     model = hooks.build(build_model(job, entrypoints, device=_CPU, fresh=True))
     randomness = KeyedRandomness(model, _CPU)
@@ -265,7 +268,9 @@ def federated_loop(
             else:
                 changed = {name: (state[name], base[name], world[name]) for name in trained}
                 updates.append(_late(strategy, rows, round_num - of_round, state, changed))
-        if strategy.options.robust:
+        if private is not None:
+            means = private.means(round_num, world, [update.state for update in updates])
+        elif strategy.options.robust:
             means = robust_state(strategy.options.robust, [each.state for each in updates], world)
         else:
             means = {name: _mean_of(name, updates, numerics) for name in world}
@@ -274,7 +279,7 @@ def federated_loop(
         world = {name: mean.to(world[name].dtype) for name, mean in means.items()}
         average.update(round_num, world)
         loss_sum = sum(rows * loss for rows, loss in losses_by_rows)
-        losses.append(loss_sum / sum(rows for rows, _ in losses_by_rows))
+        losses.append(loss_sum / max(1, sum(rows for rows, _ in losses_by_rows)))
     return Result(world, losses, average.state(world))
 
 

@@ -369,11 +369,14 @@ class ClientRoundPlan(_message.Message):
     NUM_CLIENTS_FIELD_NUMBER: _builtins.int
     LOCAL_EPOCHS_FIELD_NUMBER: _builtins.int
     NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
+    CLIP_NORM_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     num_clients: _builtins.int
     local_epochs: _builtins.int
     num_lr_reductions: _builtins.int
     """As in TrainPlan, before this round."""
+    clip_norm: _builtins.float
+    """The update is the change to the base, as one vector of at most this 2-norm; 0: it is the state."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     def __init__(
@@ -384,10 +387,11 @@ class ClientRoundPlan(_message.Message):
         num_clients: _builtins.int = ...,
         local_epochs: _builtins.int = ...,
         num_lr_reductions: _builtins.int = ...,
+        clip_norm: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
 )
 from stratagem.coordinator.core.effects import (
+    AccountRound,
     AggregateRound,
     Build,
     CollectUpdate,
@@ -34,6 +35,7 @@ from stratagem.coordinator.core.facts import (
     Fact,
     Member,
     ModelBuilt,
+    RoundAccounted,
     RunReleased,
     SegmentCommitted,
     SegmentFinished,
@@ -218,6 +220,25 @@ def do(effect: Effect) -> list[Fact]:
                     num_steps=3,
                 )
             ]
+        case AccountRound():
+            rate = 0.5 if len(effect.candidates) > 4 else 1.0
+            return [
+                RoundAccounted(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    drawn=effect.candidates[effect.round_num % 2 :: round(1 / rate)],
+                    sampling_rate=rate,
+                    num_expected=rate * len(effect.candidates),
+                    clip_norm=effect.clip_norm,
+                    noise_multiplier=effect.noise_multiplier or 2.0,
+                    sum_noise=1.0,
+                    answer_noise=0.0,
+                    epsilon=float(effect.num_spent + 1),
+                    delta=1e-5,
+                    accountant="none",
+                    fingerprint=effect.fingerprint or "f",
+                )
+            ]
         case CollectUpdate():
             return [
                 UpdateReceived(
@@ -252,6 +273,7 @@ def do(effect: Effect) -> list[Fact]:
                     digest=digest(f"round{effect.round_num}"),
                     size_bytes=1,
                     metrics=dict(effect.metrics),
+                    clip_norm=effect.privacy.clip_norm / 2 if effect.privacy else None,
                 )
             ]
         case EvaluateState(client=int(client)):

@@ -23,6 +23,7 @@ from stratagem.common.job.optimizer.optimizer_section import (
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
 from stratagem.common.job.phases_section import AdaptationSpec, PhasesSpec, PredictorSpec
+from stratagem.common.job.privacy_section import PrivacySpec
 from stratagem.common.job.sections import (
     CheckpointSpec,
     DataSpec,
@@ -63,6 +64,7 @@ __all__ = [
     "PartitionSpec",
     "PhasesSpec",
     "PredictorSpec",
+    "PrivacySpec",
     "RecordingSpec",
     "ScheduleSpec",
     "SubgraphSpec",

@@ -24,6 +24,7 @@ _OF_TRAINING: Final = {
     "accumulation": "there are no gradients to add up",
     "compression": "there are no gradients to code",
     "phases": "there are no gradients to predict",
+    "privacy": "there are no clients to protect",
     "partition": "there are no clients to divide the rows among",
     "search_space": "there is nothing to tune",
     "steps_per_generation": "there are no steps",

@@ -39,6 +39,7 @@ from stratagem.common.job.optimizer.weight_average_section import (
     reason_against as why_not_averaged,
 )
 from stratagem.common.job.phases_section import PhasesSpec, reason_against
+from stratagem.common.job.privacy_section import PrivacySpec, check_privacy
 from stratagem.common.job.search_section import SearchSpaceField
 from stratagem.common.job.sections import (
     CheckpointSpec,
@@ -123,6 +124,7 @@ class JobSpec(Section):
     execution: ExecutionSpec = ExecutionSpec()
     compression: CompressionSpec | None = None
     phases: PhasesSpec | None = None
+    privacy: PrivacySpec | None = None
     partition: PartitionSpec | None = None
     search_space: SearchSpaceField | None = None
     steps_per_generation: Count | None = None
@@ -180,6 +182,7 @@ class JobSpec(Section):
                 *_phases(self),
                 *_weight_average(self),
                 *_local_steps(self),
+                *check_privacy(self),
                 *(against_streams(self) if says_stream(self) else ()),
             ]
         )

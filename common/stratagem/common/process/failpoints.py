@@ -28,6 +28,7 @@ FAILPOINTS: Final = (
     "coordinator.silo.collected",
     "coordinator.round.judged",
     "coordinator.round.folded",
+    "coordinator.privacy.accounted",
     "coordinator.evaluation.gathered",
     "coordinator.outputs.gathered",
     "coordinator.run.released",

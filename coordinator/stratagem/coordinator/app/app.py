@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import structlog
 
@@ -72,6 +73,8 @@ from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
 from stratagem.coordinator.store.journal.lead_holder import Holder
+from stratagem.coordinator.store.journal.postgres import SCHEME
+from stratagem.coordinator.updates.privacy.privacy_secret import PrivacySecret
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0
@@ -123,6 +126,7 @@ class App:
             settings=settings,
             chores=self._chores,
             yield_slots=self.supervisor.yield_slots,
+            secret=_secret(settings),
         )
         self._house = House(loop, settings, self.logs, self.profiles)
         self._named: list[Digest] = []
@@ -398,6 +402,17 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.predictions,) if fact.predictions else ()
         case _:
             return ()
+
+
+def _secret(settings: Settings) -> PrivacySecret:
+    """Return the secret of private runs: the file that is named, or one beside a journal that no
+    other coordinator has."""
+    if settings.privacy_secret is not None:
+        return PrivacySecret(settings.privacy_secret)
+    if settings.journal.startswith(f"{SCHEME}://"):
+        return PrivacySecret(None)
+    journal = Path(settings.journal or settings.data_dir / "journal.sqlite")
+    return PrivacySecret(journal.with_name("privacy-secret"), may_make=True)
 
 
 def _take_lead(settings: Settings, entrance: LeaderGate) -> tuple[Journal, Lead]:

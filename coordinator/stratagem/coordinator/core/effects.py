@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, assert_never
 
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId
-from stratagem.coordinator.core.facts import Accepted, Member
+from stratagem.coordinator.core.facts import Accepted, Member, RoundAccounted
 
 
 class ExchangeMethod(StrEnum):
@@ -114,6 +114,26 @@ class TrainClient:
     base: Base
     num_lr_reductions: int = 0
     """See RunSegment."""
+    clip_norm: float = 0.0
+    """The 2-norm that the client's change has at most; 0: its update is its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccountRound:
+    """Compute what a round will cost in privacy, and draw its clients in secret."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    candidates: tuple[int, ...]
+    """The clients that may be drawn."""
+    num_spent: int
+    """Rounds that have been opened, also those that the run has gone back behind."""
+    clip_norm: float
+    noise_multiplier: float | None
+    """None: not calibrated yet."""
+    fingerprint: str
+    """Fingerprint of the secret of the earlier rounds; empty before the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +180,8 @@ class AggregateRound:
     """Metrics of the round's training, by name. They are no part of the fold."""
     weights: tuple[float, ...] = ()
     """What each accepted update counts, where a robust rule has judged them."""
+    privacy: RoundAccounted | None = None
+    """The noise of the fold; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +217,7 @@ Effect = (
     | RunSegment
     | CommitSegment
     | TrainClient
+    | AccountRound
     | CollectUpdate
     | JudgeUpdates
     | AggregateRound
@@ -210,7 +233,9 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset(effect.members)
         case Build() | TrainClient():
             return frozenset({effect.member})
-        case CommitSegment() | CollectUpdate() | JudgeUpdates() | AggregateRound() | Release():
+        case CommitSegment() | AccountRound() | CollectUpdate() | JudgeUpdates():
+            return frozenset()
+        case AggregateRound() | Release():
             return frozenset()
         case _:
             assert_never(effect)

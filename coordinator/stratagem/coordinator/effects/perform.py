@@ -6,6 +6,7 @@ from stratagem.common.base.exception_text import leaves
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
 from stratagem.coordinator.core.effects import (
+    AccountRound,
     AggregateRound,
     Build,
     CollectUpdate,
@@ -22,6 +23,7 @@ from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
 from stratagem.coordinator.effects.evaluate_state import evaluate_state
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.federated.account_round import account_round
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
 from stratagem.coordinator.effects.federated.judge_updates import judge_updates
@@ -80,6 +82,8 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await commit_segment(env, effect)
         case TrainClient():
             await train_client(env, effect)
+        case AccountRound():
+            await account_round(env, effect)
         case CollectUpdate():
             await collect_update(env, effect)
         case JudgeUpdates():

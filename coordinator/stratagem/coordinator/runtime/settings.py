@@ -82,6 +82,12 @@ class Settings(BaseSettings):
     journal_password_file: Path | None = Field(
         default=None, description="password of the journal's database; or PGPASSFILE"
     )
+    privacy_secret: Path | None = Field(
+        default=None,
+        description="a file of 32 random bytes, the same for all coordinators of a journal, from "
+        "which the noise of private runs is drawn; needed with PostgreSQL, else "
+        "privacy-secret in the data folder, made at first use",
+    )
     ready_file: Path | None = Field(default=None, description="written as JSON once serving")
     name: str = Field(
         default="", description="this coordinator's name in the lease; default host:pid"

@@ -16,6 +16,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.ids import Digest, Party, RunId, check_digest
 from stratagem.common.identity.authentication import Caller, current_caller
 from stratagem.common.job import JobSpec
+from stratagem.common.privacy import accountant
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
@@ -155,6 +156,7 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
         raise LimitError(
             f"max_graph_nodes: the graph has {num_nodes}, the limit is {max_graph_nodes}"
         )
+    await asyncio.to_thread(_check_privacy, app, job)
     inline, initial, code = job.data.inline, job.initial, job.code
     for name, section in (("initial", initial), ("code", code)):
         if section is not None and section.digest is None:
@@ -171,6 +173,16 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")
     if code is not None and not await _is_here(app, caller, code.digest):
         raise NotFoundError(f"code.digest: no code {code.digest} was uploaded{by}")
+
+
+def _check_privacy(app: App, job: JobSpec) -> None:
+    """Check that this coordinator can account a private run, and has a secret for its noise."""
+    if job.privacy is None:
+        return
+    if not accountant.is_installed():
+        raise InvalidInputError.at("privacy", f"the coordinator {accountant.NEEDED}")
+    if job.privacy.noise == "secret":
+        app.env.secret.check_usable()
 
 
 async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:

@@ -59,7 +59,7 @@ class Combination(Protocol):
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
         """Fill `out` with what becomes of the floating elements from that byte on, and `raw` with
-        those of the last update."""
+        those of the last update, or of the base."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
         """Fill `out` with what becomes of integers or bools; return True where updates differ."""
@@ -117,7 +117,7 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
     disk is full; `out` is aborted then.
     """
     try:
-        _check_arguments(entries, weights, manifest, decoding)
+        _check_arguments(entries, weights, manifest, decoding, combination)
         sources = [
             decoding.source(place, entry) if decoding else WholeSource(entry)
             for place, entry in enumerate(entries)
@@ -176,8 +176,10 @@ def _check_arguments(
     weights: Sequence[float],
     manifest: Manifest,
     decoding: UpdateDecoding | None,
+    combination: Combination | None,
 ) -> None:
-    if len(entries) != len(weights) or min(weights, default=0) < 0 or not sum(weights):
+    counts = combination is not None or sum(weights) > 0
+    if len(entries) != len(weights) or min(weights, default=0) < 0 or not counts:
         raise InvalidInputError.at(
             "weights", f"{list(weights)} are no numbers of samples of {len(entries)} updates"
         )
@@ -232,7 +234,7 @@ class _Folder:
         self._voters = [
             i for i in range(len(weights)) if rebasing is None or not rebasing.is_late(i)
         ]
-        self._largest = max(self._voters, key=lambda i: (weights[i], -i))
+        self._largest = max(self._voters, key=lambda i: (weights[i], -i), default=0)
         num_bytes = WINDOW_ELEMENTS * 8
         self._raw = np.empty(num_bytes, np.uint8)
         self._results = (np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))

@@ -5,6 +5,7 @@ Each is a function from a plan to its result, run in the torch thread.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,10 +19,11 @@ from stratagem.common.base.wording import values_text
 from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated
-from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import rows_to_compare
 from stratagem.worker.engine import ClientRunner
+from stratagem.worker.engine.privacy.clip_update import clipped_change
 from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
 from stratagem.worker.engine.trainers.federated_client import ClientRound
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
@@ -115,22 +117,46 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         )
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
-    update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
+    if plan.clip_norm:
+        update, result = _private(done, base, plan, work.segment), _nothing_of(done)
+    else:
+        update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
+        result = pb.ClientRoundResult(
+            num_samples=done.num_samples,
+            loss=done.loss,
+            seconds=time.monotonic() - started_s,
+            num_steps=done.num_steps,
+            metrics=done.metrics,
+            traffic=traffic,
+        )
     if work.admission is not None:
         work.admission.update(update.manifest, update.buffers, done.num_samples)
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
-    num_parts, digest = history.end()
+    result.num_history_parts, result.history_digest = history.end()
     failpoint("worker.round.trained")
-    return pb.ClientRoundResult(
-        num_samples=done.num_samples,
-        loss=done.loss,
-        seconds=time.monotonic() - started_s,
-        num_steps=done.num_steps,
-        metrics=done.metrics,
-        traffic=traffic,
-        num_history_parts=num_parts,
-        history_digest=digest,
-    )
+    return result
+
+
+def _private(
+    done: ClientRound, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan, round_num: int
+) -> Frozen:
+    """Return the clipped change as the update, and with it that it was clipped or not."""
+    change = clipped_change(base, done.tensors, plan.clip_norm)
+    metadata = {
+        "round": str(round_num),
+        "client": str(plan.client),
+        WITHIN_NORM: str(int(change.is_within)),
+    }
+    return freeze(change.tensors, metadata, Purpose.UPDATE, weight=1.0)
+
+
+def _nothing_of(done: ClientRound) -> pb.ClientRoundResult:
+    """Return the result of a private client: its loss, its rows and the time it took stay here, and
+    only that it has learned nothing is told, as a loss that is not finite."""
+    num_skipped = done.metrics.get("skipped_steps", 0)
+    has_learned = math.isfinite(done.loss) and num_skipped < done.num_steps
+    loss = 0.0 if has_learned else math.nan
+    return pb.ClientRoundResult(num_samples=1, loss=loss, num_steps=1, is_loss_withheld=True)
 
 
 def _plain(work: ExecutionContext, done: ClientRound, plan: pb.ClientRoundPlan) -> Frozen:

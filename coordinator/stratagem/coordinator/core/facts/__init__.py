@@ -52,6 +52,7 @@ from stratagem.coordinator.core.facts.population_facts import Copied as Copied
 from stratagem.coordinator.core.facts.population_facts import GenerationClosed as GenerationClosed
 from stratagem.coordinator.core.facts.population_facts import MemberEvolved as MemberEvolved
 from stratagem.coordinator.core.facts.population_facts import PopulationFormed as PopulationFormed
+from stratagem.coordinator.core.facts.privacy_facts import RoundAccounted as RoundAccounted
 from stratagem.coordinator.core.facts.run_facts import PartyFailed as PartyFailed
 from stratagem.coordinator.core.facts.run_facts import RunCancelled as RunCancelled
 from stratagem.coordinator.core.facts.run_facts import RunCompleted as RunCompleted
@@ -94,6 +95,7 @@ Fact = (
     | ClientsJoined
     | ClientLeft
     | ClientBenched
+    | RoundAccounted
     | ClientsSelected
     | ClientsAssigned
     | UpdateReceived

@@ -108,6 +108,8 @@ class SegmentCommitted(Value):
     where there are none."""
     streams: str = ""
     """Those of the finished segment."""
+    clip_norm: float | None = None
+    """For a federated round with privacy: the clipping norm of the next one."""
 
 
 class Evaluated(Value):

@@ -36,6 +36,7 @@ from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
+from stratagem.coordinator.updates.privacy.privacy_secret import PrivacySecret
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.v1 import worker_pb2
@@ -64,6 +65,7 @@ class EffectContext:
     settings: Settings
     chores: Chores
     yield_slots: Callable[[Effect], None]
+    secret: PrivacySecret
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
     brought: dict[tuple[Member, RunId], Digest] = field(default_factory=dict)
     """The newest state that each member has of each run, as far as is known here."""

@@ -11,12 +11,14 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
-from stratagem.coordinator.core.facts import SegmentCommitted
+from stratagem.coordinator.core.facts import RunFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.federated.account_round import PrivateRound
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
-from stratagem.coordinator.updates.fold import Folded, fold_weighted_mean
+from stratagem.coordinator.updates.fold import Combination, Folded, fold_weighted_mean
 from stratagem.coordinator.updates.global_average import global_average
+from stratagem.coordinator.updates.privacy.privacy_secret import SecretLostError
 from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.server_optimizers import server_optimizer
@@ -31,7 +33,11 @@ Header = tuple[Manifest, int]
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
-    folded, header = await _folded(env, effect)
+    try:
+        folded, header, clip_norm = await _folded(env, effect)
+    except SecretLostError as error:
+        await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
+        return
     digest = folded.state
     failpoint("coordinator.round.folded")
     env.keep_header(digest, header)
@@ -46,11 +52,16 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
         server_state=folded.slots,
         average=folded.average,
         max_staleness=max_staleness(env.job_of(effect.run_id, effect.party)),
+        clip_norm=clip_norm,
     )
     await env.report(effect.run_id, fact)
 
 
-async def _folded(env: EffectContext, effect: AggregateRound) -> tuple[Folded, Header]:
+async def _folded(
+    env: EffectContext, effect: AggregateRound
+) -> tuple[Folded, Header, float | None]:
+    """Return what the fold has written, and the clipping norm of the next round of a private
+    run."""
     entries = await env.in_thread(lambda: accepted_entries(env, effect))
     cancelled = threading.Event()
     try:
@@ -97,7 +108,7 @@ def _fold(
     effect: AggregateRound,
     entries: list[SpoolEntry],
     cancelled: threading.Event,
-) -> tuple[Folded, Header]:
+) -> tuple[Folded, Header, float | None]:
     """Write the next state; for a thread."""
     with env.blobs.open(effect.base.digest) as base:
         manifest, _ = header_of(base, effect.base.digest)
@@ -119,13 +130,16 @@ def _fold(
     rebasing = _rebasing(env, effect)
     bases = [update.base or effect.base.digest for update in effect.accepted]
     decoding = decoding_of(env, effect, manifest, bases)
+    private = None if effect.privacy is None else PrivateRound.of(env, effect, effect.privacy)
     with ExitStack() as files:
-        combined = None
-        if rule := spec_of(job).options.robust:
+        combined: Combination | None = None
+        _, state = open_state(files, env.blobs, effect.base.digest)
+        if private is not None:
+            combined = private.mean(manifest, state)
+        elif rule := spec_of(job).options.robust:
             places = places_read(rule, len(entries), effect.weights)
             entries, weights = [entries[i] for i in places], [1.0] * len(places)
             counted = [effect.weights[i] for i in places] if effect.weights else weights
-            _, state = open_state(files, env.blobs, effect.base.digest)
             combined = combination(rule, counted, state)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
         writer = env.blobs.writer(len(header) + manifest.total_bytes)
@@ -142,7 +156,8 @@ def _fold(
             combination=combined,
             numerics=env.numerics_of(effect.run_id),
         )
-    return folded, parse_header(io.BytesIO(header), folded.state)
+    clip_norm = None if private is None else private.next_norm(job, entries)
+    return folded, parse_header(io.BytesIO(header), folded.state), clip_norm
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:

@@ -43,6 +43,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         num_clients=effect.num_clients,
         local_epochs=effect.local_epochs,
         num_lr_reductions=effect.num_lr_reductions,
+        clip_norm=effect.clip_norm,
     )
     request = env.request(effect.party, _session(effect), effect.round_num, client_round=plan)
     looked, steps = _look(env, effect), RecordedRound(env, effect, request)

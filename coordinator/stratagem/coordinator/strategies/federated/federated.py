@@ -21,6 +21,7 @@ from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import is_judged
 from stratagem.coordinator.core.effects import (
+    AccountRound,
     AggregateRound,
     Base,
     Build,
@@ -45,6 +46,7 @@ from stratagem.coordinator.core.facts import (
     ModelBuilt,
     ProcessDied,
     RosterFormed,
+    RoundAccounted,
     RoundClosed,
     RunResumed,
     SegmentCommitted,
@@ -52,7 +54,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
     UpdatesJudged,
 )
-from stratagem.coordinator.core.metric_course import course_of
+from stratagem.coordinator.core.metric_course import course_of, why_stopped
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
@@ -92,15 +94,18 @@ from stratagem.coordinator.strategies.federated.round_closing import ask_again, 
 from stratagem.coordinator.strategies.federated.round_decisions import (
     assign,
     bench,
+    candidates_of,
     complete,
     form_roster,
     is_evaluated_first,
     new_helper,
     next_round,
+    private_round,
     stopped_early,
 )
 from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
+from stratagem.coordinator.strategies.privacy import privacy_ledger
 
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
@@ -136,9 +141,9 @@ def decide_round(
         return complete(job, value)
     if given_up := late_updates.give_up(value, workers):
         return given_up
-    if not value.selected:
+    if not value.is_opened:
         return _next_round(job, value, world, workers, now_s)
-    if value.accepted:
+    if value.is_closed:
         return None
     ended = crashed(value) or close(job, value, workers, now_s)
     return ended or ask_again(job, value, workers) or train(workers)
@@ -166,6 +171,8 @@ def _next_round(
         return ended
     if open_roster.roster_of(job) is not None:
         return open_roster.next_round(job, value, world, workers, now_s)
+    if value.ledger is not None:
+        return private_round(job, value, value.ledger, now_s)
     return next_round(job, value, now_s)
 
 
@@ -223,11 +230,15 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
     match fact:
         case ModelBuilt() | BuildFailed():
             return "" if value.committed is None else "the model is built already"
+        case RoundAccounted():
+            waits = value.ledger is not None and value.ledger.round is None
+            is_next = waits and not value.is_opened and fact.round_num == value.round_num
+            return "" if is_next else f"round {fact.round_num} does not wait to be accounted"
         case UpdateReceived() | UpdateRejected():
             return _is_update_welcome(value, fact)
         case SegmentCommitted():
-            is_open = bool(value.accepted) and fact.segment == value.round_num
-            return "" if is_open else f"round {value.round_num} is to be committed next"
+            is_next = value.is_closed and fact.segment == value.round_num
+            return "" if is_next else f"round {value.round_num} is to be committed next"
         case UpdatesJudged():
             is_due = (
                 bool(value.accepted) and not value.weights and fact.round_num == value.round_num
@@ -252,15 +263,34 @@ def pending(
         if value.helper:
             effects.add(Build(run_id, value.party, value.membership, value.helper[0]))
         return frozenset(effects)
-    if value.accepted:
+    if value.is_closed:
         effects.add(_fold(run_id, job, value, value.committed))
     elif horizon is None or value.round_num <= horizon:
         effects.update(_training(run_id, job, value))
+        effects.update(_accounting(run_id, job, value))
     if horizon is None or value.round_num <= horizon:
         effects.update(late_updates.effects(run_id, job, value))
     for base in value.to_evaluate:
         effects.update(_evaluating(run_id, job, value, base))
     return frozenset(effects)
+
+
+def _accounting(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[AccountRound]:
+    """Yield the accounting of the next round of a private run, as long as there is one."""
+    if (
+        value.ledger is None
+        or value.is_opened
+        or not value.roster
+        or is_evaluated_first(job, value)
+    ):
+        return
+    if value.round_num <= spec_of(job).rounds and not why_stopped(job, value.metrics):
+        candidates = candidates_of(job, value)
+        due = privacy_ledger.accounting(
+            run_id, value.party, value.ledger, value.round_num, candidates
+        )
+        if due is not None:
+            yield due
 
 
 def _evaluating(
@@ -293,7 +323,10 @@ def _fold(
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     metrics = commit_metrics(job, trained)
     state, weights = value.server_state, value.weights
-    return AggregateRound(run_id, value.party, number, base, accepted, state, metrics, weights)
+    noise = value.ledger.round if value.ledger is not None else None
+    return AggregateRound(
+        *(run_id, value.party, number, base, accepted, state, metrics, weights), privacy=noise
+    )
 
 
 def own_deadline(value: FederatedRun) -> float | None:
@@ -344,6 +377,7 @@ def rebase(
         num_rows=num_rows,
         committed=base,
         round_num=base.segment + 1,
+        ledger=privacy_ledger.returned(value.ledger),
     )
 
 
@@ -372,7 +406,7 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
     if late_updates.is_late(value, fact):
         answered = value.late[client].update is not None
         return f"client {client} has answered round {round_num} already" if answered else ""
-    if round_num != value.round_num or value.accepted:
+    if round_num != value.round_num or value.is_closed:
         return f"round {round_num} is closed"
     if client not in value.selected:
         return f"client {client} was not selected in round {round_num}"
@@ -407,7 +441,7 @@ def check(job: JobSpec, _strategies: Strategies) -> list[Violation]:
 
 STRATEGY = Strategy(
     version=VERSION,
-    init=lambda _job, party, _strategies: FederatedRun(party),
+    init=lambda job, party, _strategies: FederatedRun(party, ledger=privacy_ledger.begun(job)),
     decide=decide,
     transition=transition,
     reject_reason=reject_reason,

@@ -22,6 +22,7 @@ from stratagem.coordinator.core.facts import (
     ClientsSelected,
     Fact,
     Member,
+    RoundAccounted,
     RoundClosed,
     RoundWaits,
     SegmentCommitted,
@@ -30,6 +31,8 @@ from stratagem.coordinator.core.facts import (
     UpdatesJudged,
 )
 from stratagem.coordinator.strategies.federated.attendance import Attendance
+from stratagem.coordinator.strategies.privacy import privacy_ledger
+from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
 
@@ -68,6 +71,11 @@ class FederatedRun:
     """Training metrics of the newest round that was closed; see round_metrics.py."""
     round_num: int = 0
     """The open round, from 1; 0 until the model is built."""
+    is_opened: bool = False
+    """The clients of the round are selected; of a private one perhaps none."""
+    is_closed: bool = False
+    ledger: PrivacyLedger | None = None
+    """What a private run has spent."""
     selected: tuple[int, ...] = ()
     assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
     """Client -> (worker, membership of the assignment)."""
@@ -86,7 +94,7 @@ class FederatedRun:
     server_state: tuple[Digest, ...] = ()
     """What the server optimizer keeps besides the committed state, one blob per slot."""
     accepted: tuple[Accepted, ...] = ()
-    """Set once the round is closed."""
+    """Set once the round is closed; of a private one perhaps none."""
     weights: tuple[float, ...] = ()
     """What each of them counts; empty until a robust rule has judged them, and without one."""
     num_needed: int | None = None
@@ -191,10 +199,15 @@ def evaluates_at_clients(job: JobSpec) -> bool:
 def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
     """Fold what happens between the opening of a round and its closing."""
     match fact:
+        case RoundAccounted() if value.ledger is not None:
+            return replace(value, ledger=privacy_ledger.with_fact(value.ledger, fact))
         case ClientsSelected():
             attendance = replace(value.attendance, waits_until_s=None, excused=fact.excused)
+            ledger = value.ledger and privacy_ledger.with_opened(value.ledger)
             opened = replace(
                 value,
+                is_opened=True,
+                ledger=ledger,
                 selected=fact.clients,
                 is_waiting=False,
                 deadline_s=fact.deadline_s,
@@ -216,6 +229,7 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
             attendance = replace(value.attendance, waits_until_s=None)
             return replace(
                 value,
+                is_closed=True,
                 accepted=fact.accepted,
                 deadline_s=None,
                 trained=trained,
@@ -251,11 +265,11 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
     """Restart the open round after a resumption: workers have forgotten the run, clients that have
     failed are asked again, and the round has its whole time."""
     time_s = spec_of(job).options.round_deadline_s
-    has_deadline = time_s is not None and value.selected and not value.accepted
+    has_deadline = time_s is not None and value.is_opened and not value.is_closed
     fresh = replace(
         value,
         helper=(),
-        rejected={} if not value.accepted else value.rejected,
+        rejected={} if not value.is_closed else value.rejected,
         is_waiting=False,
         tried={},
         unfit={},
@@ -309,6 +323,9 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
         evaluators=evaluators,
         server_state=fact.server_state,
         round_num=fact.segment + 1,
+        ledger=value.ledger and privacy_ledger.with_fact(value.ledger, fact),
+        is_opened=False,
+        is_closed=False,
         selected=(),
         assigned={},
         holders=frozenset(),

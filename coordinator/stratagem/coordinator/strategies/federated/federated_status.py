@@ -56,9 +56,9 @@ def _phase(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase, s
         return RunPhase.RUNNING, "BUILDING", ""
     if not value.roster and open_roster.roster_of(job) is None:
         return RunPhase.PLACING, "WAITING", _why_no_roster(job, value, world)
-    if value.accepted:
+    if value.is_closed:
         return RunPhase.RUNNING, "AGGREGATING", ""
-    if not value.selected:
+    if not value.is_opened:
         return RunPhase.RUNNING, "SELECTING", _why_not_evaluated(value)
     return _of_round(job, value, world)
 

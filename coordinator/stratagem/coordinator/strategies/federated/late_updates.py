@@ -178,6 +178,7 @@ def training(
         member=own.member,
         base=own.base,
         num_lr_reductions=own.num_lr_reductions,
+        clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
     )
 
 

@@ -27,6 +27,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
     names,
     said,
 )
+from stratagem.coordinator.strategies.privacy.privacy_ledger import privacy_metrics
 
 WAIT = "wait"
 
@@ -66,19 +67,32 @@ def close(
         round_num=value.round_num,
         accepted=tuple(sorted([*on_time, *late], key=lambda update: update.client)),
         reason=count,
-        by_policy=num_answered < num_selected or bool(late) or bool(left),
-        metrics=round_metrics(
-            value.updates,
-            late_updates.received(value),
-            num_skipped=value.trained.get(SKIPPED_STEPS, 0.0),
-        ),
+        by_policy=num_answered < num_selected
+        or bool(late)
+        or bool(left)
+        or _is_noised_secretly(job),
+        metrics=_metrics(value),
     )
+
+
+def _is_noised_secretly(job: JobSpec) -> bool:
+    """Return True when the run cannot be made again from its job, whose noise it has not."""
+    return job.privacy is not None and job.privacy.noise == "secret"
+
+
+def _metrics(value: FederatedRun) -> dict[str, float]:
+    if value.ledger is not None:  # a mean over few clients would tell of each of them
+        return privacy_metrics(value.ledger)
+    num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
+    return round_metrics(value.updates, late_updates.received(value), num_skipped=num_skipped)
 
 
 def num_required(job: JobSpec, value: FederatedRun) -> int:
     """Return the updates without which the round cannot close: the quorum, else any one of those
-    that did not fail; and those that a robust rule needs."""
+    that did not fail; those that a robust rule needs; none in a private run without a quorum."""
     options = spec_of(job).options
+    if value.ledger is not None and (options.quorum is None or not value.selected):
+        return 0  # nobody has to take part: the sum is noise then, and counts
     of_rule = fewest_updates(options.robust)
     if options.quorum is None:
         return of_rule

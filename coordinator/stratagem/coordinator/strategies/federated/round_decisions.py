@@ -21,6 +21,7 @@ from stratagem.coordinator.core.facts import (
     MembersFormed,
     RosterFormed,
     RunCompleted,
+    RunFailed,
     StoppedEarly,
 )
 from stratagem.coordinator.core.metric_course import follows_evaluations, why_stopped
@@ -36,6 +37,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
     in_all,
     in_closed_rounds,
 )
+from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger, beyond_budget
 
 
 def new_helper(
@@ -146,6 +148,30 @@ def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelect
     opened = open_round(job, value, able, excused, now_s)
     assert opened is not None, "whose updates closed the round before are not on the bench"
     return opened
+
+
+def private_round(
+    job: JobSpec, value: FederatedRun, ledger: PrivacyLedger, now_s: float
+) -> ClientsSelected | StoppedEarly | RunFailed | None:
+    """Open the next round of a private run with the clients that were drawn for it, or end the run
+    where it would cost too much; None while it is not accounted."""
+    if ledger.round is None:
+        return None
+    assert value.committed is not None
+    if ended := beyond_budget(job, ledger, value.committed.segment):
+        return ended
+    opened = open_round(job, value, value.roster, (), now_s)
+    assert opened is not None, "the roster has clients"
+    return opened.model_copy(update={"clients": ledger.round.drawn})
+
+
+def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
+    """Return the clients of which those of a private round are drawn: all, or, where the draw is no
+    secret, those that take part."""
+    strategy, roster = spec_of(job), value.roster
+    if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
+        return tuple(binding.client for binding in roster)
+    return select(strategy.client_selection, roster, job.seed, value.round_num)
 
 
 def open_round(

@@ -304,7 +304,7 @@ def _of_steps(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _unanswered(value: SiloRun) -> list[int]:
     """Return the clients of the open round without an update."""
-    return [] if value.rounds.accepted else list(value.rounds.unanswered())
+    return [] if value.rounds.is_closed else list(value.rounds.unanswered())
 
 
 def _in_training(value: SiloRun) -> dict[int, Child]:

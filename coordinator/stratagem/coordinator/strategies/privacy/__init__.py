@@ -1,0 +1,1 @@
+"""The privacy budget of a federated run: what is spent, and the round that would be too much."""

@@ -1,0 +1,79 @@
+"""The accountant against values of the literature, closed forms, and its own calibration."""
+
+import logging
+import math
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.privacy import accountant
+from stratagem.common.privacy.accountant import calibrated_noise, epsilon_after
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
+]
+
+
+def gaussian_delta(sigma: float, epsilon: float) -> float:
+    """Delta of the Gaussian mechanism of sensitivity 1 (Balle and Wang 2018, Theorem 8)."""
+
+    def phi(x: float) -> float:
+        return math.erfc(-x / math.sqrt(2)) / 2
+
+    a, b = 1 / (2 * sigma), epsilon * sigma
+    return phi(a - b) - math.exp(epsilon) * phi(-a - b)
+
+
+def test_no_round_has_spent_nothing() -> None:
+    assert epsilon_after(0, 1.0, 0.1, 1e-5) == 0.0
+
+
+def test_100_sampled_rounds_cost_7_05_where_renyi_accounting_says_7_90() -> None:
+    """z = 1, q = 0.1, delta = 1e-5: a loose bound would stop runs early, a wrong one late."""
+    import dp_accounting
+
+    epsilon = epsilon_after(100, 1.0, 0.1, 1e-5)
+    assert epsilon == pytest.approx(7.0466, abs=1e-3)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    renyi = dp_accounting.rdp.RdpAccountant()
+    gaussian = dp_accounting.GaussianDpEvent(1.0)
+    renyi.compose(dp_accounting.PoissonSampledDpEvent(0.1, gaussian), 100)
+    assert epsilon < renyi.get_epsilon(1e-5) == pytest.approx(7.9039, abs=1e-3)
+
+
+@pytest.mark.parametrize(("num_rounds", "noise"), [(1, 1.0), (4, 2.0), (100, 10.0), (7, 0.5)])
+def test_without_sampling_rounds_cost_what_one_gaussian_of_less_noise_does(
+    num_rounds: int, noise: float
+) -> None:
+    epsilon = epsilon_after(num_rounds, noise, 1.0, 1e-5)
+    assert gaussian_delta(noise / math.sqrt(num_rounds), epsilon) == pytest.approx(1e-5, rel=1e-6)
+
+
+def test_sampling_that_leaves_nobody_out_costs_what_no_sampling_does() -> None:
+    sampled = epsilon_after(3, 2.0, 0.999999, 1e-5)
+    assert sampled == pytest.approx(epsilon_after(3, 2.0, 1.0, 1e-5), rel=1e-3)
+
+
+def test_epsilon_grows_with_rounds_and_sampling_and_falls_with_noise_and_delta() -> None:
+    epsilon = epsilon_after(10, 1.0, 0.1, 1e-5)
+    assert epsilon < epsilon_after(11, 1.0, 0.1, 1e-5)
+    assert epsilon < epsilon_after(10, 1.0, 0.2, 1e-5)
+    assert epsilon > epsilon_after(10, 1.1, 0.1, 1e-5)
+    assert epsilon > epsilon_after(10, 1.0, 0.1, 1e-4)
+
+
+@pytest.mark.parametrize("sampling_rate", [1.0, 0.25])
+def test_calibrated_noise_is_the_least_that_keeps_the_budget(sampling_rate: float) -> None:
+    noise = calibrated_noise(3.0, 1e-5, 20, sampling_rate)
+    assert epsilon_after(20, noise, sampling_rate, 1e-5) <= 3.0
+    assert epsilon_after(20, noise - 0.001, sampling_rate, 1e-5) > 3.0
+
+
+def test_a_budget_out_of_reach_is_refused_with_what_would_be_spent() -> None:
+    with pytest.raises(InvalidInputError, match=r"0\.0001 is out of reach: 9 rounds"):
+        calibrated_noise(1e-4, 1e-9, 9, 1.0)
+
+
+def test_the_journal_says_which_accountant_it_was() -> None:
+    assert accountant.accountant_version().startswith("dp-accounting 0.")

@@ -1,0 +1,1 @@
+"""What a client does for its privacy before anything leaves: its change is clipped."""
