@@ -326,15 +326,18 @@ def test_a_site_outside_its_window_is_excused_without_a_strike() -> None:
     fail(simulation, 2, Cause.OUTSIDE_WINDOW)
     (closed,) = simulation.facts(RoundClosed)
     assert closed.reason == "round 1: 2 of 3 updates, 1 left (client 2 (c))"
-    assert selected(simulation)[-1] == (2, (0, 1, 2)), "a new round asks it again"
+    assert selected(simulation)[-1] == (2, (0, 1))
     assert not simulation.facts(ClientBenched)
     answer(simulation, 0)
+    later(simulation, 300.0)
     fail(simulation, 1, Cause.REFUSED_BY_SITE)
+    assert selected(simulation)[-1] == (3, (0, 1, 2)), "after a while it is asked again"
     assert not run_of(simulation).value.attendance.strikes
 
 
 def test_a_round_that_all_have_left_goes_on_when_somebody_is_back() -> None:
-    simulation = begun("a", "b", strategy=federation(num_clients=3))
+    strategy = federation(num_clients=3, roster={"wait_s": 1000.0})
+    simulation = begun("a", "b", strategy=strategy)
     fail(simulation, 0, Cause.OUTSIDE_WINDOW)
     fail(simulation, 1, Cause.OUTSIDE_WINDOW)
     assert [w.reason for w in simulation.facts(RoundWaits)] == [
@@ -342,9 +345,11 @@ def test_a_round_that_all_have_left_goes_on_when_somebody_is_back() -> None:
     ]
     assert phase(simulation) is RunPhase.RECOVERING
     assert reason(simulation).endswith("it waits for more clients")
+    assert next_deadline(simulation.state) == 300.0
     simulation.now_s = 10.0
     here(simulation, "a", 1)
     assert [e.client for e in trained(simulation)] == [0]
+    assert next_deadline(simulation.state) is None
     simulation.tell(DrainWorker(member("b")))
     simulation.now_s = 20.0
     here(simulation, "b")  # the same start, which takes work again
@@ -352,6 +357,28 @@ def test_a_round_that_all_have_left_goes_on_when_somebody_is_back() -> None:
     (closed,) = simulation.facts(RoundClosed)
     assert closed.reason == "round 1: 1 of 2 updates, 1 left (client 1 (b))"
     assert selected(simulation)[-1] == (2, (0, 1))
+
+
+def test_sites_that_are_closed_are_asked_again_after_a_while() -> None:
+    simulation = begun("a", "b", strategy=federation(roster={"wait_s": 1000.0}))
+    fail(simulation, 0, Cause.OUTSIDE_WINDOW)
+    fail(simulation, 1, Cause.OUTSIDE_WINDOW)
+    later(simulation, 100.0)
+    simulation.tell(LoseWorker(member("b"), "killed"))
+    assert not trained(simulation)
+    later(simulation, 200.0)
+    assert [e.client for e in trained(simulation)] == [0]
+    fail(simulation, 0, Cause.OUTSIDE_WINDOW)
+    assert [(f.client, f.reason) for f in simulation.facts(ClientLeft)] == [(1, "away")]
+    assert next_deadline(simulation.state) == 600.0
+    simulation.crash()
+    later(simulation, 300.0)
+    answer(simulation, 0)
+    (closed,) = simulation.facts(RoundClosed)
+    assert [a.client for a in closed.accepted] == [0]
+    later(simulation, 1000.0)
+    (failed,) = simulation.facts(RunFailed)
+    assert failed.reason == "round 2: 1 of 2 sites; waited 1000 s for more"
 
 
 def test_a_round_with_too_few_updates_takes_in_who_joins() -> None:

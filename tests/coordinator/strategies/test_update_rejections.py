@@ -117,7 +117,7 @@ def run_of(simulation: Simulation) -> RunRecord:
             Cause.REFUSED_BY_SITE,
         ),
         (error("RefusedBySiteError", "site a refuses: data", ""), Cause.REFUSED_BY_SITE),
-        (error("SiteClosedError", "site a is closed: opens Mon", ""), Cause.REFUSED_BY_SITE),
+        (error("SiteClosedError", "site a is closed: opens Mon", ""), Cause.OUTSIDE_WINDOW),
         (error("InvalidInputError", "client 3 has no rows", traceback=""), Cause.EXCEPTION),
     ],
 )

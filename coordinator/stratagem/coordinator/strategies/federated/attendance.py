@@ -17,11 +17,11 @@ class Departure:
     """Why a client of an open roster has left."""
 
     reason: str
-    round_num: int
-    """The round that it left in."""
-    refused_s: float | None = None
-    """Leader-clock time at which its worker, which is here, has refused to go on; None: it is not
-    here."""
+    asked_again_s: float | None = None
+    """Leader-clock time before which it is not asked again, unless its worker registers anew: it
+    has refused. None: it joins as soon as its worker is here."""
+    since_s: float = 0.0
+    """Leader-clock time at which it left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Attendance:
 
     def resumed(self) -> "Attendance":
         """Return the attendance after a run was resumed: whoever has left and is here may join."""
-        left = {client: replace(gone, refused_s=None) for client, gone in self.left.items()}
+        left = {client: replace(gone, asked_again_s=None) for client, gone in self.left.items()}
         return replace(self, left=left, awaited_until_s={}, waits_until_s=None, excused=())
 
     def is_able(self, client: int, round_num: int) -> bool:

@@ -216,9 +216,9 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
         case ClientsJoined():
             return open_roster.with_joined(job, value, fact, now_s)
         case ClientLeft():
-            return open_roster.with_left(value, fact.client, fact.reason)
+            return open_roster.with_left(value, fact.client, fact.reason, now_s)
         case UpdateRejected() if open_roster.is_refusal(job, fact):
-            return open_roster.with_left(value, fact.client, fact.reason, refused_s=now_s)
+            return open_roster.with_left(value, fact.client, fact.reason, now_s, has_refused=True)
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:

@@ -40,6 +40,9 @@ from stratagem.coordinator.strategies.federated.round_decisions import excused_b
 
 MAX_JOINS: Final = 1000
 """Clients that join with one fact."""
+ASK_AGAIN_S: Final = 300.0
+"""How long a client that has refused, as its site is closed, is left alone while its worker stays:
+a round that waits for clients over a night leaves some hundred facts of each."""
 MAX_NAMED: Final = 8
 AWAY: Final = "away"
 STOPPED: Final = "its worker was stopped"
@@ -77,7 +80,7 @@ def next_round(
 ) -> Fact | None:
     """Let clients leave and join, then open the next round, or wait for enough of them."""
     here = by_name(workers)
-    if fact := _gone(value, world) or joined(job, value, here):
+    if fact := _gone(value, world) or joined(job, value, here, now_s):
         return fact
     able = able_clients(value, here)
     opened = open_round(job, value, able, excused(value, world, here), now_s)
@@ -107,7 +110,7 @@ def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRe
 
 def wait(
     job: JobSpec, value: FederatedRun, reason: str, now_s: float, num_needed: int | None = None
-) -> RoundWaits | RunFailed | None:
+) -> RoundWaits | ClientLeft | RunFailed | None:
     """Wait for clients, as long as the roster says; then fail the run."""
     roster, until_s = roster_of(job), value.attendance.waits_until_s
     assert roster is not None
@@ -119,6 +122,9 @@ def wait(
             num_needed=num_needed,
             until_s=now_s + roster.wait_s,
         )
+    for client, departure in sorted(value.attendance.left.items()):
+        if departure.asked_again_s is not None and now_s >= departure.asked_again_s:
+            return _left(value, client, AWAY)  # its worker has gone since it has refused
     if now_s < until_s:
         return None
     return RunFailed(reason=f"{reason}; waited {roster.wait_s:g} s for more")
@@ -152,11 +158,12 @@ def departed(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> F
     return None
 
 
-def joined(job: JobSpec, value: FederatedRun, here: Here) -> ClientsJoined | None:
+def joined(job: JobSpec, value: FederatedRun, here: Here, now_s: float) -> ClientsJoined | None:
     """Return the clients that are back, by number, and those that are new, by name."""
     known = {binding.worker_id for binding in value.roster}
     left = value.attendance.left
-    back = [client for client in sorted(left) if _is_back(value, client, left[client], here)]
+    names = {client: value.roster[client].worker_id for client in sorted(left)}
+    back = [c for c, name in names.items() if _is_back(left[c], here.get(name), now_s)]
     room = spec_of(job).num_clients - len(value.roster)
     new = sorted(here.keys() - known)[:room] if room > 0 else []
     clients = [(client, value.roster[client].worker_id) for client in back]
@@ -184,7 +191,7 @@ def more(
     """Return further clients for a round that has too few updates: those that join, then those
     that were not asked yet."""
     here = by_name(workers)
-    if new := joined(job, value, here):
+    if new := joined(job, value, here, now_s):
         return new
     asked = set(value.selected)
     fresh = [binding for binding in able_clients(value, here) if binding.client not in asked]
@@ -230,6 +237,8 @@ def deadline(value: FederatedRun) -> float | None:
     times = []
     if attendance.waits_until_s is not None and not is_training:
         times.append(attendance.waits_until_s)
+        again = (departure.asked_again_s for departure in attendance.left.values())
+        times += [time for time in again if time is not None]
     if attendance.awaited_until_s:
         expected = set(_expected(value))
         times += [until for c, until in attendance.awaited_until_s.items() if c in expected]
@@ -256,10 +265,11 @@ def with_joined(
 
 
 def with_left(
-    value: FederatedRun, client: int, reason: str, refused_s: float | None = None
+    value: FederatedRun, client: int, reason: str, now_s: float, has_refused: bool = False
 ) -> FederatedRun:
     """Expect nothing of a client any more."""
-    departure = Departure(reason, value.round_num, refused_s)
+    asked_again_s = now_s + ASK_AGAIN_S if has_refused else None
+    departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
     return reassigned(replace(value, attendance=attendance), without(value.assigned, [client]))
@@ -333,13 +343,11 @@ def _left(value: FederatedRun, client: int, reason: str) -> ClientLeft:
     return ClientLeft(party=value.party, client=client, reason=reason)
 
 
-def _is_back(value: FederatedRun, client: int, departure: Departure, here: Here) -> bool:
-    record = here.get(value.roster[client].worker_id)
+def _is_back(departure: Departure, record: WorkerRecord | None, now_s: float) -> bool:
     if record is None:
         return False
-    refused_s = departure.refused_s
-    is_next = value.round_num > departure.round_num
-    return refused_s is None or is_next or record.registered_s > refused_s
+    again_s = departure.asked_again_s
+    return again_s is None or now_s >= again_s or record.registered_s > departure.since_s
 
 
 def _why_draining(record: WorkerRecord) -> str:

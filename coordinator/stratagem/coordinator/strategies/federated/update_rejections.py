@@ -27,6 +27,7 @@ _VERBS: Final = {
     Cause.MEMORY: "ran out of memory:",
     Cause.TIMEOUT: "timed out:",
     Cause.REFUSED_BY_SITE: "refused:",
+    Cause.OUTSIDE_WINDOW: "closed:",
     Cause.NOT_FINITE: "not finite:",
     Cause.NOT_FINITE_LOSS: "not finite:",
 }
@@ -36,7 +37,8 @@ _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
 """Words of a worker's message about an entry point that its `--allow` does not have."""
 
-_BY_THE_SITE: Final = ("RefusedBySiteError", "SiteClosedError")
+_BY_THE_SITE: Final = "RefusedBySiteError"
+_CLOSED: Final = "SiteClosedError"
 """Types of the answers that a site's own file gives."""
 
 
@@ -52,7 +54,9 @@ def cause_of(error: ErrorRecord) -> Cause:
         return Cause.TIMEOUT
     if not error.traceback and kind == "FloatingPointError":
         return Cause.NOT_FINITE_LOSS
-    if kind in _BY_THE_SITE:
+    if kind == _CLOSED:
+        return Cause.OUTSIDE_WINDOW
+    if kind == _BY_THE_SITE:
         return Cause.REFUSED_BY_SITE
     if not error.traceback and any(words in error.message for words in _NOT_ALLOWED):
         return Cause.REFUSED_BY_SITE
