@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from stratagem.client.cli.main import app
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.terminal import completion
+from stratagem.coordinator.core.facts import KINDS
 from tests.client.fake_coordinator import JOB
 from tests.patience import PATIENCE_S
 
@@ -83,9 +84,24 @@ def test_a_shell_completes_commands_and_run_ids(
     assert completed("stratagem stat", "127.0.0.1:9") == {"status"}
     if shell != "bash":  # each question starts the program, and fish starts it twice
         return
+    kinds = SHELLS[shell]("stratagem watch mine-1 --kind Seg", tmp_path, usual)
+    assert kinds == ["SegmentCommitted", "SegmentFinished"]
+    forms = SHELLS[shell]("stratagem export mine-1 --to te", tmp_path, usual)
+    assert forms == ["tensorboard:"]
     assert completed(f"stratagem stop --coordinator {address} o", "nowhere:1") == {"other"}
     assert completed("stratagem status mi", "127.0.0.1:9") == set()
     assert "_STRATAGEM_COMPLETE=" in script_of("zsh")
+
+
+def test_values_are_offered_that_there_are() -> None:
+    assert set(completion.EVENT_KINDS) <= KINDS.keys()
+    assert completion.event_kinds("Run") == [
+        *("RunCancelled", "RunCompleted", "RunFailed", "RunReleased", "RunResumed", "RunSubmitted"),
+    ]
+    assert completion.event_kinds("x") == []
+    assert {"csv:", "jsonl:", "tensorboard:"} <= set(completion.sink_forms(""))
+    assert completion.sink_forms("cs") == ["csv:"]
+    assert completion.sink_forms("csv:a") == []
 
 
 def test_a_coordinator_that_does_not_answer_in_time_completes_nothing(

@@ -38,6 +38,14 @@ def test_a_population_is_shown_with_its_winner_lineage_and_schedule(
     lines = done.stdout.splitlines()
     assert "generation" in lines[0]
     assert [line.split()[0] for line in lines if line[:6].strip().isdigit()] == ["1", "2", "3"]
+    closed = [e.payload for e in golden("golden-population") if e.kind == "GenerationClosed"]
+    told_of = {line.split()[0]: line for line in lines if line[:6].strip().isdigit()}
+    for fact in closed:  # as in the line of `stratagem run` about a generation
+        copies = [f"{each['member']} from {each['donor']}" for each in fact["copied"]]
+        told_here = told_of[str(fact["generation"])]
+        assert told_here.count(" from ") == len(copies)
+        assert all(copy in told_here for copy in copies)
+    assert any(fact["copied"] for fact in closed)
     assert f"best: {best}" in lines
     lineage = found.lineage(best.member, best.generation)
     assert f"lineage: {' > '.join(f'member {each}' for each in lineage)}" in lines

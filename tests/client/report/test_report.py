@@ -1,5 +1,6 @@
 """The page of a run, for each strategy, from runs that real clusters have journaled."""
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 from stratagem.client.history.step_history import History, StepSeries
 from stratagem.client.pictures.drawing.scales import duration, short
 from stratagem.client.report.curve_panels import curve_panels
+from stratagem.client.report.lines import mean_line, with_history
 from stratagem.client.report.lines import recorded as recorded_of
 from stratagem.client.report.notebook import (
     ListedEvents,
@@ -303,6 +305,30 @@ def test_nodes_that_gossip_have_a_loss_each() -> None:
         for step, loss in (("1", "0.5"), ("2", "0.25"))
     ]
     assert panels["node-loss"].note.endswith("of 4 nodes.")
+    lone = curve_panels(replace(run, history=history))[0].draw(720).table
+    assert lone == curve_panels(run)[0].draw(720).table, "of two nodes nothing is known"
+
+
+def test_the_loss_of_nodes_that_gossip_is_their_mean_at_every_step() -> None:
+    run = reported("golden-gossip")
+    drawn = np.random.default_rng(5).normal(size=(4, 3))
+    nodes = [
+        replace(recorded(1, of_one.tolist(), certain=2), party=f"node/{n}")
+        for n, of_one in enumerate(drawn)
+    ]
+    further = recorded(1, [*drawn[3].tolist(), 9.0], certain=3)
+    ahead = History([*nodes[:3], replace(further, party="node/3")])
+    line = with_history(run.course.root.lines, ahead, 4)["train.loss"]
+    assert line.step == [1, 2, 3], "that all nodes have"
+    assert line.last == [math.fsum(column) / 4 for column in drawn.T.tolist()]
+    least, greatest = np.min([n.min for n in nodes], axis=0), np.max([n.max for n in nodes], axis=0)
+    assert (line.low, line.high) == (least.tolist(), greatest.tolist())
+    assert line.provisional_from == 2.0
+    panel = curve_panels(replace(run, history=ahead))[0]
+    assert panel.note.startswith("train.loss: the plain mean over the nodes")
+    none = replace(nodes[1], columns=Columns(*(each[:0] for each in nodes[1].columns.arrays)))
+    mean = mean_line("mean", [nodes[0], none])
+    assert mean is None, "they have no step in common"
 
 
 def test_losses_share_a_frame_and_rounds_are_counted_where_there_are_rounds() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -105,10 +106,11 @@ def population(
 
 def _print(console: Console, found: Population) -> None:
     table = Table("generation", "best", found.metric, "median", "copies", box=box.SIMPLE_HEAD)
-    for generation in found.generations:
+    for generation, following in zip_longest(found.generations, found.generations[1:]):
         scores = sorted(m.score for m in generation.members if m.score is not None)
         best = None if generation.best is None else generation.of(generation.best)
-        copies = [f"{m.member} from {m.parent}" for m in generation.members if m.parent != m.member]
+        begun = () if following is None else following.members
+        copies = [f"{m.member} from {m.parent}" for m in begun if m.parent != m.member]
         table.add_row(
             str(generation.number),
             "" if best is None else f"member {best.member}",

@@ -22,6 +22,7 @@ from stratagem.client.sdk.downloads import ExportedModel
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sinks.registry import sink_names, sink_of
 from stratagem.client.sinks.run_outlets import LogOutlets
+from stratagem.client.terminal.completion import sink_forms
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.schema.json_text import not_one_of
@@ -30,10 +31,22 @@ ModelForm = Literal["hf", "torch-export", "onnx"]
 MODEL_FORMS: Final = ("hf", "torch-export", "onnx")
 
 
+def _forms(incomplete: str) -> list[str]:
+    """Return the beginnings of what names a form and its target."""
+    forms = [f"{name}:" for name in MODEL_FORMS]
+    return [*(each for each in forms if each.startswith(incomplete)), *sink_forms(incomplete)]
+
+
 def export(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
     to: Annotated[
-        str, typer.Option("--to", metavar="FORM:TARGET", help="In which form, and where.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORM:TARGET",
+            help="In which form, and where.",
+            autocompletion=_forms,
+        ),
     ],
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,

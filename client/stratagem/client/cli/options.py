@@ -11,7 +11,7 @@ import typer
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.local.local_cluster import local_names
 from stratagem.client.sdk.async_client import ADDRESS_VARIABLE, DEFAULT_ADDRESS
-from stratagem.client.terminal.completion import run_ids
+from stratagem.client.terminal.completion import run_ids, sink_forms
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.tls_files import tls_files
 from stratagem.common.rpc.channel import Proof
@@ -133,6 +133,7 @@ LogToOption = Annotated[
         metavar="SINK:TARGET",
         help="Log the steps to csv:FILE, jsonl:FILE, tensorboard:FOLDER, mlflow:URI or "
         "wandb:PROJECT; repeatable.",
+        autocompletion=sink_forms,
     ),
 ]
 

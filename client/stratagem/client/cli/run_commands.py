@@ -51,6 +51,7 @@ from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event
 from stratagem.client.sinks.contract import Sink
 from stratagem.client.sinks.run_outlets import LogOutlets, sinks_of
+from stratagem.client.terminal.completion import event_kinds
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id
@@ -199,7 +200,10 @@ def watch(
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            "--kind", metavar="KIND", help="Only events such as SegmentFinished; repeatable."
+            "--kind",
+            metavar="KIND",
+            help="Only events such as SegmentFinished; repeatable.",
+            autocompletion=event_kinds,
         ),
     ] = None,
     newest: Annotated[

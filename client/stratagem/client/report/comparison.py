@@ -10,8 +10,15 @@ from stratagem.client.pictures.curve import curve
 from stratagem.client.pictures.curve_rows import Line
 from stratagem.client.pictures.drawing.scales import duration, short
 from stratagem.client.pictures.picture import NumberTable, Picture
-from stratagem.client.report.curve_panels import MAX_CURVES, NOTES, Steps, between, unit_of
-from stratagem.client.report.lines import groups, with_history
+from stratagem.client.report.curve_panels import (
+    MAX_CURVES,
+    NOTES,
+    Steps,
+    between,
+    lines_of,
+    unit_of,
+)
+from stratagem.client.report.lines import groups
 from stratagem.client.report.panel import Panel
 from stratagem.client.report.run_values import ReportedRun, progress_text
 from stratagem.common.base.errors import InvalidInputError
@@ -125,7 +132,7 @@ def overlay_panels(runs: Sequence[ReportedRun], steps: Steps | None = None) -> l
     the last one that are shown; unless given, all."""
     found: dict[str, list[Line]] = {}
     for at, run in enumerate(runs):
-        lines = between(with_history(run.course.root.lines, run.history), steps)
+        lines = between(lines_of(run), steps)
         for name, line in lines.items():
             found.setdefault(name, []).append(replace(line, name=run.status.run_id, colour=at))
     in_order = [

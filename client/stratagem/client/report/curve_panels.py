@@ -1,7 +1,7 @@
 """The curves of a run: what it has measured over its steps or rounds."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -10,13 +10,14 @@ from stratagem.client.course.failure import failed_step
 from stratagem.client.pictures.curve import CurveMark, MarkKind, curve
 from stratagem.client.pictures.curve_rows import Line, cut
 from stratagem.client.pictures.picture import Picture
-from stratagem.client.report.lines import groups, with_history
+from stratagem.client.report.lines import MAX_PARTS, groups, num_nodes, with_history
 from stratagem.client.report.panel import Panel
 from stratagem.client.report.run_values import ReportedRun
 
 Steps = tuple[float, float]
 
 MAX_CURVES: Final = 8
+LOSS: Final = "train.loss"
 NOTES: Final[Mapping[str, str]] = {
     "train.grad_norm": "the 2-norm of the whole gradient of a step, before clipping",
     "train.max_grad_norm": "the greatest norm of a step's gradient in a segment or round",
@@ -34,7 +35,7 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
     """Return the curves of a run over the same steps: losses first, then one for each other
     metric. steps: the first and the last one that are shown; unless given, all."""
     marks, unit = _marks(run), unit_of(run)
-    lines = between(with_history(run.course.root.lines, run.history), steps)
+    lines = between(lines_of(run), steps)
     frames = groups(lines)[:MAX_CURVES]
     if steps is not None:
         marks = [mark for mark in marks if steps[0] <= mark.step <= steps[1]]
@@ -43,8 +44,20 @@ def curve_panels(run: ReportedRun, steps: Steps | None = None) -> list[Panel]:
         _curve(name, of_one, marks if at == 0 else (), unit, span)
         for at, (name, of_one) in enumerate(frames)
     ]
-    lost = _lost_steps(run)
-    return [replace(panels[0], note=lost), *panels[1:]] if panels and lost else panels
+    told = " ".join(filter(None, (_of_nodes(run), _lost_steps(run))))
+    return [replace(panels[0], note=told), *panels[1:]] if panels and told else panels
+
+
+def lines_of(run: ReportedRun) -> dict[str, Line]:
+    """Return what the whole run has measured, by name."""
+    return with_history(run.course.root.lines, run.history, num_nodes(run.job))
+
+
+def _of_nodes(run: ReportedRun) -> str:
+    """Return what the loss of nodes that gossip is."""
+    if f"node/0:{LOSS}" not in run.history or num_nodes(run.job) > MAX_PARTS:
+        return ""
+    return f"{LOSS}: the plain mean over the nodes, from the least to the greatest of any."
 
 
 def _lost_steps(run: ReportedRun) -> str:
@@ -54,17 +67,13 @@ def _lost_steps(run: ReportedRun) -> str:
     step = failed_step(error.activity) if error is not None else None
     if run.status.phase != "FAILED" or step is None or unit_of(run) != "step":
         return ""
-    kept = max((line.step[-1] for line in _own(run) if len(line.step)), default=0)
+    kept = max((line.step[-1] for line in lines_of(run).values() if len(line.step)), default=0)
     if step <= kept + 1:
         return ""
     return (
         f"The steps after {kept:,} are not kept: the run failed in step {step:,}, before their "
         "segment had ended."
     )
-
-
-def _own(run: ReportedRun) -> Iterable[Line]:
-    return with_history(run.course.root.lines, run.history).values()
 
 
 def between(lines: Mapping[str, Line], steps: Steps | None) -> dict[str, Line]:

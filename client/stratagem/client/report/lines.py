@@ -1,6 +1,8 @@
 """The curves of a run from its facts: one value for each segment or round that has ended."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -99,17 +101,54 @@ class LinesFolding:
                 self._found.setdefault(name, {})[segment] = (segment, step, value)
 
 
-def with_history(lines: Mapping[str, Line], history: Mapping[str, SeriesLike]) -> dict[str, Line]:
-    """Return the lines with every step of those series of the party itself that were recorded."""
+def num_nodes(job: Mapping[str, Any]) -> int:
+    """Return how many nodes gossip in a run of this job; 0: there are none."""
+    strategy = job.get("strategy") or {}
+    gossips = (strategy.get("aggregation") or {}).get("method") == "Decentralized"
+    return int(strategy.get("num_replicas") or 0) if gossips else 0
+
+
+def with_history(
+    lines: Mapping[str, Line], history: Mapping[str, SeriesLike], nodes: int = 0
+) -> dict[str, Line]:
+    """Return the lines with every step of those series of the party itself that were recorded.
+
+    nodes: that gossip. The loss of a step is then the plain mean of theirs, where all are known.
+    """
     own = {
         name: recorded_line(name, series)
         for name, series in history.items()
         if len(series.step) and name.startswith(_OWN)
     }
+    of_nodes = [history.get(f"node/{node}:{_TRAIN}") for node in range(nodes)]
+    known = [series for series in of_nodes if series is not None]
+    mean = mean_line(_TRAIN, known) if len(known) == nodes else None
+    if mean is not None:
+        own[_TRAIN] = mean
     found = {**lines, **own}
     if _GRAD_NORM in own:
         found.pop("train.max_grad_norm", None)  # which its band shows
     return found
+
+
+def mean_line(name: str, of_each: Sequence[SeriesLike]) -> Line | None:
+    """Return the plain mean of series at the steps that all of them have, with a band from the
+    least to the greatest value of any; None where there are none."""
+    if not of_each:
+        return None
+    common = reduce(np.intersect1d, [series.step for series in of_each])
+    if not len(common):
+        return None
+    rows = [np.searchsorted(series.step, common) for series in of_each]
+    last, low, high = (
+        np.stack([column[at] for column, at in zip(columns, rows, strict=True)])
+        for columns in zip(*((s.last, s.min, s.max) for s in of_each), strict=True)
+    )
+    means = [math.fsum(values) / len(of_each) for values in last.T]
+    certain = [series.step[~series.provisional] for series in of_each]
+    until = min(float(steps[-1]) if len(steps) else 0.0 for steps in certain)
+    least, greatest = np.min(low, axis=0).tolist(), np.max(high, axis=0).tolist()
+    return Line(name, common.tolist(), means, least, greatest, provisional_from=until)
 
 
 def recorded_line(name: str, series: SeriesLike) -> Line:

@@ -1,4 +1,5 @@
-"""Completion of the command line in a shell: the script for it, and the runs' ids.
+"""Completion of the command line in a shell: the script for it, the runs' ids, and the values of
+options that are words of ours.
 
 Whatever goes wrong while a line is completed is not said: there is nowhere to say it.
 """
@@ -13,6 +14,7 @@ import typer
 from typer import completion as of_typer
 
 from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.client.sinks.registry import sink_names
 from stratagem.common.identity.tls_files import tls_files
 
 PATIENCE_S: Final = 0.3
@@ -20,6 +22,17 @@ PATIENCE_S: Final = 0.3
 PROGRAM: Final = "stratagem"
 VARIABLE: Final = "_STRATAGEM_COMPLETE"
 """Set by a shell that asks for what a line could go on with."""
+
+
+EVENT_KINDS: Final = (
+    *("BuildFailed", "ClientBenched", "ClientEvaluated", "ClientLeft", "ClientsAssigned"),
+    *("ClientsJoined", "ClientsSelected", "Evaluated", "GenerationClosed", "MemberEvolved"),
+    *("MembersFormed", "ModelBuilt", "Noted", "PartyFailed", "PopulationFormed", "ProcessDied"),
+    *("RosterFormed", "RoundClosed", "RoundWaits", "RunCancelled", "RunCompleted", "RunFailed"),
+    *("RunReleased", "RunResumed", "RunSubmitted", "SegmentCommitted", "SegmentFinished"),
+    *("StoppedEarly", "UpdateReceived", "UpdateRejected", "UpdatesJudged"),
+)
+"""That are offered; a coordinator knows which there are."""
 
 
 class ShellName(StrEnum):
@@ -35,7 +48,7 @@ def completion(
 ) -> None:
     """Print the script that lets a shell complete lines.
 
-    It completes commands, options and the ids of runs.
+    It completes commands, options, the ids of runs, kinds of events, and forms of exports.
 
     bash: source <(stratagem completion bash), in ~/.bashrc. zsh: the same, after compinit, in
     ~/.zshrc. fish: stratagem completion fish > ~/.config/fish/completions/stratagem.fish
@@ -48,6 +61,16 @@ def answer_shells() -> None:
     """Let the program complete lines, where a shell has asked it to."""
     if VARIABLE in os.environ:
         of_typer.completion_init()  # type: ignore[attr-defined]
+
+
+def event_kinds(incomplete: str) -> list[str]:
+    """Return the kinds of events that begin so."""
+    return [kind for kind in EVENT_KINDS if kind.startswith(incomplete)]
+
+
+def sink_forms(incomplete: str) -> list[str]:
+    """Return the beginnings of what names a sink and its target."""
+    return [form for name in sink_names() if (form := f"{name}:").startswith(incomplete)]
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
