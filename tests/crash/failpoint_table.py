@@ -75,6 +75,12 @@ OVER_AN_OBJECT_STORE = {"coordinator.objects.after_part", "coordinator.objects.a
 """Not reached where blobs lie in a folder; see test_object_store.py."""
 ONCE_PER_BUNDLE = {"worker.code.unpacked"}
 """Reached where code is new to a worker; see test_brought_code.py."""
+ONLY_AT_A_SITE = {
+    "worker.audit.before_line",
+    "worker.audit.within_line",
+    "worker.audit.after_line",
+}
+"""Reached by workers with a file of their own; see test_audit.py."""
 LATER_HITS = {
     "coordinator.segment.trained": (3,),
     "coordinator.commit.pulled": (2,),

@@ -14,6 +14,7 @@ from tests.crash.failpoint_table import (
     EXCHANGING,
     LATER_HITS,
     ONCE_PER_BUNDLE,
+    ONLY_AT_A_SITE,
     OVER_AN_OBJECT_STORE,
     REACHED_BY,
     SOLE_COPIES,
@@ -95,7 +96,7 @@ SAMPLE = (
 
 
 def test_every_failpoint_has_its_place_in_the_sweep() -> None:
-    elsewhere = AFTER_ANOTHER.keys() | OVER_AN_OBJECT_STORE | ONCE_PER_BUNDLE
+    elsewhere = AFTER_ANOTHER.keys() | OVER_AN_OBJECT_STORE | ONCE_PER_BUNDLE | ONLY_AT_A_SITE
     assert REACHED_BY.keys() | elsewhere == set(FAILPOINTS)
     assert {case.failpoint for case in cases()} == REACHED_BY.keys()
     assert set(SAMPLE) <= set(cases())
