@@ -98,5 +98,5 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"site.toml: No such file"):
+    with pytest.raises(InvalidInputError, match="No such file"):
         read_site(tmp_path / "site.toml")

@@ -85,6 +85,7 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         settings = from_command_line(arguments)
         device_of(settings.device)
+        site = _site(settings)
     except ValidationError as error:
         print(told("stratagem worker", error), file=sys.stderr)
         return 1
@@ -100,7 +101,7 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         tracing.start("worker", settings.worker_id)
         with output_capture.installed():
-            asyncio.run(run(settings, thread))
+            asyncio.run(run(settings, thread, site))
     except StratagemError as error:
         log.error("worker cannot serve", reason=str(error))
         return 1
@@ -124,12 +125,11 @@ def keep_forks_away() -> None:
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 
 
-async def run(settings: WorkerSettings, thread: TorchThread) -> None:
-    """Serve until a signal arrives, then drain."""
+async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> None:
+    """Serve until a signal arrives, then drain. site: decides what is served."""
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
-    site = _site(settings)
     capability = await _in_thread(thread, settings, site)
     capability.data_plane = security.data_plane
     policy = settings.allow_code.partition(":")[0] if site is None else site.code_policy
@@ -283,9 +283,14 @@ async def _first_of(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event)
 
 
 def _site(settings: WorkerSettings) -> SiteGate | None:
+    """Return the gate of the site, which its file decides. Raises InvalidInputError for a wrong
+    one."""
     if settings.site is None:
         return None
-    return SiteGate(settings.site, settings.worker_id, tuple(settings.import_path))
+    try:
+        return SiteGate(settings.site, settings.worker_id, tuple(settings.import_path))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"--site {settings.site}: {error}") from None
 
 
 async def _in_thread(

@@ -211,9 +211,9 @@ def read_site(file: Path) -> SiteFile:
         raw = file.read_bytes()
         spec = SiteSpec.parse(tomllib.loads(raw.decode()))
     except OSError as error:
-        raise InvalidInputError(f"{file}: {error.strerror}") from None
+        raise InvalidInputError(error.strerror or "cannot be read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{file}: is not TOML: {error}") from None
+        raise InvalidInputError(f"is not TOML: {error}") from None
     folder, keys, consent = file.absolute().parent, {}, ""
     files = [file]
     for number, rule in enumerate(spec.accept):

@@ -1,0 +1,100 @@
+"""Sites that take part at certain hours: outside of them, and when these end within a round."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from tests.cluster.jobs import Outcome, federated, train
+from tests.repository import ROOT
+
+pytestmark = pytest.mark.cluster
+
+CLOCKED_WORKER = Path(__file__).with_name("clocked_worker.py")
+FILE = """
+site = "site-{number}"
+[data.ward]
+entrypoint = "tests.userland.data:classes"
+kwargs = {{num_rows = {num_rows}}}
+[[accept]]
+data = ["ward"]
+entrypoints = ["tests.userland.*:*"]
+{windows}
+"""
+NIGHTS = 'windows = ["Mon-Fri 19:00-06:00"]\ntimezone = "Europe/Vienna"'
+NOON = "2026-11-23T12:00:00+01:00"  # a Monday
+EVENING = "2026-11-23T20:00:00+01:00"
+JUST_BEFORE_SIX = "2026-11-24T05:59:59.8+01:00"
+CLOSED = "site site-1 is closed: opens {} 19:00 Europe/Vienna"
+
+
+@contextmanager
+def sites(folder: Path, clock: Path, num_rows: int = 20) -> Iterator[tuple[LocalCluster, Client]]:
+    """Two sites, of which the second one takes part at night; it has num_rows rows."""
+    files = []
+    for number, windows in enumerate(("", NIGHTS)):
+        file = folder / f"site-{number}" / "site.toml"
+        file.parent.mkdir()
+        rows = num_rows if number else 20
+        file.write_text(FILE.format(number=number, num_rows=rows, windows=windows))
+        files.append(file)
+    with (
+        LocalCluster(
+            workers=2,
+            threads=1,
+            data_dir=folder / "cluster",
+            import_path=[ROOT],
+            allow=[],
+            allow_code="none",
+            programs={
+                "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+                "worker": [sys.executable, str(CLOCKED_WORKER)],
+            },
+            environment={"TEST_CLOCK": str(clock)},
+            worker_arguments={f"worker-{n}": ["--site", str(f)] for n, f in enumerate(files)},
+        ) as cluster,
+        cluster.client() as client,
+    ):
+        yield cluster, client
+
+
+def federation(client: Client) -> Outcome:
+    spec = federated(num_clients=2, rounds=2, data={"worker_local": "ward"}, batch_size=1)
+    return train(client, spec)
+
+
+def closed_of(outcome: Outcome) -> set[tuple[int, int, str, str]]:
+    return {
+        (e.payload["round_num"], e.payload["client"], e.payload["cause"], e.payload["reason"])
+        for e in outcome.of("UpdateRejected")
+    }
+
+
+def test_a_site_takes_part_in_its_windows_alone(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text(NOON)
+    with sites(tmp_path, clock) as (_, client):
+        by_day = federation(client)
+        clock.write_text(EVENING)
+        by_night = federation(client)
+    reason = CLOSED.format("Mon")
+    assert closed_of(by_day) == {(n, 1, "outside_window", reason) for n in (1, 2)}
+    assert len(by_day.of("UpdateReceived")) == 2
+    assert closed_of(by_night) == set()
+    assert len(by_night.of("UpdateReceived")) == 4
+
+
+def test_the_end_of_a_window_ends_a_round_and_no_process(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text(JUST_BEFORE_SIX)
+    with sites(tmp_path, clock, num_rows=300_000) as (cluster, client):  # minutes of training
+        outcome = federation(client)
+        assert cluster.processes["worker-1"].num_starts == 1
+    assert closed_of(outcome) == {(n, 1, "outside_window", CLOSED.format("Tue")) for n in (1, 2)}
+    audit = (tmp_path / "site-1" / "audit.jsonl").read_text()
+    assert '"kind":"round"' not in audit
+    assert audit.count('"outcome":"error"') >= 2
