@@ -1,19 +1,26 @@
 """Sites that decide by their own files: what they take part in, and every byte that leaves them."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
+from stratagem.client.code.code_folder import bundle_of
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.audit.audit_chain import check_lines
 from stratagem.common.base.errors import UserCodeError
-from stratagem.common.job import load_job
+from stratagem.common.code.bundle import digest_of
+from stratagem.common.code.signatures import make_keys, sign
+from stratagem.common.job import CodeSpec, JobSpec, load_job
 from stratagem.common.strategy import Federated
-from tests.cluster.jobs import outcome_of, train
+from tests.cluster.jobs import assert_same_bits, federated, outcome_of, train
+from tests.jobs import ALLOW
 from tests.repository import ROOT
+from tests.userland.data import rows_of
 
 pytestmark = pytest.mark.cluster
 
@@ -80,3 +87,117 @@ def test_three_sites_train_digits_and_write_down_what_left(tmp_path: Path) -> No
         refusals = [line for line in lines if line["kind"] == "refusal"]
         assert refusals
         assert all("max_rounds" in line["reason"] for line in refusals)
+
+
+# ---- the same bits as without a file, code that comes with jobs, and who submits ----
+
+OPEN = """
+site = "site-{number}"
+[data.ward]
+file = "ward.safetensors"
+[[accept]]
+data = ["ward"]
+entrypoints = ["tests.userland.*:*"]
+metrics = ["accuracy"]
+{more}
+"""
+
+
+def sites_with_rows(folder: Path, more: str = "") -> list[Path]:
+    """Two sites with 11 and 30 rows of their own in a file beside theirs, as no batch divides."""
+    files = []
+    for number, num_rows in enumerate((11, 30)):
+        own = folder / f"site-{number}"
+        own.mkdir()
+        train_x, train_y = rows_of(num_rows, seed=50 + number)
+        test_x, test_y = rows_of(7, seed=60 + number)
+        tensors = {"train.x": train_x, "train.y": train_y, "test.x": test_x, "test.y": test_y}
+        save_file(tensors, own / "ward.safetensors")
+        (own / "site.toml").write_text(OPEN.format(number=number, more=more))
+        files.append(own / "site.toml")
+    return files
+
+
+def ward_job(**changes: Any) -> JobSpec:
+    evaluation = {"split": "test", "metrics": ["accuracy"], "batch_size": 2}
+    return federated(
+        **{
+            "num_clients": 2,
+            "rounds": 2,
+            "data": {"worker_local": "ward"},
+            "evaluation": evaluation,
+            **changes,
+        }
+    )
+
+
+def test_a_site_file_changes_no_bits(tmp_path: Path) -> None:
+    files = sites_with_rows(tmp_path)
+    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+        outcome = train(client, ward_job())
+    plain = LocalCluster(
+        workers=2,
+        threads=1,
+        data_dir=tmp_path / "plain",
+        import_path=[ROOT],
+        allow=[ALLOW],
+        worker_arguments={
+            f"worker-{number}": ["--local-data", f"ward={file.with_name('ward.safetensors')}"]
+            for number, file in enumerate(files)
+        },
+    )
+    with plain, plain.client() as client:
+        expected = train(client, ward_job())
+    assert_same_bits(outcome.state, expected.state)
+    assert outcome.digests == expected.digests
+    assert outcome.status.metrics == expected.status.metrics  # sums of the sites, as if by batch
+    updates = [event.payload["num_samples"] for event in outcome.of("UpdateReceived")]
+    assert sorted(updates) == [11, 11, 30, 30]
+
+
+def test_a_site_that_reports_nothing_trains_and_tells_no_loss(tmp_path: Path) -> None:
+    files = sites_with_rows(tmp_path)
+    silent = files[0].read_text().replace("[[accept]]", '[[accept]]\nreport = "none"')
+    files[0].write_text(silent)
+    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+        outcome = train(client, ward_job())
+    losses = {e.payload["client"]: e.payload["loss"] for e in outcome.of("UpdateReceived")}
+    told = {client: loss for client, loss in losses.items() if isinstance(loss, float)}
+    assert len(losses) == 2
+    assert [client for client, loss in told.items() if not math.isnan(loss)] == [1]
+    assert outcome.status.metrics["train.loss"] == outcome.status.metrics["train.loss_max"]
+    (refused,) = {e.payload["reason"] for e in outcome.of("ClientEvaluated") if e.payload["reason"]}
+    assert refused.endswith("report: none: the site evaluates nothing for others")
+
+
+MODEL = """
+from torch import nn
+from tests.userland.models import mlp
+
+def build():
+    return nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 5))
+"""
+
+
+def test_code_comes_in_where_its_signature_does(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "model.py").write_text(MODEL)
+    make_keys(tmp_path / "key", tmp_path / "keys.pem")
+    keys = tmp_path / "keys.pem"
+    files = sites_with_rows(tmp_path, f'code = "signed:{keys}"')
+    text = files[0].read_text().replace('entrypoints = ["tests.userland.*:*"]', "entrypoints = []")
+    for number, file in enumerate(files):
+        file.write_text(text.replace("site-0", f"site-{number}"))
+    digest = digest_of(bundle_of(CodeSpec(path=str(code))))
+    signed = {"path": str(code), "signature": sign(digest, tmp_path / "key")}
+    brought = {"model": {"entrypoint": "model:build"}, "evaluation": None}
+    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+        train(client, ward_job(**brought, code=signed))
+        with pytest.raises(UserCodeError, match=rf"code: the bundle sha256:{digest} is not signed"):
+            train(client, ward_job(**brought, code={"path": str(code)}))
+        # What lies in no bundle is a matter of the entry points, also beside one.
+        with pytest.raises(UserCodeError, match=r'entrypoints: model.entrypoint "tests.userland'):
+            train(client, ward_job(evaluation=None, code=signed))
+    lines = lines_of(tmp_path, 0)
+    assert {line["code"] for line in lines if line["kind"] == "round"} == {digest}
