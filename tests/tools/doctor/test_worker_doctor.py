@@ -110,6 +110,33 @@ def test_what_does_not_fit(changes: dict[str, Any], check: str, level: str, word
     assert words in found[2]
 
 
+SITE = """
+site = "st-anna"
+[data.ward]
+entrypoint = "{entrypoint}"
+[[accept]]
+data = ["ward"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "level", "words"),
+    [
+        ("tests.userland.data:classes", "ok", "st-anna: ward; 1 rule"),
+        ("tests.userland.data:gone", "fail", 'no attribute "gone"'),
+        ("classes", "fail", "data.ward.entrypoint: 'classes' is not of the form"),
+    ],
+)
+def test_the_file_of_a_site(tmp_path: Path, entrypoint: str, level: str, words: str) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text(SITE.format(entrypoint=entrypoint))
+    findings = local_findings(settings(site=file, allow=[]), OWN)
+    assert not any(each.check == "allow" for each in findings)
+    (found,) = (each for each in findings if each.check == "site")
+    assert found.level.value == level
+    assert words in found.found
+
+
 def test_more_threads_than_processors() -> None:
     assert trouble(threads=4096)[:2] == ("threads", "warn")
 

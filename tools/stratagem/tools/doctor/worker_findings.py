@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.wording import counted
 from stratagem.common.diagnostics import findings
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.v1 import types_pb2
@@ -20,6 +21,7 @@ from stratagem.worker.engine.numerics.layer_support import obstacles
 from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.site.site_file import read_site
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 _WILD: Final = frozenset("*?[")
@@ -35,6 +37,7 @@ def local_findings(settings: WorkerSettings, own: types_pb2.Environment) -> list
         *_folders(settings.worker_id, "import path", settings.import_path),
         *_data_roots(settings),
         *_local_data(settings),
+        *_site(settings),
         *_activation_store(settings),
         *_allowed(settings),
     ]
@@ -114,6 +117,24 @@ def _local_data(settings: WorkerSettings) -> Iterator[Finding]:
             yield Finding("local data", settings.worker_id, Level.OK, found)
 
 
+def _site(settings: WorkerSettings) -> Iterator[Finding]:
+    """The file of a site, and whether the functions that it loads its data with are there."""
+    if settings.site is None:
+        return
+    name, advice = settings.worker_id, "see docs/reference/site-file.md"
+    try:
+        spec = read_site(settings.site).spec
+        for data in spec.data.values():
+            if data.entrypoint is not None:
+                known = EntryPoints((data.entrypoint,), tuple(settings.import_path))
+                known.resolve(data.entrypoint, "data.entrypoint")
+    except StratagemError as error:
+        yield Finding("site", name, Level.FAIL, f"{settings.site}: {error}", advice)
+    else:
+        found = f"{spec.site}: {', '.join(spec.data)}; {counted(len(spec.accept), 'rule')}"
+        yield Finding("site", name, Level.OK, found)
+
+
 def _activation_store(settings: WorkerSettings) -> Iterator[Finding]:
     if not settings.activation_store:
         return
@@ -130,7 +151,7 @@ def _activation_store(settings: WorkerSettings) -> Iterator[Finding]:
 def _allowed(settings: WorkerSettings) -> Iterator[Finding]:
     """Each pattern of `--allow`, as far as it names something that can be looked for."""
     entrypoints = EntryPoints(tuple(settings.allow), tuple(settings.import_path))
-    if not settings.allow:
+    if not settings.allow and settings.site is None:  # whose file says it
         advice = "list what jobs may name as --allow 'package.module:*'; graphs run without"
         found = "nothing: jobs that name code of theirs are refused"
         yield Finding("allow", settings.worker_id, Level.WARN, found, advice)
