@@ -9,7 +9,8 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from tests.cluster.jobs import Outcome, federated, train
+from tests.cluster.jobs import Outcome, federated, outcome_of, train
+from tests.crash.rig import until
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -33,10 +34,13 @@ CLOSED = "site site-1 is closed: opens {} 19:00 Europe/Vienna"
 
 
 @contextmanager
-def sites(folder: Path, clock: Path, num_rows: int = 20) -> Iterator[tuple[LocalCluster, Client]]:
-    """Two sites, of which the second one takes part at night; it has num_rows rows."""
+def sites(
+    folder: Path, clock: Path, num_rows: int = 20, by_day: str = ""
+) -> Iterator[tuple[LocalCluster, Client]]:
+    """Two sites, of which the second one takes part at night; it has num_rows rows. by_day: the
+    windows of the first one, which is always open unless they are given."""
     files = []
-    for number, windows in enumerate(("", NIGHTS)):
+    for number, windows in enumerate((by_day, NIGHTS)):
         file = folder / f"site-{number}" / "site.toml"
         file.parent.mkdir()
         rows = num_rows if number else 20
@@ -98,3 +102,21 @@ def test_the_end_of_a_window_ends_a_round_and_no_process(tmp_path: Path) -> None
     audit = (tmp_path / "site-1" / "audit.jsonl").read_text()
     assert '"kind":"round"' not in audit
     assert audit.count('"outcome":"error"') >= 2
+
+
+def test_a_run_waits_while_all_sites_are_closed(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text(NOON)
+    audits = [tmp_path / f"site-{number}" / "audit.jsonl" for number in range(2)]
+    with sites(tmp_path, clock, by_day=NIGHTS) as (_, client):
+        spec = federated(num_clients=2, rounds=2, data={"worker_local": "ward"})
+        run = client.submit(spec)
+        # Each has been asked, and one of them again.
+        until(
+            lambda: sum(audit.read_text().count('"kind":"refusal"') for audit in audits) > 2,
+            "both sites have refused",
+        )
+        assert not run.status().phase.is_final
+        clock.write_text(EVENING)
+        outcome = outcome_of(run)
+    assert len(outcome.of("UpdateReceived")) == 4

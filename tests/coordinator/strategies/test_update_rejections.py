@@ -23,10 +23,12 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase, RunRecord
+from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told
 from stratagem.coordinator.effects.federated.client_failures import defect
-from stratagem.coordinator.strategies.federated.model_building import may_move
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
+from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, job_text
@@ -574,6 +576,17 @@ def test_a_model_that_no_site_can_build_fails_the_run() -> None:
         "c: KeyError: 'label'"
     )
     assert run.error == LABEL
+
+
+def test_the_last_site_that_may_build_the_model_is_known() -> None:
+    simulation = unbuilt()
+    job = JobSpec.from_json(job_text(federation({}), data={"worker_local": "ward"}))
+    for is_last in (False, False, True):
+        member, value = builder(simulation), run_of(simulation).value
+        assert isinstance(value, FederatedRun)
+        assert only_one_to_build(job, value, world_of(simulation.state), member) is is_last
+        failed = BuildFailed(party=ROOT, member=member, reason="KeyError: 'label'", error=LABEL)
+        simulation.tell(Report(RUN, failed))
 
 
 @pytest.mark.parametrize(

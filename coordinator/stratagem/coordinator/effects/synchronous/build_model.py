@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from stratagem.common.base.errors import SiteClosedError, UnavailableError
 from stratagem.common.base.ids import Digest, child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.job.stream_rules import num_shards_of
@@ -9,14 +10,15 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json_text import dump_json
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.effects import Build
-from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt
+from stratagem.coordinator.core.facts import BuildFailed, ErrorRecord, ModelBuilt
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.core.state_machine.blob_owners import resting_with
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
 from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
 from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.strategies.federated.model_building import may_move
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
+from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
 from stratagem.coordinator.strategies.federated.update_rejections import reason_of
 from stratagem.coordinator.strategies.population.structural_hyperparameters import variants
 from stratagem.v1 import worker_pb2
@@ -35,6 +37,8 @@ async def build(env: EffectContext, effect: Build) -> None:
     match result.WhichOneof("outcome"):
         case "error" if may_move(job):
             error = record_of(result.error)
+            if _is_awaited(env, effect, job, error):
+                raise UnavailableError(reason_of(error))
             fact = BuildFailed(
                 party=effect.party, member=effect.member, reason=reason_of(error), error=error
             )
@@ -62,6 +66,14 @@ async def build(env: EffectContext, effect: Build) -> None:
             await env.report(effect.run_id, built)
         case _:
             await env.end_early(effect.run_id, effect.member, result)
+
+
+def _is_awaited(env: EffectContext, effect: Build, job: JobSpec, error: ErrorRecord) -> bool:
+    """Return True for a site that is closed now while no other one can build the model."""
+    value = env.state.runs[effect.run_id].value
+    if error.type != SiteClosedError.__name__ or not isinstance(value, FederatedRun):
+        return False
+    return only_one_to_build(job, value, env.loop.world, effect.member)
 
 
 async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> tuple[Digest, int]:

@@ -12,9 +12,9 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.effects import Base
-from stratagem.coordinator.core.facts import BuildFailed, ModelBuilt, RunFailed
+from stratagem.coordinator.core.facts import BuildFailed, Member, ModelBuilt, RunFailed
 from stratagem.coordinator.core.metric_course import course_of, resumed_metrics
-from stratagem.coordinator.core.state import WorkerRecord
+from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies.federated.client_crashes import BUILD
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
@@ -43,6 +43,13 @@ def build_failed(
     errors = [fact.error for _, fact in sorted(value.unfit.items()) if fact.error is not None]
     text = f"no worker can build the model: {'; '.join(said[:MAX_NAMED] + more)}"
     return RunFailed(reason=text, error=errors[0] if errors else None)
+
+
+def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: Member) -> bool:
+    """Return True when no other worker is left that may build the model: one whose site is closed
+    is waited for then."""
+    workers = [w for w in world.usable() if job.data.worker_local in w.capability.local_data]
+    return all(worker.member == member for worker in fit(value, workers))
 
 
 def with_build(job: JobSpec, value: FederatedRun, fact: ModelBuilt | BuildFailed) -> FederatedRun:
