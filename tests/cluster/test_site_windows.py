@@ -86,7 +86,7 @@ def test_a_site_takes_part_in_its_windows_alone(tmp_path: Path) -> None:
         clock.write_text(EVENING)
         by_night = federation(client)
     reason = CLOSED.format("Mon")
-    assert closed_of(by_day) == {(n, 1, "refused_by_site", reason) for n in (1, 2)}
+    assert closed_of(by_day) == {(n, 1, "outside_window", reason) for n in (1, 2)}
     assert len(by_day.of("UpdateReceived")) == 2
     assert closed_of(by_night) == set()
     assert len(by_night.of("UpdateReceived")) == 4
@@ -98,7 +98,7 @@ def test_the_end_of_a_window_ends_a_round_and_no_process(tmp_path: Path) -> None
     with sites(tmp_path, clock, num_rows=300_000) as (cluster, client):  # minutes of training
         outcome = federation(client)
         assert cluster.processes["worker-1"].num_starts == 1
-    assert closed_of(outcome) == {(n, 1, "refused_by_site", CLOSED.format("Tue")) for n in (1, 2)}
+    assert closed_of(outcome) == {(n, 1, "outside_window", CLOSED.format("Tue")) for n in (1, 2)}
     audit = (tmp_path / "site-1" / "audit.jsonl").read_text()
     assert '"kind":"round"' not in audit
     assert audit.count('"outcome":"error"') >= 2

@@ -120,6 +120,7 @@ def run_of(simulation: Simulation) -> RunRecord:
         ),
         (error("RefusedBySiteError", "site a refuses: data", ""), Cause.REFUSED_BY_SITE),
         (error("SiteClosedError", "site a is closed: opens Mon", ""), Cause.OUTSIDE_WINDOW),
+        (error("SiteClosedError", "the user's own"), Cause.EXCEPTION),
         (error("InvalidInputError", "client 3 has no rows", traceback=""), Cause.EXCEPTION),
     ],
 )

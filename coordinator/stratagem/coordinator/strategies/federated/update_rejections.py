@@ -37,9 +37,11 @@ _NO_MEMORY_LEFT: Final = ("DefaultCPUAllocator", "out of memory")
 _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does not allow")
 """Words of a worker's message about an entry point that its `--allow` does not have."""
 
-_BY_THE_SITE: Final = "RefusedBySiteError"
-_CLOSED: Final = "SiteClosedError"
-"""Types of the answers that a site's own file gives."""
+_BY_THE_SITE: Final = {
+    "RefusedBySiteError": Cause.REFUSED_BY_SITE,
+    "SiteClosedError": Cause.OUTSIDE_WINDOW,
+}
+"""The answers that a site's own file gives, by their types."""
 
 
 def cause_of(error: ErrorRecord) -> Cause:
@@ -54,10 +56,8 @@ def cause_of(error: ErrorRecord) -> Cause:
         return Cause.TIMEOUT
     if not error.traceback and kind == "FloatingPointError":
         return Cause.NOT_FINITE_LOSS
-    if kind == _CLOSED:
-        return Cause.OUTSIDE_WINDOW
-    if kind == _BY_THE_SITE:
-        return Cause.REFUSED_BY_SITE
+    if not error.traceback and kind in _BY_THE_SITE:
+        return _BY_THE_SITE[kind]
     if not error.traceback and any(words in error.message for words in _NOT_ALLOWED):
         return Cause.REFUSED_BY_SITE
     return Cause.EXCEPTION
