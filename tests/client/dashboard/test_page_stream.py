@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message
 
-from stratagem.client.dashboard import page_stream, run_watch
+from stratagem.client.dashboard import followed, page_stream, run_watch
 from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
 from stratagem.client.dashboard.page_stream import TabResponse, TabStream
 from stratagem.client.dashboard.run_watch import RunWatch
@@ -78,12 +78,20 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+class Live:
+    """A coordinator that answers."""
+
+    address = "here:1"
+
+    async def workers(self) -> list[object]:
+        return []
+
+
 class Tab:
     """A browser's tab: reads when it is told to."""
 
     def __init__(self, watch: RunWatch, index: int) -> None:
-        quiet = cast(AsyncClient, None)  # nobody asks with it
-        self.messages = TabStream(CoordinatorWatch(quiet)).of_run(watch, index)
+        self.messages = TabStream(CoordinatorWatch(cast(AsyncClient, Live()))).of_run(watch, index)
 
     async def next(self, kind: str) -> Any:
         """The next message of a kind: the number of a fact, the value of another one."""
@@ -180,6 +188,37 @@ async def test_progress_of_a_run_that_nobody_looked_at_any_more_is_told_to_nobod
     assert await back.until("end") == ["fact"]
     assert (await watch.status()).event_index == 3, "the answer of then is none of now"
     await back.messages.aclose()
+
+
+async def test_a_defect_in_following_is_logged_and_told_to_tabs_and_it_begins_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(followed, "RETRY_S", 0.0)
+    run = CountedRun(num_events=4)
+    take, defects = RunWatch._take, [ZeroDivisionError("a defect"), KeyError("another")]
+
+    def taken(watch: RunWatch, item: Event | Progress) -> None:
+        if defects:
+            raise defects.pop()
+        take(watch, item)
+
+    monkeypatch.setattr(RunWatch, "_take", taken)
+    watch = watch_of(run)
+    tab = Tab(watch, 4)
+    beats = [await tab.next("beat") for _ in range(2)]
+    assert [each["state"] for each in beats] == ["connecting", "live"]
+    await run.go_on(6)
+    told = [await tab.next("beat") for _ in range(2)]
+    assert [each["state"] for each in told] == ["broken", "broken"]
+    assert "KeyError('another')" in told[0]["why"]
+    assert "ZeroDivisionError('a defect')" in told[1]["why"]
+    assert await tab.facts(2) == [4, 5], "it begins again"
+    logged = [each for each in caplog.records if "run run no further" in each.getMessage()]
+    assert [each.exc_info is not None for each in logged] == [True, True]
+    monkeypatch.setattr(followed, "TROUBLE_S", 0.0)
+    monkeypatch.setattr(page_stream, "BEAT_S", 0.0)
+    assert (await tab.next("beat"))["state"] == "live"
+    await tab.messages.aclose()
 
 
 async def test_after_its_end_a_run_has_no_progress() -> None:

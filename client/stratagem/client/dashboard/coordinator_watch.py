@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.dashboard.followed import Followed
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import (
     PermissionDeniedError,
@@ -28,39 +29,35 @@ class CoordinatorHealth:
     """What the banner of the page says."""
 
     state: str = "connecting"
-    """live, away, standby, denied, version or connecting."""
+    """live, away, standby, denied, version, connecting, or broken: of the page itself."""
     why: str = ""
 
 
-@dataclass(slots=True)
 class CoordinatorWatch:
     """Asks the coordinator at intervals whether it answers; all tabs hear when that changes."""
 
-    client: AsyncClient
-    _listeners: list[Callable[[], None]] = field(default_factory=list)
-    _is_watched: asyncio.Event = field(default_factory=asyncio.Event)
-    state: CoordinatorHealth = field(default_factory=CoordinatorHealth)
-    answered_s: float | None = None
-    """When it has answered last, by the clock of this process."""
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.state = CoordinatorHealth()
+        self.answered_s: float | None = None
+        """When it has answered last, by the clock of this process."""
+        self._asked_s = -ASK_PAUSE_S
+        self._followed = Followed("the coordinator", self._follow)
 
-    async def run(self) -> None:
-        """Ask until cancelled, while somebody wants to know."""
-        while True:
-            await self._is_watched.wait()
-            self._take(await self._asked())
-            await asyncio.sleep(ASK_PAUSE_S)
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong in asking just now."""
+        return self._followed.trouble
 
-    @contextmanager
-    def listened_to(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Call the listener when the state changes."""
-        self._listeners.append(listener)
-        self._is_watched.set()
-        try:
-            yield
-        finally:
-            self._listeners.remove(listener)
-            if not self._listeners:
-                self._is_watched.clear()
+    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
+        """Ask at intervals; tell: is called when the state changes."""
+        return self._followed.looked_at(tell)
+
+    async def _follow(self) -> bool:
+        await asyncio.sleep(self._asked_s + ASK_PAUSE_S - time.monotonic())
+        self._asked_s = time.monotonic()
+        self._take(await self._asked())
+        return True
 
     @property
     def silent_s(self) -> float:
@@ -84,8 +81,7 @@ class CoordinatorWatch:
     def _take(self, state: CoordinatorHealth) -> None:
         if state != self.state:
             self.state = state
-            for listener in self._listeners:
-                listener()
+            self._followed.tell()
 
 
 def state_of(error: StratagemError) -> str:

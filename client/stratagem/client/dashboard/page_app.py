@@ -118,12 +118,7 @@ class Page:
     @asynccontextmanager
     async def _life(self, _app: Starlette) -> AsyncIterator[None]:
         async with self._client, self._asking:
-            asking = asyncio.create_task(self._watch.run())
-            try:
-                yield
-            finally:
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
+            yield
 
     # ---- what anybody may have: it holds nothing of any run ----
 

@@ -13,9 +13,10 @@ from typing import Final, cast
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
-from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
+from stratagem.client.dashboard.coordinator_watch import CoordinatorHealth, CoordinatorWatch
+from stratagem.client.dashboard.followed import RETRY_S
 from stratagem.client.dashboard.page_values import server_sent
-from stratagem.client.dashboard.run_watch import RETRY_S, RunWatch
+from stratagem.client.dashboard.run_watch import RunWatch
 from stratagem.client.dashboard.runs_watch import RunsWatch, ToldRuns
 from stratagem.common.base.errors import StratagemError
 
@@ -40,10 +41,10 @@ class TabStream:
         """Yield the messages of a run from an event on."""
         self._next = index
         num_progress, ended_at, is_gone = 0, -1, False
-        with self._coordinator.listened_to(self._news.set), watch.looked_at(self._news.set):
+        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
             while True:
                 self._news.clear()
-                for beat in self._beats():
+                for beat in self._beats(watch):
                     yield beat
                 if watch.is_ready:
                     async with aclosing(self._facts(watch)) as facts:
@@ -63,10 +64,10 @@ class TabStream:
     async def of_runs(self, watch: RunsWatch) -> AsyncGenerator[bytes]:
         """Yield the messages of all runs."""
         seen = ToldRuns()
-        with self._coordinator.listened_to(self._news.set), watch.looked_at(self._news.set):
+        with self._coordinator.looked_at(self._news.set), watch.looked_at(self._news.set):
             while True:
                 self._news.clear()
-                for message in (*self._beats(), *watch.news(seen)):
+                for message in (*self._beats(watch), *watch.news(seen)):
                     yield message
                 await self._wait()
 
@@ -86,7 +87,7 @@ class TabStream:
                         for event in page:
                             self._next = event.index + 1
                             yield server_sent("fact", event, event.index)
-                            for beat in self._beats():
+                            for beat in self._beats(watch):
                                 yield beat
                 if self._next == first:  # the run is deleted
                     return
@@ -94,9 +95,12 @@ class TabStream:
             await asyncio.sleep(RETRY_S)  # the beat says what it is
             self._news.set()
 
-    def _beats(self) -> Iterator[bytes]:
-        """Yield how the coordinator is, when that has changed or was not said for a while."""
-        state, now_s = self._coordinator.state, time.monotonic()
+    def _beats(self, watch: RunWatch | RunsWatch) -> Iterator[bytes]:
+        """Yield how the coordinator is, when that has changed or was not said for a while; and
+        before that, what went wrong in the page itself."""
+        trouble = watch.trouble or self._coordinator.trouble
+        state = CoordinatorHealth("broken", trouble) if trouble else self._coordinator.state
+        now_s = time.monotonic()
         if state == self._beat_of and now_s - self._beat_s < BEAT_S:
             return
         self._beat_of, self._beat_s = state, now_s

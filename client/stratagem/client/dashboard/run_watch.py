@@ -4,21 +4,20 @@ its status."""
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, aclosing
 from itertools import islice
 from typing import Final, cast
 
+from stratagem.client.dashboard.followed import RETRY_S, Followed
 from stratagem.client.dashboard.page_values import server_sent
 from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.views import Event, Progress, RunStatus
-from stratagem.common.base.errors import NotFoundError, StratagemError
+from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.exception_text import told
 
 KEPT: Final = 500
 """Events that are kept for tabs; one that is behind them reads on by itself."""
-RETRY_S: Final = 2.0
-"""Before the coordinator is asked again for what it has refused, or for a run that has ended."""
 PROGRESS_S: Final = 0.25
 """Between two messages of progress: more of them nobody can read."""
 STATUS_S: Final = 2.0
@@ -44,8 +43,9 @@ class RunWatch:
         self.gone = b""
         """Says that there is no such run."""
         self._kept: deque[tuple[Event, bytes]] = deque()
-        self._readers: list[Callable[[], None]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._followed = Followed(
+            f"run {run.run_id}", self._follow, self._begin, self._forget_progress
+        )
         self._latest: Progress | None = None
         self._progress_s, self._timer = -PROGRESS_S, cast("asyncio.TimerHandle | None", None)
         self._asking = asyncio.Lock()
@@ -56,7 +56,12 @@ class RunWatch:
     @property
     def is_followed(self) -> bool:
         """Return whether a tab looks at the run."""
-        return self._task is not None
+        return self._followed.is_on
+
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong in following the run just now."""
+        return self._followed.trouble
 
     @property
     def first(self) -> int:
@@ -73,22 +78,13 @@ class RunWatch:
             return []
         return [event for event, _ in islice(self._kept, index - self.first, None)]
 
-    @contextmanager
-    def looked_at(self, tell: Callable[[], None]) -> Iterator[None]:
+    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
         """Follow the run; tell: is called when something has happened."""
-        self._readers.append(tell)
-        if self._task is None:
-            self.gone, self.ended_at, self.is_ready = b"", -1, False
-            self.changed()  # nobody has heard what happened meanwhile
-            self._task = asyncio.create_task(self._follow())
-        try:
-            yield
-        finally:
-            self._readers.remove(tell)
-            if not self._readers:
-                self._task.cancel()
-                self._task = None
-                self._forget_progress()
+        return self._followed.looked_at(tell)
+
+    def _begin(self) -> None:
+        self.gone, self.ended_at, self.is_ready = b"", -1, False
+        self.changed()  # nobody has heard what happened meanwhile
 
     async def status(self) -> RunStatus:
         """Return how the run stands now: asked once for all who want to know it at a time."""
@@ -108,18 +104,16 @@ class RunWatch:
         """Ask for the status again when it is wanted: something was done to the run."""
         self._num_changes += 1
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                await self._follow_to_the_end()
-            except NotFoundError as error:
-                self.gone, self.is_ready = server_sent("gone", {"why": told(error)}), False
-                self._kept.clear()
-                self._forget_progress()
-                self._tell()
-                return
-            except StratagemError:
-                await asyncio.sleep(RETRY_S)  # the beat says what it is
+    async def _follow(self) -> bool:
+        try:
+            await self._follow_to_the_end()
+        except NotFoundError as error:
+            self.gone, self.is_ready = server_sent("gone", {"why": told(error)}), False
+            self._kept.clear()
+            self._forget_progress()
+            self._followed.tell()
+            return False
+        return True
 
     async def _follow_to_the_end(self) -> None:
         """Follow the run to its end, and wait until something more happens to it."""
@@ -128,13 +122,13 @@ class RunWatch:
             self._kept.clear()
             self._forget_progress()
             self.next, self.is_ready = newest + 1, True
-        self._tell()
+        self._followed.tell()
         async with aclosing(self.run.watch(self.next)) as items:
             async for item in items:
                 self._take(item)
         self.ended_at = self.next
         self._forget_progress()  # how it has ended is in its status
-        self._tell()
+        self._followed.tell()
         while (await self.run.status()).event_index < self.next:  # noqa: ASYNC110  (asked far away)
             await asyncio.sleep(RETRY_S)
         self.ended_at = -1
@@ -146,7 +140,7 @@ class RunWatch:
                 self._kept.popleft()
             self.next = item.index + 1
             self._num_changes += 1
-            self._tell()
+            self._followed.tell()
             return
         if item.reason:  # the status says so, too
             self._num_changes += 1
@@ -162,14 +156,10 @@ class RunWatch:
             server_sent("progress", self._latest),
             self.num_progress + 1,
         )
-        self._tell()
+        self._followed.tell()
 
     def _forget_progress(self) -> None:
         """Tell nobody what was measured until now: it is of a run that went on."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._latest, self.progress = None, None, b""
-
-    def _tell(self) -> None:
-        for tell in self._readers:
-            tell()

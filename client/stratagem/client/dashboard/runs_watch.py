@@ -1,19 +1,16 @@
 """The one subscription to all runs, for all tabs that show the list."""
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.dashboard.followed import Followed
 from stratagem.client.dashboard.page_values import as_json
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.client.sdk.views import RunsChange
-from stratagem.common.base.errors import StratagemError
 
-RETRY_S: Final = 2.0
-"""Before the coordinator is asked again for what it has refused."""
 MAX_RUNS: Final = 200
 """In one message."""
 MAX_DELETED: Final = 1000
@@ -39,23 +36,16 @@ class RunsWatch:
         deleted; in order of that number."""
         self._subscription = self._num_changes = 0
         self._is_complete, self._time_s = False, 0.0
-        self._readers: list[Callable[[], None]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._followed = Followed("all runs", self._follow, end=self._begin)
 
-    @contextmanager
-    def looked_at(self, tell: Callable[[], None]) -> Iterator[None]:
+    @property
+    def trouble(self) -> str:
+        """Return what went wrong in following the runs just now."""
+        return self._followed.trouble
+
+    def looked_at(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
         """Follow all runs; tell: is called when something has happened."""
-        self._readers.append(tell)
-        if self._task is None:
-            self._task = asyncio.create_task(self._follow())
-        try:
-            yield
-        finally:
-            self._readers.remove(tell)
-            if not self._readers:
-                self._task.cancel()
-                self._task = None
-                self._begin()
+        return self._followed.looked_at(tell)
 
     def news(self, seen: ToldRuns) -> list[bytes]:
         """Return what a tab has not been told, as messages."""
@@ -90,13 +80,10 @@ class RunsWatch:
         briefs = ",".join(brief for _, brief in changed if brief)
         return f'event: runs\ndata: {{"runs":[{briefs}],{rest[1:]}\n\n'.encode()
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                async for change in self._client.watch_runs():
-                    self._take(change)
-            except StratagemError:
-                await asyncio.sleep(RETRY_S)  # the beat says what it is
+    async def _follow(self) -> bool:
+        async for change in self._client.watch_runs():
+            self._take(change)
+        return True
 
     def _take(self, change: RunsChange) -> None:
         if change.is_first:
@@ -110,8 +97,7 @@ class RunsWatch:
         if len(change.deleted) and sum(not brief for _, brief in self._runs.values()) > MAX_DELETED:
             self._runs = OrderedDict((id_, each) for id_, each in self._runs.items() if each[1])
             self._subscription += 1  # all tabs are told what is left
-        for tell in self._readers:
-            tell()
+        self._followed.tell()
 
     def _begin(self) -> None:
         """Forget all runs: the coordinator names them again."""

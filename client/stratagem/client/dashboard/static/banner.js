@@ -12,6 +12,7 @@ const WORDS = {
   standby: "another coordinator leads",
   denied: "not allowed",
   version: "the coordinator has another version",
+  broken: "this page has a defect",
 };
 /** In these the page shows what is, or nothing yet. */
 const CALM = new Set(["live", "connecting"]);
