@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
@@ -30,15 +32,19 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.server import bind, make_server
-from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
-from stratagem.common.tensors.chunks import ChunkWriter
-from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, build_manifest, from_proto
-from stratagem.v1 import coordinator_pb2 as pb
-from stratagem.v1 import types_pb2, worker_pb2
-from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from stratagem.common.rpc.channel import open_channel  # noqa: E402
+from stratagem.common.rpc.server import bind, make_server  # noqa: E402
+from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get  # noqa: E402
+from stratagem.common.tensors.chunks import ChunkWriter  # noqa: E402
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, build_manifest, from_proto  # noqa: E402
+from stratagem.v1 import coordinator_pb2 as pb  # noqa: E402
+from stratagem.v1 import types_pb2, worker_pb2  # noqa: E402
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub  # noqa: E402
+from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server  # noqa: E402
+from tests.free_ports import free_port  # noqa: E402
 
 INCARNATION = "simulated"
 BEAT_S = 2.0
@@ -220,18 +226,13 @@ def measure(num_workers: int, num_runs: int, seconds: float) -> Row:
     """One coordinator with that many workers and runs, for some seconds after a warm-up."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ready = folder / "ready"
-        flags = ["--listen", "127.0.0.1:0", "--data-dir", str(folder / "data")]
-        with (folder / "log").open("wb") as log:
-            coordinator = subprocess.Popen(
-                [sys.executable, "-m", "stratagem.coordinator", *flags, "--ready-file", str(ready)],
-                stderr=log,
-            )
+        address = f"127.0.0.1:{free_port()}"
+        flags = ["--listen", address, "--data-dir", str(folder / "data")]
+        coordinator = subprocess.Popen(
+            [sys.executable, "-m", "stratagem.coordinator", *flags], stderr=subprocess.PIPE
+        )
         stack.callback(_end, coordinator)
-        while not ready.exists():
-            assert coordinator.poll() is None, (folder / "log").read_text()
-            time.sleep(0.05)
-        address = json.loads(ready.read_text())["address"]
+        _wait_until_it_serves(coordinator)
         simulated = subprocess.Popen(
             [sys.executable, __file__, "--simulate", address, str(num_workers)],
             stdout=subprocess.PIPE,
@@ -242,6 +243,17 @@ def measure(num_workers: int, num_runs: int, seconds: float) -> Row:
         return asyncio.run(
             _ask(address, coordinator.pid, num_workers, num_runs, seconds, register_s)
         )
+
+
+def _wait_until_it_serves(coordinator: subprocess.Popen[bytes]) -> None:
+    """Read the log of a coordinator until it says so; what follows is read for nobody."""
+    log, said = coordinator.stderr, b""
+    assert log is not None
+    while b"coordinator serves" not in said:
+        line = log.readline()
+        assert line, said.decode()
+        said += line
+    threading.Thread(target=lambda: collections.deque(log, maxlen=0), daemon=True).start()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
