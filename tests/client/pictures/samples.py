@@ -20,9 +20,6 @@ from stratagem.client.pictures.stages import Task, stages
 from stratagem.client.pictures.time_line import Span, time_line
 from stratagem.client.pictures.topology import topology
 
-HOSTILE = "<script>alert('x')</script>\x00\x1b[31m\u202e&\""
-"""What a name, a reason or a log may hold."""
-
 STEPS = [10 * n for n in range(1, 13)]
 LOSS = [2.3, 1.7, 1.2, 0.9, math.nan, 0.7, 0.61, 0.55, 0.5, 0.47, 0.45, 0.44]
 LOW = [loss * 0.8 for loss in LOSS]

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -33,9 +33,9 @@ from stratagem.common.base.errors import WrongStateError
 from stratagem.common.history import Columns
 from stratagem.common.history.stage_actions import StageAction, StageReport, party_of_stage
 from tests.client.course.recorded import golden
-from tests.client.pictures.samples import HOSTILE
 from tests.client.report.reported import reported
 from tests.client.report.tags import Tags
+from tests.odd_texts import HARMFUL, ODD_TEXTS
 
 MADE_AT = "2026-11-23 08:00:00 UTC"
 RUNS = {
@@ -84,16 +84,39 @@ def test_the_error_of_the_users_code_comes_before_everything() -> None:
     assert "Traceback\n  line 3" in text
 
 
-def test_what_others_have_named_is_never_markup() -> None:
-    error = UserError(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    run = reported("golden-population", error=error, reason=HOSTILE, submitted_by=HOSTILE)
-    hostile = [replace(event, sentence=HOSTILE) for event in golden("golden-population")]
-    job = {**run.job, "name": HOSTILE, "evaluation": {"split": HOSTILE, "best": HOSTILE}}
-    changes = {"job": job, "name": HOSTILE, "error": error, "reason": HOSTILE}
-    shown = ReportedRun.of(reported("golden-population", **changes).status, hostile)
-    for text in (page(shown, HOSTILE), run_html(shown), ListedEvents(hostile)._repr_html_()):
-        assert not re.search(r"<script|[\x00-\x08\x0b-\x1f\u202e]", text)
+@pytest.mark.parametrize("odd", ODD_TEXTS.values(), ids=ODD_TEXTS)
+def test_what_others_have_named_is_never_markup(odd: str) -> None:
+    error = UserError(odd, odd, odd, odd, odd)
+    run = reported("golden-population", error=error, reason=odd, submitted_by=odd)
+    events = [
+        replace(event, sentence=odd, payload=_with(odd, event.payload))
+        for event in golden("golden-population")
+    ]
+    job = {**run.job, "name": odd, "evaluation": {"split": odd, "best": odd}}
+    changes = {"job": job, "name": odd, "error": error, "reason": odd, "metrics": {odd: 1.0}}
+    shown = ReportedRun.of(reported("golden-population", **changes).status, events)
+    worker = Worker(odd, odd, odd, True, 0.0, odd, odd, 1, 1, odd, (odd,), (odd,), (odd,), odd)
+    for text in (
+        page(shown, odd),
+        run_html(shown),
+        ListedEvents(events)._repr_html_(),
+        ListedRuns([shown.status])._repr_html_(),
+        ListedWorkers([worker])._repr_html_(),
+    ):
+        assert not HARMFUL.search(text)
         Tags(text)
+
+
+def _with(odd: str, value: Any) -> Any:
+    """The payload with a text in the names of metrics and workers, and in reasons."""
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {
+            key: f"{each}{odd}" if key in ("worker_id", "reason") and each else _with(odd, each)
+            for key, each in value.items()
+        }
+        named = {f"{name}{odd}": each for name, each in found.get("metrics", {}).items()}
+        return {**found, **({"metrics": named} if named else {})}
+    return [_with(odd, each) for each in value] if isinstance(value, list) else value
 
 
 def test_the_winner_of_a_population_is_said_with_its_schedule() -> None:

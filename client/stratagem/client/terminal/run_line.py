@@ -176,7 +176,7 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
         yield from _of_speed(latest)
         yield from _of_time(latest)
     if not run.is_population:  # its members' scores are shown already
-        yield from map(Field, evaluation_texts(run))
+        yield from (Field(printable(each, is_line=True)) for each in evaluation_texts(run))
     for name, value in () if latest is None else sorted(latest.metrics.items()):
         yield Field(printable(f"{name} {number_text(value)}", is_line=True))
 

@@ -12,7 +12,8 @@ CHARACTER_WIDTH: Final = 6.9
 SMALL: Final = 10
 
 _NOT_SHOWN: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+    "\ufffe\uffff]"
 )
 """Characters that XML refuses, and those that turn the direction of what follows them."""
 
