@@ -94,8 +94,7 @@ def test_odd_text_is_shown_as_text_and_breaks_nothing(
         assert misplaced(page) == []
         if run == "golden-local":
             names = page.locator("figure").evaluate_all("all => all.map(each => each.dataset.name)")
-            assert ODD_TEXTS["a script"] in names
-            assert len(names) > len(TEXTS)
+            assert ODD_TEXTS["an attribute"] in names, "curves of what has odd names"
         if run == "golden-failed":
             problem = page.locator("section.problem")
             expect(problem).to_be_visible()
