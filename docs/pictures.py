@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from stratagem.client import Client, Event, LocalCluster, RunHandle
+from stratagem.client.report.comparison import overlay_panels
 from stratagem.client.report.curve_panels import curve_panels
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.common.job import load_job
@@ -18,6 +19,17 @@ IMAGES: Final = ROOT / "docs" / "images"
 WIDTH: Final = 760
 KILLS: Final = (12, 24)
 """After these commits of the first run a worker is killed."""
+
+RULES: Final = {
+    "mean": "",
+    "median": "{name: median}",
+    "trimmed-mean": "{name: trimmed_mean, trim: 0.3}",
+    "krum": "{name: krum, byzantine: 3}",
+    "multi-krum": "{name: multi_krum, byzantine: 3}",
+    "geometric-median": "{name: geometric_median}",
+    "norm-bound": "{name: norm_bound, norm: 1.0}",
+}
+"""Robust rules, by the names of their runs."""
 
 
 def main() -> None:
@@ -31,6 +43,9 @@ def main() -> None:
         some = "strategy.client_selection={method: Random, fraction: 0.6}"
         save(trained(client, "digits_fedavg", *clients, some), ("clients", "rounds"))
         save(trained(client, "digits_population"), ("lineage", "hyperparameters"))
+        save_compared(
+            [attacked(client, *each) for each in RULES.items()], "test.accuracy", "robust"
+        )
 
 
 def trained(client: Client, example: str, *changes: str, run_id: str | None = None) -> RunHandle:
@@ -38,6 +53,12 @@ def trained(client: Client, example: str, *changes: str, run_id: str | None = No
     run = client.submit(load_job(ROOT / "examples" / f"{example}.yaml", list(changes)), run_id)
     run.result()
     return run
+
+
+def attacked(client: Client, name: str, rule: str) -> RunHandle:
+    """Return the run of the federation in which three clients of ten lie, under a rule."""
+    change = f"strategy.options.robust={rule}" if rule else "strategy.options={}"
+    return trained(client, "attacked_federation", change, run_id=name)
 
 
 def killed(cluster: LocalCluster, client: Client, run_id: str | None = None) -> RunHandle:
@@ -61,6 +82,14 @@ def save(run: RunHandle, names: Sequence[str]) -> None:
         path = IMAGES / f"{name}.svg"
         path.write_text(panels[name].draw(WIDTH).svg_file + "\n")
         print(path.relative_to(ROOT), path.stat().st_size)
+
+
+def save_compared(runs: Sequence[RunHandle], metric: str, name: str) -> None:
+    """Write the curves that several runs have of a metric, in one picture."""
+    panels = {panel.name: panel for panel in overlay_panels([run.shown() for run in runs])}
+    path = IMAGES / f"{name}.svg"
+    path.write_text(panels[metric].draw(WIDTH).svg_file + "\n")
+    print(path.relative_to(ROOT), path.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
-from tests.cluster.jobs import Outcome, federated, train, wait_for
+from stratagem.worker.models.model_builder import build_model
+from tests.cluster.jobs import ALLOWED, Outcome, federated, train, wait_for
 from tests.jobs import ALLOW
 from tests.repository import ROOT
 from tests.userland.data import rows_of
+from tests.userland.metrics import macro_f1
 
 pytestmark = pytest.mark.cluster
 
@@ -117,3 +119,29 @@ def test_a_round_that_waits_takes_a_site_that_was_mended_and_started_anew(tmp_pa
         status = run.result().status
     assert status.reason.startswith("2 rounds committed")
     assert not status.reproducible
+
+
+def test_metrics_have_their_spread_over_sites_and_own_ones_only_that(tmp_path: Path) -> None:
+    """Macro-F1 is no sum over rows: no value is published under its own name."""
+    files = {site: rows_at(tmp_path, site) for site in SITES}
+    own = "tests.userland.metrics:macro_f1"
+    evaluation = {"split": "test", "metrics": ["accuracy", own]}
+    spec = federation(evaluation=evaluation)
+    with sites(tmp_path, files) as (_, client):
+        outcome = train(client, spec)
+    model = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True)
+    model.load_state_dict(outcome.state)
+    accuracies, scores = [], []
+    for path in files.values():
+        rows = load_file(path)
+        outputs, targets = model(rows["test.x"]), rows["test.y"]
+        accuracies.append((outputs.argmax(1) == targets).double().mean().item())
+        scores.append(macro_f1(outputs, targets))
+    found = outcome.status.metrics
+    for name, values in (("test.accuracy", accuracies), (f"test.{own}", scores)):
+        assert found[f"{name}.client_min"] == pytest.approx(min(values), abs=1e-12)
+        assert found[f"{name}.client_median"] == pytest.approx(sorted(values)[1], abs=1e-12)
+        assert found[f"{name}.client_max"] == pytest.approx(max(values), abs=1e-12)
+    assert found[f"test.{own}.client_mean"] == pytest.approx(sum(scores) / 3, abs=1e-12)
+    assert f"test.{own}" not in found
+    assert found["test.accuracy"] == pytest.approx(sum(accuracies) / 3, abs=1e-12)

@@ -22,6 +22,7 @@ from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress,
 from stratagem.common.base.printable_text import printable
 from stratagem.common.base.wording import values_text
 from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -67,8 +68,14 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """test.accuracy 0.9722  train.loss 0.0312"""
-    return "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
+    """test.accuracy 0.9722 (0.91 to 0.99)  train.loss 0.0312: with the range over clients, where
+    there is one."""
+    parts = []
+    for name, value in sorted(without_spreads(metrics).items()):
+        ends = range_of(metrics, name)
+        over = "" if ends is None else f" ({ends[0]:.4g} to {ends[1]:.4g})"
+        parts.append(f"{name} {value:.4g}{over}")
+    return "  ".join(parts)
 
 
 def amount_text(status: RunStatus) -> str:

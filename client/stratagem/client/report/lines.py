@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -13,6 +14,12 @@ from stratagem.client.pictures.curve_rows import Line
 from stratagem.common.history import Columns
 from stratagem.common.history.columns import Floats, Ints, shortened
 from stratagem.common.history.stage_actions import PREFIX, party_of_stage
+from stratagem.common.job.evaluation.client_spread import (
+    CLIENT_MAX,
+    CLIENT_MEAN,
+    CLIENT_MIN,
+    of_metric,
+)
 
 _TRAIN = "train.loss"
 _RATE = "train.lr"
@@ -70,8 +77,11 @@ class LinesFolding:
 
     @property
     def lines(self) -> dict[str, Line]:
-        """Return the lines so far, by name."""
-        return {name: _line(name, points) for name, points in self._found.items()}
+        """Return the lines so far, by name; a spread over clients is the band of its metric."""
+        lines = {name: _line(name, points) for name, points in self._found.items()}
+        return {
+            name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
+        }
 
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""
@@ -169,6 +179,14 @@ def _line(name: str, points: Mapping[int, Point]) -> Line:
     rows = _few(np.array(steps), np.array(values))
     step, last, low, high = (each.tolist() for each in rows.arrays[:4])
     return Line(name, step, last, low, high, dots=dots)
+
+
+def _with_band(line: Line, lines: Mapping[str, Line]) -> Line:
+    metric = line.name.removesuffix(f".{CLIENT_MEAN}")
+    low, high = (lines.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
+    if low is None or high is None or not line.step == low.step == high.step:
+        return line  # of many values rows are made, and some rounds may have no spread
+    return replace(line, low=low.last, high=high.last)
 
 
 def _few(steps: Ints, values: Floats) -> Columns:

@@ -17,6 +17,7 @@ from stratagem.client.report.curve_panels import curve_panels
 from stratagem.client.report.run_panels import strategy_panels
 from stratagem.client.report.run_values import ReportedRun, StatusLike, progress_text, time_text
 from stratagem.common.base.errors import WrongStateError
+from stratagem.common.job.evaluation.client_spread import without_spreads
 
 Item = TypeVar("Item")
 Columns = Mapping[str, Callable[[Any], str]]
@@ -102,14 +103,17 @@ def _metrics(run: StatusLike) -> str:
     evaluation = run.job.get("evaluation") or {}
     chief = f"{evaluation.get('split')}.{evaluation.get('best')}"
     names = sorted(
-        run.metrics, key=lambda each: (each != chief, each[:6] == "train.", each != "train.loss")
+        without_spreads(run.metrics),
+        key=lambda each: (each != chief, each[:6] == "train.", each != "train.loss"),
     )
     return ", ".join(f"{name} {short(run.metrics[name])}" for name in names[:_MAX_METRICS])
 
 
 def header_html(status: StatusLike) -> str:
     """Return a run in a few lines."""
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.metrics.items()))
+    metrics = ", ".join(
+        f"{name} {value:.4g}" for name, value in sorted(without_spreads(status.metrics).items())
+    )
     parts = [status.strategy, status.phase, progress_text(status), metrics, status.reason]
     shown = " · ".join(escaped(part) for part in parts if part)
     winner = winner_text(status)

@@ -18,6 +18,7 @@ from stratagem.client.sdk.views import Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.wording import bar_text, duration_text, number_text
 from stratagem.common.base.printable_text import printable
+from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
 
 SEPARATOR: Final = "  "
 MAX_BAR_CELLS: Final = 12
@@ -146,8 +147,13 @@ def loss_of(run: FollowedRun) -> float | None:
 
 def evaluation_texts(run: FollowedRun) -> list[str]:
     """Return the numbers of the newest evaluation, the one that decides first."""
-    names = sorted(run.metrics, key=lambda name: (name != run.scored_by, name))
-    return [f"{name} {number_text(run.metrics[name])}" for name in names]
+    known = without_spreads(run.metrics)
+    texts = []
+    for name in sorted(known, key=lambda name: (name != run.scored_by, name)):
+        ends = range_of(run.metrics, name)
+        over = "" if ends is None else f" ({number_text(ends[0])} to {number_text(ends[1])})"
+        texts.append(f"{name} {number_text(known[name])}{over}")
+    return texts
 
 
 def _is_counting(run: FollowedRun) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.common.base.wording import counted, values_text
+from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.crash_loops import how
 
@@ -61,7 +62,12 @@ def _evaluated(fact: f.Evaluated) -> str:
         return f"{text} by nobody: all its clients have left"
     if fact.without:
         text += f" without {_few([f'client {client}' for client in fact.without])}, away too long"
-    return f"{text}: {metrics_text(fact.metrics)}"
+    parts = []
+    for name, value in sorted(without_spreads(fact.metrics).items()):
+        ends = range_of(fact.metrics, name)
+        over = "" if ends is None else f" (clients {ends[0]:.6g} to {ends[1]:.6g})"
+        parts.append(f"{name} {value:.6g}{over}")
+    return f"{text}: {', '.join(parts)}"
 
 
 def _client(binding: f.ClientBinding) -> str:

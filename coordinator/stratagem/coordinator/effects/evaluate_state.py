@@ -50,8 +50,13 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     failpoint("coordinator.evaluation.gathered")
     parts = [part for result in finished for part in result.parts]
     if effect.client is not None:
+        by_client = [result.own_metrics.metrics for result in finished]
         said = ClientEvaluated(
-            party=party, segment=segment, client=effect.client, sums=sums_of(parts)
+            party=party,
+            segment=segment,
+            client=effect.client,
+            sums=sums_of(parts),
+            own={name: value for each in by_client for name, value in each.items()},
         )
         await env.report(effect.run_id, said)
         return

@@ -42,8 +42,10 @@ class Disclosure:
             case "client_round":
                 return pb.ExecuteResult(client_round=self._round(result.client_round))
             case "evaluate":
-                parts = self._parts(result.evaluate)
-                return pb.ExecuteResult(evaluate=pb.EvaluateResult(parts=parts))
+                told = pb.EvaluateResult(parts=self._parts(result.evaluate))
+                if own := self._own_metrics(result.evaluate.own_metrics):
+                    told.own_metrics.CopyFrom(pb.OwnMetrics(metrics=own, are_measured=True))
+                return pb.ExecuteResult(evaluate=told)
             case "build" | "error" | "interrupted":
                 return result
             case other:
@@ -72,6 +74,17 @@ class Disclosure:
                 if self._may_tell(name):
                     total.sums[name] += value
         return list(whole.values()) if self.tells_loss else []
+
+    def _own_metrics(self, done: pb.OwnMetrics) -> dict[str, float]:
+        """Return those of the job's own that the site allows: values "<split>.<metric>", or
+        "<split>.<metric>.<key>" of a metric with several."""
+        if not self.tells_loss:
+            return {}
+        return {
+            name: value
+            for name, value in sorted(done.metrics.items())
+            if any(f"{name.partition('.')[2]}.".startswith(f"{each}.") for each in self.metrics)
+        }
 
     def _may_tell(self, name: str) -> bool:
         return name.removeprefix(WEIGHT) in self.metrics | {LOSS}

@@ -45,7 +45,8 @@ export function share(of) {
  * @returns {string[]} their names
  */
 export function foremost(metrics) {
-  const names = Object.keys(metrics).filter((name) => !name.startsWith("train.") || name === "train.loss");
+  const isShown = (/** @type {string} */ name) => name === "train.loss" || !/^train\.|\.client_(min|p10|median|p90|max)$/.test(name);
+  const names = Object.keys(metrics).filter(isShown);
   return names.sort().reverse().slice(0, 3);
 }
 

@@ -17,6 +17,7 @@ from stratagem.client.report.pages.html_document import Section, document, figur
 from stratagem.client.report.run_panels import strategy_panels, time_line_panel
 from stratagem.client.report.run_values import ReportedRun, progress_text, time_text
 from stratagem.common.base.wording import values_text
+from stratagem.common.job.evaluation.client_spread import without_spreads
 
 MAX_EVENTS: Final = 500
 
@@ -143,7 +144,7 @@ def _schedule(run: ReportedRun) -> str:
 def _commits(run: ReportedRun) -> str:
     rows = []
     for commit in run.status.commits:
-        values = sorted(commit.metrics.items())
+        values = sorted(without_spreads(commit.metrics).items())
         metrics = ", ".join(f"{name} {short(value)}" for name, value in values)
         kinds = "best" if commit.is_best else ""
         rows.append((str(commit.segment), str(commit.step), kinds, metrics))

@@ -19,6 +19,8 @@ class ClientEvaluated(Value):
     """Why there are no sums."""
     has_left: bool = False
     """True when it has left the federation before it could evaluate, which is no failure."""
+    own: Mapping[str, Number] = {}
+    """Metrics of the user's own, of the client's rows alone."""
 
 
 class ClientBinding(Value):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stratagem.common.job import JobSpec
+from stratagem.common.job.evaluation.client_spread import of_metric
 
 LOGGED: Final = "evaluation."
 """Before the names of what the user's on_evaluation has logged."""
@@ -11,12 +12,14 @@ LOGGED: Final = "evaluation."
 
 def is_evaluated(job: JobSpec, name: str) -> bool:
     """Return True for a name that a metric of the job's evaluations has in a commit: its own, or,
-    of a metric of the user's with several values, followed by theirs; or what was logged of it."""
+    of a metric of the user's with several values, followed by theirs; that of its spread over
+    clients; or what was logged of it."""
     spec = job.evaluation
     if spec is None:
         return False
     if name.startswith(LOGGED):
         return True
+    name = of_metric(name)
     names = [f"{spec.split}.{each}" for each in ("loss", *spec.metrics)]
     return name in names or any(":" in own and name.startswith(f"{own}.") for own in names)
 

@@ -11,6 +11,7 @@ from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, Metrics, RunFailed
 from stratagem.coordinator.core.metric_course import with_course
+from stratagem.coordinator.strategies.evaluation.client_spread_metrics import over_clients
 from stratagem.coordinator.strategies.evaluation.metric_sums import added, means
 from stratagem.coordinator.strategies.federated.client_crashes import task_of_evaluator
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
@@ -75,7 +76,7 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
             reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
             return RunFailed(reason=reason)
         if is_done:
-            metrics = _metrics(job.evaluation, sums)
+            metrics = _metrics(job.evaluation, value, segment)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
 
@@ -101,7 +102,7 @@ def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
     if len(waiting) <= job.retention:
         return None
     segment = min(waiting)
-    metrics = _metrics(job.evaluation, _sums(value, segment))
+    metrics = _metrics(job.evaluation, value, segment)
     without = tuple(left[segment])
     return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
 
@@ -112,9 +113,14 @@ def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
     return {client: fact.sums for client, fact in known.items() if not fact.reason}
 
 
-def _metrics(spec: EvaluationSpec, sums: Mapping[int, Metrics]) -> dict[str, float]:
-    """Return the means over all clients, whose sums are added in order of client."""
-    return means(added(sums[client] for client in sorted(sums)), spec.metrics)
+def _metrics(spec: EvaluationSpec, value: FederatedRun, segment: int) -> dict[str, float]:
+    """Return the means over all clients, whose sums are added in order of client, and their
+    spread."""
+    known = value.evaluations.get(segment, {})
+    said = [fact for _, fact in sorted(known.items()) if not fact.reason]
+    sums = [fact.sums for fact in said]
+    over_each = over_clients(sums, [fact.own for fact in said], spec.metrics)
+    return means(added(sums), spec.metrics) | over_each
 
 
 def _said(failed: dict[int, str]) -> str:

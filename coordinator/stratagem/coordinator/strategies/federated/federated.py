@@ -19,6 +19,7 @@ from dataclasses import replace
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.job import JobSpec
+from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
 from stratagem.common.strategy import is_judged
 from stratagem.coordinator.core.effects import (
     AccountRound,
@@ -424,18 +425,25 @@ def _training(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[Trai
 
 
 def check(job: JobSpec, _strategies: Strategies) -> list[Violation]:
-    """Return what is wrong with a job: metrics of whole splits cannot be computed of rows that stay
-    with several clients."""
-    if job.evaluation is None or not evaluates_at_clients(job):
+    """Return what is wrong with a job: where clients evaluate, nothing may follow a value of the
+    user's own metrics over all rows, which are nowhere together."""
+    spec = job.evaluation
+    if spec is None or not evaluates_at_clients(job):
         return []
+    plateau = None if job.optimizer is None else job.optimizer.plateau
+    followed = {
+        "evaluation.best": spec.best,
+        "evaluation.stop.metric": spec.stop and spec.stop.metric,
+        "optimizer.schedule.metric": plateau and plateau.metric,
+    }
     text = (
-        "is computed of the outputs of all rows in one place, and with data.worker_local these "
-        "stay with their clients; metrics that are sums over rows, such as accuracy, are possible"
+        "has no value over all rows: with data.worker_local each client measures it on its own; "
+        f"write {{}}.{CLIENT_MEAN}"
     )
     return [
-        Violation(f"evaluation.metrics[{index}]", f'"{name}" {text}')
-        for index, name in enumerate(job.evaluation.metrics)
-        if ":" in name
+        Violation(path, f'"{name}" {text.format(name)}')
+        for path, name in followed.items()
+        if name and ":" in name and not name.endswith(f".{CLIENT_MEAN}")
     ]
 
 
