@@ -303,7 +303,7 @@ def report(losses: dict[str, Any], seconds: dict[str, Any]) -> None:
 
 def per_step(variant: str, found: dict[str, float]) -> float:
     """What a step takes on average, with its share of an exchange after several of them."""
-    local_steps = VARIANTS[variant].get("options", {}).get("local_steps")
+    local_steps: int | None = VARIANTS[variant].get("options", {}).get("local_steps")
     if local_steps is None:
         timed_steps = TIMED_LOCAL_STEPS
         return (found["inner_s"] * (timed_steps - 1) + found["outer_s"]) / timed_steps

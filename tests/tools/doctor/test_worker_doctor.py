@@ -190,3 +190,10 @@ def test_a_certificate_of_somebody_else_and_an_engine_without_tls(tmp_path: Path
     assert failures(tls_ca=files.ca).keys() == {"settings"}
     found = failures(metrics_port=0, metrics_client_ca=files.ca)
     assert found["settings"].startswith("metrics_client_ca: needs TLS")
+
+
+def test_a_worker_with_a_tunnel_needs_no_port() -> None:
+    found = asyncio.run(examine(settings(tunnel=True)))
+    (listening,) = (each for each in found if each.check == "listen")
+    assert listening.level is Level.OK
+    assert listening.found == "nobody dials it: it has a tunnel"

@@ -26,6 +26,7 @@ from stratagem.common.observe.scrape_guard import Guard
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.leader_channel import split_addresses
+from stratagem.common.rpc.relay_copy import SocketFolder
 from stratagem.common.rpc.server import make_server
 from stratagem.common.rpc.status_codes import from_rpc_error, name_of
 from stratagem.common.rpc.tls_probe import identity_problem
@@ -123,9 +124,9 @@ def _no_answer(address: str, error: StratagemError, problem: str = "") -> Findin
 
 async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Finding:
     """Check that `--listen` can be bound, or is bound by this very worker."""
-    server = make_server()
+    server, sockets = make_server(), SocketFolder()
     try:
-        security.listen(server)
+        security.listen(server, sockets)
     except InvalidInputError as error:
         return _bad_settings(str(error))
     except StratagemError as error:
@@ -137,7 +138,9 @@ async def _listening(settings: WorkerSettings, security: WorkerSecurity) -> Find
         return Finding("listen", settings.name, Level.FAIL, f"{error}: {there.problem}", advice)
     finally:
         await server.stop(None)
-    return Finding("listen", settings.name, Level.OK, f"{settings.listen} is free")
+        sockets.close()
+    found = "nobody dials it: it has a tunnel" if settings.tunnel else f"{settings.listen} is free"
+    return Finding("listen", settings.name, Level.OK, found)
 
 
 def _metrics(settings: WorkerSettings) -> Iterator[Finding]:
