@@ -154,3 +154,42 @@ def test_shared_clusters_take_no_code_unless_their_operator_says_so(tmp_path: Pa
         assert train(client, JobSpec.parse(document())).status.step == 10
         folders = (cluster.folder / "worker-0").glob("code-*/*")
         assert list(folders) == []
+
+
+def test_a_module_that_has_changed_on_disk_runs_as_it_was_and_the_log_says_so(
+    tmp_path: Path,
+) -> None:
+    folder = make(tmp_path / "code", 7)
+    code = {**brought(folder, job()).document()}
+    del code["code"]
+    spec = JobSpec.parse(code)
+    with (
+        LocalCluster(
+            workers=1,
+            threads=1,
+            import_path=[folder],
+            allow=["model:*", "task:*", "torch.nn.functional:*"],
+        ) as cluster,
+        cluster.client() as client,
+    ):
+
+        def trained() -> tuple[str, list[str]]:
+            run = client.submit(spec)
+            run.result()
+            digest = run.status().commits[-1].digest
+            return digest, [line.text for line in run.logs() if line.level == "WARNING"]
+
+        before, told = trained()
+        assert told == []
+        helper = folder / "helper.py"
+        helper.write_text("HIDDEN = 11\n")
+        again, told = trained()
+        assert told == [
+            f"{helper} has changed since this worker has imported helper, which runs as it was: "
+            "start the worker anew, or send the files with the job (code: .)"
+        ]
+        assert again == before
+        cluster.kill("worker-0")
+        anew, told = trained()
+        assert told == []
+        assert anew != before

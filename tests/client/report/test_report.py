@@ -316,6 +316,28 @@ def test_a_failed_run_says_what_is_committed_where_it_failed_and_what_is_not_kep
     assert "not kept" not in curve_panels(at_once)[0].note
 
 
+def test_a_population_inside_another_has_pictures_of_its_own() -> None:
+    """The events of a run, once as those of a party, and once with another population around."""
+    run = reported("golden-population")
+    whole = golden("golden-population")
+    inside = [
+        replace(each, payload={**each.payload, "party": f"member1/{party}".strip("/")})
+        for each in whole
+        if (party := each.payload.get("party")) is not None
+    ]
+    strategy = {**run.strategy, "options": {"inner": run.strategy}}
+    job = {**run.job, "strategy": strategy}
+    nested = ReportedRun.of(reported("golden-population", job=job).status, [*whole, *inside])
+    own = {panel.name: panel for panel in strategy_panels(run)}
+    found = {panel.name: panel for panel in strategy_panels(nested)}
+    for name in ("lineage", "scores", "hyperparameters"):
+        assert found[f"member1:{name}"].draw(720).table == own[name].draw(720).table
+        assert found[name].draw(720).table == own[name].draw(720).table
+    by_somebody = {**run.job, "strategy": {"type": "Custom", "coordinator": "x", "config": {}}}
+    told = ReportedRun.of(reported("golden-population", job=by_somebody).status, inside)
+    assert "member1:lineage" in {panel.name for panel in strategy_panels(told)}
+
+
 def test_nodes_that_gossip_have_a_loss_each() -> None:
     run = reported("golden-gossip")
     one = recorded(1, [0.5, 0.25], certain=2)

@@ -165,10 +165,11 @@ def population(events: Iterable[EventLike], job: Mapping[str, Any]) -> Populatio
 
 
 class PopulationFolding:
-    """What is known while the events of a population are read."""
+    """What is known while the events of a population are read, of the whole run or of a party."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
-        self._last = (job.get("strategy") or {}).get("generations")
+    def __init__(self, job: Mapping[str, Any], party: str = "") -> None:
+        self._party = party
+        self._last = _strategy_of(job, party).get("generations")
         self.whole = Population(*_judged_by(job))
         self.found: list[dict[int, MemberInGeneration]] = []
         """By generation from 1 on, then by member."""
@@ -176,7 +177,7 @@ class PopulationFolding:
         self.newest: dict[int, int] = {}
         """By member, its newest generation."""
         self.steps: dict[str, int] = {}
-        """Of the newest commit, by party."""
+        """Of the newest commit, by path of the member."""
 
     @property
     def population(self) -> Population:
@@ -188,15 +189,19 @@ class PopulationFolding:
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""
         fact = event.payload
-        match event.kind:
+        if event.kind == "SegmentCommitted":
+            self.steps[party_of(event)] = fact["step"]
+        elif party_of(event) == self._party:
+            self._fold_own(event.kind, fact)
+
+    def _fold_own(self, kind: str, fact: Mapping[str, Any]) -> None:
+        match kind:
             case "PopulationFormed":
                 first = enumerate(fact["params"])
                 self.found = [
                     {m: MemberInGeneration(m, Ancestor(1, m, 0, params)) for m, params in first}
                 ]
                 self.newest = dict.fromkeys(self.found[0], 1)
-            case "SegmentCommitted":
-                self.steps[party_of(event)] = fact["step"]
             case "MemberEvolved":
                 self._score(fact["member"], fact["generation"], fact["score"])
                 self._advance({fact["member"]: fact["copied"]})
@@ -227,7 +232,8 @@ class PopulationFolding:
             generation = self.newest[member] + 1
             if copied is None:
                 before = newest[member]
-                step = self.steps.get(f"member{member}", before.from_step)
+                path = f"{self._party}/member{member}" if self._party else f"member{member}"
+                step = self.steps.get(path, before.from_step)
                 params = before.params
             else:
                 step, params = copied["step"], copied["params"]
@@ -240,6 +246,14 @@ class PopulationFolding:
 
     def _newest(self, member: int) -> Ancestor:
         return self.found[self.newest[member] - 1][member].now
+
+
+def _strategy_of(job: Mapping[str, Any], party: str) -> Mapping[str, Any]:
+    """Return the strategy of a party, as far as the job says it."""
+    strategy = job.get("strategy") or {}
+    for _ in filter(None, party.split("/")):
+        strategy = (strategy.get("options") or {}).get("inner") or {}
+    return strategy
 
 
 def _back_from(ancestor: Ancestor | None) -> Iterator[Ancestor]:

@@ -11,6 +11,7 @@ from stratagem.client.pictures.party_tree import PartyRow, party_tree
 from stratagem.client.report.federated_panels import federated_panels
 from stratagem.client.report.panel import Panel, by_width
 from stratagem.client.report.part_panels import node_panels, stage_panels
+from stratagem.client.report.population_panels import population_panels
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.report.topology_panel import topology_panels
 
@@ -35,6 +36,8 @@ def strategy_of(run: ReportedRun, path: str) -> Strategy:
 
 def _told(run: ReportedRun, path: str) -> Strategy:
     party = run.course.parties.get(path)
+    if path in run.course.populations:
+        return {"type": "PopulationBased"}
     if party is None:
         return {}
     if party.rounds:
@@ -74,6 +77,8 @@ def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
         return []
     strategy = strategy_of(run, path)
     match strategy.get("type"):
+        case "PopulationBased":
+            return population_panels(run, path)
         case "Federated":
             return federated_panels(run, path, (strategy.get("options") or {}).get("quorum"))
         case "ModelParallel":

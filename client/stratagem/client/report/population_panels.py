@@ -10,10 +10,12 @@ from stratagem.client.report.run_values import ReportedRun
 from stratagem.common.base.wording import values_text
 
 
-def population_panels(run: ReportedRun) -> list[Panel]:
-    """Return lineage, scores, and hyperparameters against the score."""
-    found = run.course.population.population
-    if not found.generations:
+def population_panels(run: ReportedRun, path: str = "") -> list[Panel]:
+    """Return lineage, scores, and hyperparameters against the score, of the whole run or of a
+    population inside it."""
+    folding = run.course.populations.get(path)
+    found = None if folding is None else folding.population
+    if found is None or not found.generations:
         return []
     nodes, best = _nodes(found), found.best
     by_generation = [

@@ -95,6 +95,7 @@ class RunCourse:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         """job: of the run, as its status has it."""
+        self._job = job
         self.num_events = self.num_returns = 0
         """Those that were read, and how many of them have gone back to an earlier commit."""
         self.began_s: float | None = None
@@ -103,7 +104,11 @@ class RunCourse:
         """Wall time of the newest event."""
         self.parties: dict[str, PartyCourse] = {"": PartyCourse("")}
         """By path, in order of first mention; "" is the root."""
-        self.members, self.population = MembersFolding(), PopulationFolding(job)
+        self.members = MembersFolding()
+        self.population = PopulationFolding(job)
+        """Of the whole run, where it is one."""
+        self.populations: dict[str, PopulationFolding] = {"": self.population}
+        """That of the whole run, and those of parties, by path."""
         self.time_marks, self.outages = TimeMarks(), OutagesFolding()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         """Of a strategy that is not one of the built-in ones, the newest ones."""
@@ -140,7 +145,10 @@ class RunCourse:
             each.fold(event)
         self.parties[party].fold_own(event)
         self.members.fold(event)
-        self.population.fold(event)
+        if event.kind == "PopulationFormed" and party not in self.populations:
+            self.populations[party] = PopulationFolding(self._job, party)
+        for of_one in {party, party.rpartition("/")[0]} & self.populations.keys():
+            self.populations[of_one].fold(event)
         outage = self.outages.fold(event)
         if outage is not None:
             self.time_marks.add_outage(outage, self.began_s)

@@ -8,7 +8,6 @@ from stratagem.client.pictures.time_line import time_line
 from stratagem.client.report.member_panels import member_panels
 from stratagem.client.report.nested_panels import nested_panels, own_panels
 from stratagem.client.report.panel import Panel, by_width
-from stratagem.client.report.population_panels import population_panels
 from stratagem.client.report.run_values import ReportedRun
 
 
@@ -19,8 +18,6 @@ def strategy_panels(run: ReportedRun) -> list[Panel]:
 
 def _of_root(run: ReportedRun) -> list[Panel]:
     match run.strategy.get("type"):
-        case "PopulationBased":
-            return population_panels(run)
         case "Custom":
             return _decisions(run)
         case _:

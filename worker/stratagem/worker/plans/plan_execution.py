@@ -346,6 +346,7 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
         raise PlanStopped(DRAINED)
     check_supported(work.job.execution)
     request, membership = work.request, work.control.view.membership
+    work.warn_of_changed_code()
     _start_readers(work)
     match request.WhichOneof("plan"):
         case "train":

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,11 +53,16 @@ from stratagem.worker.session.session_states import StateStore
 from stratagem.worker.session.work_statistics import WorkStats
 from stratagem.worker.site.site_admission import SiteAdmission
 from stratagem.worker.site.site_gate import SiteGate
+from stratagem.worker.user_code.changed_modules import changed_modules
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from stratagem.worker.user_code.job_code import SiteCode, UserCode
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+
+
+MAX_SAID: Final = 1000
+"""Warnings about changed code that are remembered, so that none comes twice."""
 
 
 class SessionKey(NamedTuple):
@@ -93,6 +98,9 @@ class Host:
     """Decides by the site's own file, where there is one."""
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)
     stats: WorkStats = field(default_factory=WorkStats)
+    said_changes: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Run and module of what was said about changed code, the oldest first. Used by the torch
+    thread."""
     readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
     """Used by the torch thread."""
 
@@ -234,6 +242,23 @@ class ExecutionContext:
                 worker_id=self.host.worker_id, time_s=time.time(), level="WARNING", text=text
             )
             self.post(self.outbox.log, line)
+
+    def warn_of_changed_code(self) -> None:
+        """Say once in the run's log which of the users' modules run as they were, as their files
+        have changed since this process has imported them."""
+        run_id, said = self.key.run_id, self.host.said_changes
+        for name, path in changed_modules():
+            if (run_id, name) in said:
+                continue
+            said[run_id, name] = None
+            while len(said) > MAX_SAID:
+                said.pop(next(iter(said)))
+            self.warn(
+                [
+                    f"{path} has changed since this worker has imported {name}, which runs as it "
+                    "was: start the worker anew, or send the files with the job (code: .)"
+                ]
+            )
 
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """Wait for a blob; return its tensors, which must not be changed, and metadata."""

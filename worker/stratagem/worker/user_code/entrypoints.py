@@ -33,6 +33,7 @@ from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import suggest
 from stratagem.worker.user_code import bundle_import
+from stratagem.worker.user_code.changed_modules import see_modules
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -93,7 +94,9 @@ class EntryPoints:
             try:
                 if self._brings(module_name):
                     return bundle_import.import_module(self.code, module_name)
-                return importlib.import_module(module_name)
+                module = importlib.import_module(module_name)
+                see_modules(self.import_paths)
+                return module
             except ModuleNotFoundError as error:
                 missing = error.name or ""
                 if module_name == missing or module_name.startswith(f"{missing}."):
