@@ -194,6 +194,74 @@ def test_workers_that_take_no_code_are_named_beside_those_that_fit() -> None:
     assert installed.state.runs[RUN].ended is RunPhase.COMPLETED
 
 
+SILOS = {**FEDERATED, "options": {"inner": REPLICAS}}
+APART = "Federated, ParameterServer and DataStore do not"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (
+            REPLICAS,
+            "waiting for 1 of 2 workers: a, b are reached through tunnels, and DataParallel",
+        ),
+        (PIPELINE, f"{NO_GPU}; a, b are reached through tunnels, and ModelParallel/Direct has"),
+        (SILOS, "waiting for 1 of 2 workers: a, b are reached through tunnels, and DataParallel"),
+    ],
+)
+def test_workers_behind_tunnels_do_not_exchange_with_each_other(
+    strategy: dict[str, Any], expected: str
+) -> None:
+    simulation = begun(strategy)
+    for name in "ab":
+        simulation.tell(register(name, tunnelled=True, tags=("gpu", "large")))
+    assert reason(simulation).startswith(expected)
+    assert reason(simulation).endswith(APART)
+    simulation.run()
+    assert not simulation.facts(MembersFormed)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LOCAL,
+        FEDERATED,
+        {**REPLICAS, "num_replicas": 1},
+        {**REPLICAS, "aggregation": {"method": "ParameterServer"}},
+        {**PIPELINE, "communication": {"protocol": "DataStore"}},
+    ],
+)
+def test_workers_behind_tunnels_exchange_with_the_coordinator(strategy: dict[str, Any]) -> None:
+    simulation = begun(strategy)
+    for name in "ab":
+        simulation.tell(register(name, tunnelled=True, tags=("gpu", "large")))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def test_a_worker_behind_a_tunnel_is_named_beside_those_that_fit() -> None:
+    simulation = begun({**REPLICAS, "options": {"min_replicas": 2}})
+    simulation.tell(register("a"))
+    simulation.tell(register("b", tunnelled=True))
+    assert reason(simulation).startswith(
+        "waiting for 2 of 2 workers: only 1 fits: a; b is reached through a tunnel, "
+    )
+    simulation.tell(register("c"))
+    simulation.run()
+    members = {m.worker_id for fact in simulation.facts(MembersFormed) for m in fact.members}
+    assert members == {"a", "c"}
+
+
+def test_a_partition_waits_for_a_worker_that_others_reach() -> None:
+    simulation = begun(PIPELINE)
+    simulation.tell(register("a", tags=("gpu",)))
+    simulation.tell(register("b", tunnelled=True, tags=("large",)))
+    assert reason(simulation) == (
+        "partition 1 needs a worker tagged 'large'; registered are: a (gpu); b is reached through "
+        f"a tunnel, and ModelParallel/Direct has workers exchange with each other; {APART}"
+    )
+
+
 def test_watchers_are_told_when_it_changes() -> None:
     simulation = begun(PIPELINE)
     feed = Feed(history=None)  # type: ignore[arg-type]  # nothing is read back here

@@ -196,7 +196,12 @@ def print_workers(console: Console, workers: Iterable[Worker]) -> None:
     for worker in workers:
         state = "alive" if worker.is_alive else f"silent for {worker.silent_s:.0f} s"
         table.add_row(
-            *(worker.worker_id, state, worker.address, f"{worker.device} ({worker.device_name})"),
+            *(
+                worker.worker_id,
+                state,
+                worker.address or "tunnel",
+                f"{worker.device} ({worker.device_name})",
+            ),
             *(str(worker.num_threads), worker.data_plane, ", ".join(worker.tags)),
             *(", ".join(worker.run_ids), worker.reason),
         )

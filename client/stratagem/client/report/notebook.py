@@ -72,7 +72,7 @@ class ListedWorkers(Listed[Item]):
         "threads": lambda worker: str(worker.num_threads or ""),
         "runs": lambda worker: ", ".join(worker.run_ids),
         "tags": lambda worker: ", ".join(worker.tags),
-        "address": lambda worker: worker.address,
+        "address": lambda worker: worker.address or "tunnel",
         "reason": lambda worker: worker.reason,
     }
 

@@ -95,7 +95,10 @@ def _worker(worker: pb.WorkerDiagnosis, now_s: float) -> Iterator[Finding]:
         return
     if worker.problem:
         advice = "the coordinator must reach its address: set --advertise, open its port"
-        found = f"does not answer at {worker.info.address}: {worker.problem}"
+        if worker.info.capability.tunnelled:
+            advice = "its log says what keeps it from the coordinator: the network, or a proxy"
+        where = worker.info.address or "the end of its tunnel"
+        found = f"does not answer at {where}: {worker.problem}"
         yield Finding("worker", name, Level.FAIL, found, advice)
         return
     yield Finding(

@@ -259,6 +259,9 @@ class Worker:
     """Who may read what it exchanges with other workers: "tls", "trusted", or unknown."""
     code_policy: str = ""
     """Which code jobs may bring to it: "none", "signed", "digests", "any", or unknown."""
+    tunnelled: bool = False
+    """It is reached through connections of its own, has no address, and other workers do not reach
+    it."""
 
 
 @cache

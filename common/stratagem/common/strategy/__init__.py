@@ -61,6 +61,7 @@ from stratagem.common.strategy.kinds import (
     is_cut,
     is_distributed,
     local_steps_of,
+    needs_peers,
 )
 from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
 from stratagem.common.strategy.membership_options import Roster, Strikes
@@ -145,6 +146,7 @@ __all__ = [
     "is_distributed",
     "is_judged",
     "local_steps_of",
+    "needs_peers",
     "num_drawn",
     "parse_strategy",
 ]

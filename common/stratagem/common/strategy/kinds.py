@@ -24,12 +24,14 @@ from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
     CommunicationProtocol,
+    DataStore,
     Decentralized,
     ExploitStrategy,
     ExploreStrategy,
     FederatedAggregation,
     FedYogi,
     GradientAggregation,
+    ParameterServer,
     Partition,
     Pipeline,
     Random,
@@ -273,6 +275,20 @@ def are_models_apart(strategy: Strategy) -> bool:
         strategy.aggregation, Decentralized
     )
     return is_gossip or local_steps_of(strategy) is not None
+
+
+def needs_peers(strategy: Strategy) -> bool:
+    """Return whether workers exchange tensors with each other, at any level, and not with the
+    coordinator or an object store alone."""
+    match strategy:
+        case ModelParallel(communication=communication):
+            own = not isinstance(communication, DataStore)
+        case DataParallel(num_replicas=num_replicas, aggregation=aggregation):
+            own = num_replicas > 1 and not isinstance(aggregation, ParameterServer)
+        case _:
+            own = False
+    inner: Strategy | None = getattr(getattr(strategy, "options", None), "inner", None)
+    return own or (inner is not None and needs_peers(inner))
 
 
 def is_cut(strategy: Strategy) -> bool:

@@ -59,7 +59,8 @@ def _neighbours(alive: Sequence[WorkerRecord], worker: WorkerRecord) -> list[Wor
     if worker not in alive:
         return []
     place = alive.index(worker)
-    return [*alive[place + 1 :], *alive[:place]][:MAX_PROBES]
+    others = [*alive[place + 1 :], *alive[:place]]
+    return [other for other in others if not other.capability.tunnelled][:MAX_PROBES]
 
 
 async def _worker(

@@ -86,6 +86,6 @@ function line(worker, row = el("tr")) {
     cell("Runs", ...runs.flatMap((/** @type {Node} */ each, /** @type {number} */ at) => (at ? [", ", each] : [each]))),
     cell("Device", worker.device_name || worker.device, " ", el("span", { class: "quiet" }, plural(worker.num_threads, "thread"))),
     cell("Memory", worker.memory_bytes ? bytes(worker.memory_bytes) : ""),
-    cell("Tags", worker.tags.join(", ")), cell("Data plane", worker.data_plane), cell("Address", worker.address));
+    cell("Tags", worker.tags.join(", ")), cell("Data plane", worker.data_plane), cell("Address", worker.address || "tunnel"));
   return row;
 }

@@ -17,6 +17,8 @@ class MembersFormed(Value):
     """Numerics that every member of the run has from here on; "" when any will do."""
     ranks: tuple[int, ...] = ()
     """Under model parallelism: for each partition the rank, within a replica, that owns it."""
+    are_apart: bool = False
+    """Members do not reach each other, so that none copies a state from another one."""
 
 
 class ProcessDied(Value):

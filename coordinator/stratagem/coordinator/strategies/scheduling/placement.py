@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Final
 
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import describe, needs_peers
 from stratagem.coordinator.core.state import WorkerRecord, World
 
 MAX_NAMES = 8
@@ -12,14 +13,23 @@ _HOW_TO_TAKE_CODE: Final = (
     "their operator allows it with --allow-code, or installs the package and `code` is left out"
 )
 
+_WHAT_TUNNELS_CARRY: Final = (
+    "has workers exchange with each other; Federated, ParameterServer and DataStore do not"
+)
+
 
 def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
-    """Return usable workers that take the job's code and whose numerics fit, least loaded first.
+    """Return usable workers that take the job's code, that the others reach where the strategy
+    needs that, and whose numerics fit; least loaded first.
 
     fingerprint: what the run's members have; "" before the first placement, when the numerics
     that most workers share are taken (the first in order among equals).
     """
-    workers = [worker for worker in world.usable() if not _refuses_code(job, worker)]
+    workers = [
+        worker
+        for worker in world.usable()
+        if not _refuses_code(job, worker) and not _is_apart(job, worker)
+    ]
     if not job.execution.deterministic or not workers:
         return workers
     if not fingerprint:
@@ -34,6 +44,21 @@ def _refuses_code(job: JobSpec, worker: WorkerRecord) -> bool:
     return job.code is not None and worker.capability.code_policy == "none"
 
 
+def _is_apart(job: JobSpec, worker: WorkerRecord) -> bool:
+    """Return True when the strategy has members reach each other, and none could reach this one."""
+    return worker.capability.tunnelled and needs_peers(job.strategy)
+
+
+def why_apart(job: JobSpec, world: World) -> str:
+    """Return which usable workers cannot be members because others do not reach them; "" if all
+    can."""
+    apart = [worker for worker in world.usable() if _is_apart(job, worker)]
+    if not apart:
+        return ""
+    are = "is reached through a tunnel" if len(apart) == 1 else "are reached through tunnels"
+    return f"{_names(apart)} {are}, and {describe(job.strategy)} {_WHAT_TUNNELS_CARRY}"
+
+
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
     """Return why there are no workers, or not as many as are needed, as a sentence."""
     usable = world.usable()
@@ -44,6 +69,10 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
             f"{w.member.worker_id} ({w.reason or 'draining'})" for w in world.workers.values()
         )
         return f"no worker is available: {', '.join(states)}"
+    apart = why_apart(job, world)
+    usable = [worker for worker in usable if not _is_apart(job, worker)]
+    if not usable:
+        return apart
     refusing = [worker for worker in usable if _refuses_code(job, worker)]
     if len(refusing) == len(usable):
         return f"no worker takes code from jobs: {_names(refusing)}; {_HOW_TO_TAKE_CODE}"
@@ -55,6 +84,8 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
     more = f"; {others} more have other numerics" if others else ""
     if refusing:
         more += f"; {len(refusing)} more take no code from jobs: {_names(refusing)}"
+    if apart:
+        more += f"; {apart}"
     return f"only {len(fitting)} {'fits' if len(fitting) == 1 else 'fit'}: {_names(fitting)}{more}"
 
 

@@ -14,7 +14,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.strategy import ModelParallel, Partition, Tag
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import WorkerRecord, World
-from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
+from stratagem.coordinator.strategies.scheduling.placement import eligible, why_apart, why_none
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     Parts,
     PartyRun,
@@ -72,6 +72,8 @@ def why_missing(spec: ModelParallel) -> Callable[[JobSpec, PartyRun, World], str
         known = f"registered are: {', '.join(map(_named, workers.values()))}"
         if not workers:
             known = why_none(job, world, run.fingerprint)
+        elif apart := why_apart(job, world):
+            known += f"; {apart}"
         if missing:
             return f"{'; '.join(missing)}; {known}"
         return f"the replicas need workers of their own; {known}"

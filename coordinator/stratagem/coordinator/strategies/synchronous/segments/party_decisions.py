@@ -63,6 +63,7 @@ def members_due(
         reason=_why_reformed(run.members, members, shape, world),
         fingerprint=fingerprint if job.execution.deterministic else "",
         ranks=placed.ranks,
+        are_apart=len(members) > 1 and _are_apart(members, world),
     )
 
 
@@ -81,15 +82,22 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 def _joining(
     job: JobSpec, run: PartyRun, shape: SegmentRules, world: World, alive: tuple[Member, ...]
 ) -> tuple[Member, ...]:
-    if shape.is_sole_copy and run.finished and alive == run.members:
-        # They would return the party to its last commit: let them wait until there is a new one.
-        return ()
     if len(alive) >= shape.num_shards:
         return ()
     spare = [
         worker for worker in eligible(job, world, run.fingerprint) if worker.member not in alive
     ]
-    return tuple(worker.member for worker in spare[: shape.num_shards - len(alive)])
+    joining = tuple(worker.member for worker in spare[: shape.num_shards - len(alive)])
+    returns = shape.is_sole_copy or run.are_apart or _are_apart(joining, world)
+    if returns and run.finished and alive == run.members:
+        # They would return the party to its last commit: let them wait until there is a new one.
+        return ()
+    return joining
+
+
+def _are_apart(members: tuple[Member, ...], world: World) -> bool:
+    """Return True when a member is reached through a tunnel, and so not by the others."""
+    return any(world.workers[member.worker_id].capability.tunnelled for member in members)
 
 
 def _why_reformed(
@@ -122,4 +130,5 @@ def reform(run: PartyRun, party: Party, reason: str) -> MembersFormed:
         reason=reason,
         fingerprint=run.fingerprint,
         ranks=run.ranks,
+        are_apart=run.are_apart,
     )

@@ -45,7 +45,8 @@ class PartyRun:
     members: tuple[Member, ...] = ()
     fingerprint: str = ""
     ranks: tuple[int, ...] = ()
-    """See MembersFormed."""
+    are_apart: bool = False
+    """These two: see MembersFormed."""
     num_rows: Mapping[str, int] = field(default_factory=dict)
     committed: Base | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +108,8 @@ class SegmentRules:
     """The sentence about what `place` waits for, for people."""
     is_sole_copy: bool = False
     """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
-    any change of members, and any failed exchange, returns the party to its last commit."""
+    any change of members, and any failed exchange, returns the party to its last commit. So it is
+    with members that are apart, whose states are alike but cannot be copied."""
 
 
 def transition(
@@ -171,6 +173,7 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> Pa
         members=fact.members,
         fingerprint=fact.fingerprint,
         ranks=fact.ranks,
+        are_apart=fact.are_apart,
         # A member that joins is no setback; a loss is, and so is an exchange that has failed.
         is_recovering=run.is_recovering or _is_setback(run, fact),
         why=fact.reason,
@@ -181,7 +184,8 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> Pa
     held = (run.members, *(done.sources for done in run.finished))
     parts = (part for members in held for part in shape.parts_of(members, run.ranks))
     is_whole = all(survivors & set(part) for part in parts)
-    if is_whole and not shape.is_sole_copy:
+    can_copy = not (run.are_apart or fact.are_apart)
+    if is_whole and can_copy and not shape.is_sole_copy:
         return formed
     # What members still hold, they hold at different steps and as parts of segments that start
     # again: it must not be continued from.

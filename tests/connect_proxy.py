@@ -1,0 +1,117 @@
+"""A small HTTP proxy that connects (CONNECT), in a process of its own: `python -m`.
+
+Prints its port, then a line for each request. It may want USER:PASSWORD, may open TLS with a
+certificate of its own as some companies do, and may cut connections after as many bytes.
+"""
+
+import argparse
+import asyncio
+import base64
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PIECE_BYTES = 65_536
+
+
+@dataclass
+class Proxy:
+    credentials: str
+    num_cuts: int
+    cut_after_bytes: int
+    opened: ssl.SSLContext | None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        place = head.split(" ")[1]
+        wanted = "Basic " + base64.b64encode(self.credentials.encode()).decode()
+        if self.credentials and f"proxy-authorization: {wanted}".lower() not in head.lower():
+            say(f"407 {place}")
+            writer.write(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+            writer.close()
+            return
+        say(f"200 {place}")
+        host, _, port = place.rpartition(":")
+        their_reader, their_writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        await writer.drain()
+        if self.opened is not None:
+            await writer.start_tls(self.opened)
+        passed = [0]
+        await asyncio.gather(
+            self._pass(reader, their_writer, writer, passed),
+            self._pass(their_reader, writer, their_writer, passed),
+        )
+
+    async def _pass(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        back: asyncio.StreamWriter,
+        passed: list[int],
+    ) -> None:
+        try:
+            while data := await reader.read(PIECE_BYTES):
+                passed[0] += len(data)
+                if self.num_cuts and passed[0] > self.cut_after_bytes:
+                    self.num_cuts -= 1
+                    say("cut")
+                    writer.transport.abort()
+                    back.transport.abort()
+                    return
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--credentials", default="")
+    parser.add_argument("--cuts", type=int, default=0)
+    parser.add_argument("--cut-after", type=int, default=0)
+    parser.add_argument("--opens-tls", nargs=2, metavar=("CERT", "KEY"))
+    parser.add_argument("--host", default="127.0.0.1")
+    given = parser.parse_args()
+    opened = None
+    if given.opens_tls:
+        opened = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        opened.load_cert_chain(*given.opens_tls)
+        opened.set_alpn_protocols(["h2"])
+    proxy = Proxy(given.credentials, given.cuts, given.cut_after, opened)
+    server = await asyncio.start_server(proxy.serve, given.host, 0)
+    say(str(server.sockets[0].getsockname()[1]))
+    await server.serve_forever()
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator["RunningProxy"]:
+    """The proxy in a process of its own; its lines can be read once it has ended."""
+    command = [sys.executable, "-m", "tests.connect_proxy", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        proxy = RunningProxy(f"127.0.0.1:{process.stdout.readline().strip()}")
+        try:
+            yield proxy
+        finally:
+            process.kill()
+            proxy.said = process.stdout.read().splitlines()
+
+
+@dataclass
+class RunningProxy:
+    address: str
+    said: list[str] | None = None
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
