@@ -201,3 +201,23 @@ def test_code_comes_in_where_its_signature_does(tmp_path: Path) -> None:
             train(client, ward_job(evaluation=None, code=signed))
     lines = lines_of(tmp_path, 0)
     assert {line["code"] for line in lines if line["kind"] == "round"} == {digest}
+
+
+def test_sites_add_up_what_runs_may_spend_of_privacy(tmp_path: Path) -> None:
+    rule = 'require = ["privacy"]\nmax_epsilon = 60.0\n'
+    files = sites_with_rows(tmp_path, rule)
+    privacy = {
+        "clip": {"norm": 1.0},
+        "noise_multiplier": 1.0,
+        "target": {"epsilon": 40.0, "delta": 1e-5},
+    }
+    spec = ward_job(evaluation=None, privacy=privacy)
+    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+        outcome = train(client, spec)
+        said = r"max_epsilon: privacy.target.epsilon 40 with 40 of other runs is more than 60"
+        with pytest.raises(UserCodeError, match=said):
+            train(client, spec)
+        with pytest.raises(UserCodeError, match="require: the job has no privacy"):
+            train(client, ward_job(evaluation=None))
+    rounds = [line for line in lines_of(tmp_path, 0) if line["kind"] == "round"]
+    assert [(line["run"], line["epsilon"]) for line in rounds] == [(outcome.run.run_id, 40.0)] * 2

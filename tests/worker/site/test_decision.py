@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +25,10 @@ def said(
     plan: str = "client_round",
     submitter: str = "",
     spent: dict[str, float] | None = None,
+    clip_norm: float = 0.0,
 ) -> str:
     """The field and the reason for which a site of one rule refuses; "" where it accepts."""
-    offer = Offer(job or offered(), plan, submitter)
+    offer = Offer(job or offered(), plan, submitter, clip_norm)
     verdict = decide(site_of(folder, rule), offer, MONDAY_NOON, spent)
     if isinstance(verdict, FitsRule):
         assert verdict.number == 1
@@ -275,14 +275,11 @@ def test_an_open_rule_counts_while_another_one_is_closed(tmp_path: Path) -> None
 # ---- privacy ----
 
 
-def private(epsilon: float | None, noise: str = "secret") -> Any:
-    """A job with a section `privacy`, as far as a site looks at it."""
-    target = SimpleNamespace(epsilon=epsilon)
-    privacy = SimpleNamespace(target=target, noise=noise)
-    plain = offered()
-    fields = ("data", "strategy", "execution", "recording", "evaluation", "code", "model", "loss")
-    kept = {name: getattr(plain, name) for name in fields}
-    return SimpleNamespace(privacy=privacy, plain=plain, **kept)
+def private(epsilon: float | None, noise: str = "secret", **changes: Any) -> JobSpec:
+    """A job with differential privacy of its clients."""
+    target = {"epsilon": epsilon, "delta": 1e-5} if epsilon else {"delta": 1e-5}
+    privacy = {"clip": {"norm": 1.0}, "noise_multiplier": 1.0, "target": target, "noise": noise}
+    return offered(privacy=privacy, **changes)
 
 
 @pytest.mark.parametrize(
@@ -301,17 +298,46 @@ def private(epsilon: float | None, noise: str = "secret") -> Any:
     ],
 )
 def test_epsilon_is_summed_over_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epsilon: float, spent: Any, reason: str
+    tmp_path: Path, epsilon: float | None, spent: dict[str, float], reason: str
 ) -> None:
-    monkeypatch.setattr("stratagem.worker.site.decision.entry_points_by_field", lambda _: {})
     rule = f'{ANY}\nrequire = ["privacy"]\nmax_epsilon = 8.0'
-    told = said(tmp_path, rule, private(epsilon), spent=spent)
+    told = said(tmp_path, rule, private(epsilon), spent=spent, clip_norm=1.0)
     assert told == (f"max_epsilon: {reason}" if reason else "")
 
 
-def test_noise_that_everybody_can_compute_is_no_privacy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stratagem.worker.site.decision.entry_points_by_field", lambda _: {})
-    told = said(tmp_path, f'{ANY}\nrequire = ["privacy"]', private(1.0, noise="seeded"))
+def test_noise_that_everybody_can_compute_is_no_privacy(tmp_path: Path) -> None:
+    told = said(
+        tmp_path, f'{ANY}\nrequire = ["privacy"]', private(1.0, noise="seeded"), clip_norm=1.0
+    )
     assert told == "require: privacy.noise: seeded noise protects nobody"
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
+def test_a_private_job_gets_no_update_that_is_not_clipped(tmp_path: Path, clip_norm: float) -> None:
+    told = said(tmp_path, ANY, private(1.0), clip_norm=clip_norm)
+    assert told.startswith("privacy: the plan asks for an update that is not clipped")
+    assert said(tmp_path, ANY, private(1.0), clip_norm=clip_norm, plan="build") == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"quorum": 5, "roster": {"open": True, "min_clients": 5}}, 5),
+        ({"quorum": 3, "roster": {"open": True, "min_clients": 3}}, 3),
+        ({"quorum": 1.0, "roster": {"open": True, "min_clients": 4}}, 4),
+        ({"quorum": 5, "strikes": {"limit": 3, "bench_rounds": 5}}, 1),  # all others are benched
+        ({"roster": {"open": True, "min_clients": 4}}, 1),
+    ],
+)
+def test_updates_that_a_round_needs(tmp_path: Path, options: Any, needed: int) -> None:
+    job = offered(options=options)
+    assert said(tmp_path, f"{ANY}\nmin_clients = {needed}", job) == ""
+    more = said(tmp_path, f"{ANY}\nmin_clients = {needed + 1}", job)
+    assert more.startswith(f"min_clients: a round of the job may be made of {needed} update")
+
+
+def test_clients_that_are_drawn_one_by_one_may_be_few(tmp_path: Path) -> None:
+    drawn = {"client_selection": {"method": "Random", "fraction": 0.8}}
+    job = private(1.0, strategy=drawn, options={"quorum": 3})
+    told = said(tmp_path, f"{ANY}\nmin_clients = 2", job, clip_norm=1.0)
+    assert told.startswith("min_clients: a round of the job may be made of 1 update")

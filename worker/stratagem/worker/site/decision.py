@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Final
 from zoneinfo import ZoneInfo
 
 from stratagem.common.code.signatures import is_signed
@@ -31,6 +31,8 @@ class Offer:
     plan: str
     submitter: str = ""
     """"client/maria"; empty: the coordinator knows nobody."""
+    clip_norm: float = 0.0
+    """The 2-norm that the plan wants the update to have at most; 0: as long as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ def _against_everywhere(offer: Offer) -> Iterator[str]:
         yield f"the plan {offer.plan or 'without a name'} is none of {', '.join(PLANS)}"
     if job.data.worker_local is None:
         yield "data: a site's worker reads its own data only; name them as data.worker_local"
+    if job.privacy is not None and offer.plan == "client_round" and not offer.clip_norm > 0:
+        yield "privacy: the plan asks for an update that is not clipped, and the job has privacy"
     if job.execution.profiling:
         yield "execution.profiling: a site records nothing of what it does; leave it out"
     if job.recording is not None and job.recording.client_steps:
@@ -155,7 +159,7 @@ def _against_strategy(rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
     if rule.max_rounds is not None and spec.rounds > rule.max_rounds:
         text = f"strategy.rounds {spec.rounds} is more than {rule.max_rounds}"
         yield _Against("max_rounds", text)
-    needed = _updates_of_a_round(spec)
+    needed = _updates_of_a_round(job, spec)
     if needed < rule.min_clients:
         text = (
             f"a round of the job may be made of {needed} update{'s' if needed > 1 else ''}; "
@@ -164,47 +168,42 @@ def _against_strategy(rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
         yield _Against("min_clients", text)
 
 
-def _updates_of_a_round(spec: Federated) -> int:
+def _updates_of_a_round(job: JobSpec, spec: Federated) -> int:
     """Return the number of updates without which no round of the job closes."""
-    quorum = spec.options.quorum
+    quorum, roster = spec.options.quorum, spec.options.open_roster
     if quorum is None:
         return 1
-    match spec.client_selection:
-        case All():
-            selected = spec.num_clients
-        case Random(fraction=fraction):
-            selected = max(1, math.floor(fraction * spec.num_clients + 1e-9))
-        case _:
-            selected = 1  # whoever has the tags: that may be one
-    roster: Any = getattr(spec.options, "roster", None)
-    if roster is not None and roster.open:
-        selected = min(selected, roster.min_clients)
+    selected = _selected(job, spec, spec.num_clients if roster is None else roster.min_clients)
+    if roster is None and spec.options.strikes is not None:
+        selected = 1  # the others may sit on the bench
     if isinstance(quorum, int):
         return min(quorum, selected)
     return max(1, math.ceil(quorum * selected - 1e-9))
 
 
+def _selected(job: JobSpec, spec: Federated, num_clients: int) -> int:
+    """Return the number of clients that a round selects of so many, at least."""
+    match spec.client_selection:
+        case All():
+            return num_clients
+        case Random(fraction=fraction) if job.privacy is None or job.privacy.sampling == "fixed":
+            return max(1, math.floor(fraction * num_clients + 1e-9))
+        case _:
+            return 1  # each is drawn by itself, or has the tags: that may be one
+
+
 def epsilon_of(job: JobSpec) -> float | None:
     """Return the ε that a job may spend at most; None where it promises none."""
-    target: Any = getattr(section_of(job, "privacy"), "target", None)
-    epsilon: float | None = getattr(target, "epsilon", None)
-    return epsilon
-
-
-def section_of(job: JobSpec, name: str) -> Any:
-    """Return a section that stands in the job or in the options of its strategy; None where it has
-    none."""
-    own: Any = getattr(job, name, None)
-    return own if own is not None else getattr(getattr(job.strategy, "options", None), name, None)
+    return None if job.privacy is None else job.privacy.target.epsilon
 
 
 def _against_privacy(rule: AcceptRule, job: JobSpec, spent: float) -> Iterator[_Against]:
-    for name in rule.require:
-        section = section_of(job, name)
-        if section is None:
-            yield _Against("require", f"the job has no {name}")
-        elif getattr(section, "noise", "") == "seeded":
-            yield _Against("require", "privacy.noise: seeded noise protects nobody")
+    if "secure_aggregation" in rule.require:
+        yield _Against("require", "the job has no secure_aggregation")
+    if "privacy" in rule.require and job.privacy is None:
+        yield _Against("require", "the job has no privacy")
+    elif "privacy" in rule.require and job.privacy is not None and job.privacy.noise == "seeded":
+        yield _Against("require", "privacy.noise: seeded noise protects nobody")
     if rule.max_epsilon is None:
         return
     epsilon = epsilon_of(job)

@@ -91,7 +91,8 @@ class SiteGate:
                 raise
             record = self._record(site, request, job)
             plan = request.WhichOneof("plan") or ""
-            offer = Offer(job, plan, request.submitted_by)
+            clip_norm = request.client_round.clip_norm
+            offer = Offer(job, plan, request.submitted_by, clip_norm)
             spent = self._audit.spent(request.session.run_id)
             verdict = decide(site, offer, now, spent)
             if isinstance(verdict, FitsRule):
