@@ -11,6 +11,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
+from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated, PopulationBased, local_steps_of
 from tests.house.pages import FENCE, RUNNABLE
 from tests.jobs import ALLOW
@@ -56,10 +57,27 @@ def small(path: Path) -> JobSpec:
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_an_example_runs(examples_client: Client, path: Path) -> None:
-    status = examples_client.submit(small(path)).result().status
+    job = small(path)
+    if job.privacy is not None and not accountant.is_installed():
+        pytest.skip("needs the extra privacy")
+    status = examples_client.submit(job).result().status
     assert status.phase is Phase.COMPLETED
     assert status.metrics
     assert len(path.read_text().splitlines()) < 80
+
+
+def test_privacy_is_drawn_against_what_it_costs(examples_client: Client) -> None:
+    if not accountant.is_installed():
+        pytest.skip("needs the extra privacy")
+    example = importlib.import_module("examples.privacy_curve")
+    changes = ["strategy.num_clients=20", "strategy.rounds=2"]
+    runs = [example.trained(examples_client, noise, changes) for noise in (1.0, 2.0)]
+    for run in runs:
+        spent = [accountant.epsilon_after(n, run.noise, 0.25, 1e-3) for n in (1, 2)]
+        assert run.epsilon == spent
+        assert all(0 < accuracy < 1 for accuracy in run.accuracy)
+    picture = example.picture_of(runs)
+    assert ("noise 1" in picture.svg_file, "noise 2" in picture.svg_file) == (True, True)
 
 
 @pytest.mark.interop

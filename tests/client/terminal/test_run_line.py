@@ -166,6 +166,14 @@ def test_a_federation_counts_rounds_and_clients() -> None:
     assert "loss nan" in line_of(*items, closed(2, [0, 1], train_loss="NaN"), strategy=FEDERATED)
 
 
+def test_a_private_federation_has_no_loss_and_says_what_is_spent() -> None:
+    items = [fact("RoundAccounted", round_num=1), selected(1), update(1, 0), closed(1, [0])]
+    assert "loss" not in line_of(*items, strategy=FEDERATED)
+    spent = {"privacy.epsilon": 2.94, "privacy.clip_norm": 0.5}
+    committed = fact("SegmentCommitted", segment=1, step=1, digest="d", metrics=spent)
+    assert "privacy.epsilon 2.94" in line_of(*items, committed, strategy=FEDERATED)
+
+
 def test_the_bar_of_a_federation_does_not_go_back_while_a_round_is_aggregated() -> None:
     """A round is closed before its state is committed, which is what progress counts."""
     items: list[Event | Progress] = [selected(1), update(1, 0), closed(1, [0], train_loss=1.5)]

@@ -56,6 +56,8 @@ class FollowedRun:
     """Over the steps of the newest segment that has finished."""
     latest: Progress | None = None
     """The newest progress of the open segment."""
+    is_private: bool = False
+    """Its clients say no loss: it would be a number about each of them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the newest evaluation."""
     evaluated: int = 0
@@ -132,6 +134,9 @@ class FollowedRun:
             if found:
                 self.metrics, self.evaluated = {**self.metrics, **found}, payload["segment"]
 
+    def _accounted(self, payload: Mapping[str, Any]) -> None:
+        self.is_private = True
+
     def _population(self, payload: Mapping[str, Any]) -> None:
         self.num_members = len(payload["params"])
 
@@ -170,6 +175,7 @@ _FOLDS: Final[Mapping[str, Callable[[FollowedRun, Mapping[str, Any]], None]]] = 
     "RunResumed": FollowedRun._resumed,
     "SegmentFinished": FollowedRun._finished,
     "SegmentCommitted": FollowedRun._committed,
+    "RoundAccounted": FollowedRun._accounted,
     "RoundClosed": FollowedRun._closed,
     "PopulationFormed": FollowedRun._population,
     "GenerationClosed": FollowedRun._generation,

@@ -130,9 +130,9 @@ def loss_of(run: FollowedRun) -> float | None:
     """Return the newest loss of the whole run; of a population there is none.
 
     Of a federation that of its newest round; of an open one that has none yet that of the round
-    before.
+    before. Clients of a private one say none.
     """
-    if run.is_population:
+    if run.is_population or run.is_private:
         return None
     if not run.is_federated:
         return run.loss
@@ -146,7 +146,8 @@ def loss_of(run: FollowedRun) -> float | None:
 
 
 def evaluation_texts(run: FollowedRun) -> list[str]:
-    """Return the numbers of the newest evaluation, the one that decides first."""
+    """Return the numbers of the newest evaluation, the one that decides first; and what is spent of
+    a privacy budget."""
     known = without_spreads(run.metrics)
     texts = []
     for name in sorted(known, key=lambda name: (name != run.scored_by, name)):

@@ -56,7 +56,7 @@ class Disclosure:
         return pb.ClientRoundResult(
             num_samples=done.num_samples,
             loss=done.loss if self.tells_loss else 0.0,
-            is_loss_withheld=not self.tells_loss,
+            is_loss_withheld=done.is_loss_withheld or not self.tells_loss,
             seconds=done.seconds,
             num_steps=done.num_steps,
             metrics={name: done.metrics[name] for name in sorted(names)},

@@ -1,0 +1,70 @@
+"""What privacy costs: accuracy on handwritten digits against epsilon, for several amounts of noise.
+
+Trains examples/digits_private.yaml with each, and draws a line for each: one point per round.
+    python examples/privacy_curve.py privacy.svg
+Runs on a cluster inside this machine; needs the extras local, examples and privacy.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from stratagem.client import Client, Event, LocalCluster, RunHandle
+from stratagem.client.pictures.curve import curve
+from stratagem.client.pictures.curve_rows import Line
+from stratagem.client.pictures.picture import Picture
+from stratagem.common.job import load_job
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+NOISE: Final = (1.0, 2.0, 4.0)
+"""Standard deviations of the noise, over the clipping norm."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The rounds of a run: what was spent with each, and how good its model is."""
+
+    noise: float
+    epsilon: list[float]
+    accuracy: list[float]
+
+
+def trained(client: Client, noise: float, changes: Sequence[str] = ()) -> Trained:
+    """Train with this much noise, without a limit of epsilon."""
+    own = [f"privacy.noise_multiplier={noise}", "privacy.target={delta: 1.0e-3}"]
+    run = client.submit(load_job(ROOT / "examples" / "digits_private.yaml", [*own, *changes]))
+    run.result()
+    spent, measured = by_round(run, "SegmentCommitted"), by_round(run, "Evaluated")
+    rounds = sorted(spent.keys() & measured.keys())
+    return Trained(
+        noise,
+        [spent[number]["privacy.epsilon"] for number in rounds],
+        [measured[number]["test.accuracy"] for number in rounds],
+    )
+
+
+def by_round(run: RunHandle, kind: str) -> dict[int, dict[str, float]]:
+    """Return the metrics of a run's events of one kind, by round."""
+    events = (item for item in run.watch() if isinstance(item, Event) and item.kind == kind)
+    return {event.payload["segment"]: event.payload["metrics"] for event in events}
+
+
+def picture_of(runs: Sequence[Trained]) -> Picture:
+    """Return accuracy over epsilon, a line for each amount of noise."""
+    lines = [Line(f"noise {run.noise:g}", run.epsilon, run.accuracy) for run in runs]
+    return curve(lines, title="Accuracy against epsilon", unit="epsilon", width=760)
+
+
+def main() -> None:
+    local = LocalCluster(workers=2, import_path=[ROOT], allow=["examples.*:*"], threads=1)
+    with local as cluster, cluster.client() as client:
+        runs = [trained(client, noise) for noise in NOISE]
+    for run in runs:
+        print(f"noise {run.noise:g}: epsilon {run.epsilon[-1]:.2f}, {run.accuracy[-1]:.1%} right")
+    Path(sys.argv[1]).write_text(picture_of(runs).svg_file + "\n")
+
+
+if __name__ == "__main__":
+    main()
