@@ -18,7 +18,7 @@ from starlette.routing import Route
 from stratagem.client.dashboard.coordinator_watch import CoordinatorWatch
 from stratagem.client.dashboard.curve_view import CurveView
 from stratagem.client.dashboard.page_gate import PageGate
-from stratagem.client.dashboard.page_pictures import drawn, extent, panels_of, pictures_of
+from stratagem.client.dashboard.page_pictures import drawn, drawn_alone, extent, pictures_of
 from stratagem.client.dashboard.page_rules import PageAddress
 from stratagem.client.dashboard.page_sessions import PageSessions
 from stratagem.client.dashboard.page_stream import TabResponse, TabStream
@@ -189,12 +189,11 @@ class Page:
 
     async def picture(self, request: Request) -> Response:
         """Return one picture of a run as a file of its own."""
-        run = await self._books.shown(request.query_params.get("run", ""))
-        name = request.path_params["name"]
-        panel = next((each for each in panels_of(run) if each.name == name), None)
-        if panel is None:
+        name, width = request.path_params["name"], _width(request)
+        draw = partial(drawn_alone, name=name)
+        svg = await self._books.drawn_whole(request.query_params.get("run", ""), width, draw)
+        if not svg:
             raise NotFoundError(f"the run has no picture {name[:40]!r}")
-        svg = panel.draw(_width(request)).svg_file
         return Response(svg, media_type="image/svg+xml", headers=_WITH_STYLES)
 
     async def report(self, request: Request) -> Response:

@@ -18,6 +18,12 @@ def drawn(run: ReportedRun, width: int, view: CurveView = WHOLE) -> str:
     return as_json({**extent([run]), "panels": pictures})
 
 
+def drawn_alone(run: ReportedRun, width: int, name: str) -> str:
+    """Return one picture of a run as a file of its own; "" where it has none of the name."""
+    panel = next((each for each in panels_of(run) if each.name == name), None)
+    return "" if panel is None else panel.draw(width).svg_file
+
+
 def extent(runs: Sequence[ReportedRun]) -> dict[str, int]:
     """Return how many events of runs are read, and how many there are."""
     read = [run.course.num_events for run in runs]

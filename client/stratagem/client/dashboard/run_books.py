@@ -86,6 +86,13 @@ class RunBook:
                     self._drawn.popitem(last=False)
             return known.text
 
+    async def drawn_whole(self, width: int, draw: Draw) -> str:
+        """Return what is drawn of the run with all of its events."""
+        async with self._asking:
+            shown = await self._read_on(None)
+            async with self._taking:
+                return await asyncio.to_thread(draw, shown, width)
+
     def _is_as_now(self, known: Drawing, shown: ReportedRun) -> bool:
         if self._reader is not None and time.monotonic() - known.made_s < self._patience_s:
             return True  # another tab has asked just now: there is more in a moment
@@ -201,9 +208,10 @@ class RunBooks:
         run."""
         return await self._of(run_id, lambda book: book.drawn(width, draw, view))
 
-    async def shown(self, run_id: str) -> ReportedRun:
-        """Return a run as it is now. Raises NotFoundError where there is no such run."""
-        return await self._of(run_id, RunBook.shown)
+    async def drawn_whole(self, run_id: str, width: int, draw: Draw) -> str:
+        """Return what is drawn of a run with all of its events. Raises NotFoundError where there is
+        no such run."""
+        return await self._of(run_id, lambda book: book.drawn_whole(width, draw))
 
     async def so_far(self, run_ids: Iterable[str], view: CurveView = WHOLE) -> list[ReportedRun]:
         """Return runs as far as they can be read in a while. Raises NotFoundError where there is
