@@ -21,6 +21,11 @@ EXACT: dict[str, dict[str, Any]] = {
     },
     "krum": {"num_clients": 5, "robust": {"name": "krum", "byzantine": 1}},
     "multi-krum": {"num_clients": 7, "robust": {"name": "multi_krum", "byzantine": 2}},
+    "coded krum": {
+        "num_clients": 5,
+        "robust": {"name": "krum", "byzantine": 1},
+        "compression": {"codec": "ternary"},
+    },
     "bulyan": {"num_clients": 7, "robust": {"name": "bulyan", "byzantine": 1}},
 }
 CLOSE: dict[str, dict[str, Any]] = {
@@ -44,7 +49,7 @@ def test_bits_of_the_reference(client: Client, case: str) -> None:
     assert len(verdicts) == (3 if "krum" in case or case == "bulyan" else 0)
     for verdict in verdicts:
         kept = sum(weight > 0 for weight in verdict.payload["weights"])
-        assert kept == {"krum": 1, "multi-krum": 5, "bulyan": 5}[case]
+        assert kept == {"krum": 1, "coded krum": 1, "multi-krum": 5, "bulyan": 5}[case]
         assert f"{kept} of {spec.strategy.num_clients} updates chosen" in verdict.sentence
 
 

@@ -22,7 +22,7 @@ from stratagem.coordinator.core.facts import (
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import pending
-from tests.coordinator.core.jobs import FEDERATED, job_text
+from tests.coordinator.core.jobs import FEDERATED, INNER, job_text, silos
 from tests.coordinator.core.simulation import RUN, Simulation, do, phase, start
 from tests.coordinator.strategies.open_round import opened, trained
 
@@ -219,3 +219,15 @@ def test_trimming_rounds_down_what_people_write() -> None:
     assert fewest_updates(MultiKrum(1)) == 5
     assert fewest_updates(None) == 1
     assert not is_judged(None)
+
+
+def test_silos_are_judged_as_any_clients() -> None:
+    options = {"inner": INNER, "robust": {"name": "krum", "byzantine": 0}}
+    simulation = start(job_text(silos(num_clients=3, rounds=2, options=options)), *"ab")
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED
+    judged = simulation.facts(UpdatesJudged)
+    assert [(fact.party, fact.round_num, len(fact.weights)) for fact in judged] == [
+        (ROOT, 1, 3),
+        (ROOT, 2, 3),
+    ]
