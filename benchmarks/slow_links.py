@@ -28,9 +28,10 @@ from torch.nn import functional
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import local_steps_of
 from stratagem.worker.data.data_sources import DataSources, load_data
-from stratagem.worker.engine import build_local_steps_trainer, build_trainer
+from stratagem.worker.engine import LocalStepsTrainer, build_local_steps_trainer, build_trainer
 from stratagem.worker.exchange import GradientReducer, mesh_exchange, solo_exchange
-from stratagem.worker.mesh import form_gloo
+from stratagem.worker.exchange.fragments import FragmentExchange, FragmentLink
+from stratagem.worker.mesh import Link, form_gloo
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "DiLoCo 20": {"options": {"local_steps": 20, "outer": NESTEROV}},
     "DiLoCo 50": {"options": {"local_steps": 50, "outer": NESTEROV}},
     "DiLoCo 50, 8 bits": {"options": {"local_steps": 50, "outer": NESTEROV, "outer_bits": 8}},
+    "Streaming DiLoCo 50": {
+        "options": {
+            "local_steps": 50,
+            "outer": NESTEROV,
+            "fragments": 5,
+            "overlap_steps": 5,
+            "outer_bits": 8,
+        }
+    },
 }
 """By name what the job has besides."""
 
@@ -79,7 +89,7 @@ def job_of(order: dict[str, Any], *, is_timed: bool = False) -> JobSpec:
     sections = dict(VARIANTS[order["variant"]])
     options = dict(sections.pop("options", {}))
     if is_timed and options:
-        options["local_steps"] = TIMED_LOCAL_STEPS
+        options["local_steps"] = TIMED_LOCAL_STEPS * options.get("fragments", 1)
     kwargs = {"width": order["width"], "num_blocks": order["blocks"]}
     return JobSpec.parse(
         {
@@ -110,6 +120,26 @@ def trainer_of(job: JobSpec, owned: range) -> Any:
     return made
 
 
+def exchange_of(trainer: Any, link: Link | None) -> Any:
+    """The exchange of a trainer over a link, or of all replicas on one member."""
+
+    def reduced(summed: Any, share: Link | None) -> GradientReducer:
+        if share is None:
+            return solo_exchange(summed.buckets, NUM_REPLICAS, summed.compressor)
+        return mesh_exchange(
+            summed.buckets, share, NUM_REPLICAS, deadline_s=600.0, compressor=summed.compressor
+        )
+
+    if not isinstance(trainer, LocalStepsTrainer):
+        return reduced(trainer, link)
+    count, shares = len(trainer.fragments), [link] * len(trainer.fragments)
+    if link is not None:
+        shares = [FragmentLink(link, index, count) for index in range(count)]
+    return FragmentExchange(
+        [reduced(*each) for each in zip(trainer.fragments, shares, strict=True)]
+    )
+
+
 # ---- losses ----
 
 
@@ -130,7 +160,7 @@ def losses_of(order: dict[str, Any], target: float | None) -> dict[str, Any]:
     job = job_of(order)
     x, y = load_data(job, ALLOWED, DataSources())["test"].take(torch.arange(300))
     trainer = trainer_of(job, range(NUM_REPLICAS))
-    exchange = solo_exchange(trainer.buckets, NUM_REPLICAS, trainer.compressor)
+    exchange = exchange_of(trainer, None)
     losses: list[tuple[int, float]] = []
     num_params = sum(param.numel() for param in trainer.model.parameters())
     for step in range(1, order["steps" if target is None else "most"] + 1):
@@ -163,8 +193,12 @@ def measure_seconds(options: argparse.Namespace) -> None:
                 for process in processes:
                     tell(process, addresses)
                 each = [hear(process) for process in processes]
+                # The member that comes last to an exchange waits for nobody.
+                of_last = min(each, key=lambda one: one["outer_s"])
+                slowest = max(each, key=lambda one: one["inner_s"])
                 found.setdefault(f"{mbit:g}", {})[variant] = {
-                    name: max(one[name] for one in each) for name in each[0]
+                    "inner_s": slowest["inner_s"],
+                    "outer_s": of_last["outer_s"],
                 }
                 print(f"{mbit:g} Mbit/s", variant, found[f"{mbit:g}"][variant], flush=True)
                 options.out.write_text(json.dumps(found))
@@ -247,9 +281,7 @@ def serve(rank: int) -> None:
         job, owned = job_of(order, is_timed=True), range(rank, rank + 1)
         trainer = trainer_of(job, owned)
         link = form_gloo(rank, NUM_REPLICAS, host(rank), rendezvous, 60.0)
-        exchange = mesh_exchange(
-            trainer.buckets, link, NUM_REPLICAS, deadline_s=600.0, compressor=trainer.compressor
-        )
+        exchange = exchange_of(trainer, link)
         seconds = time_steps(trainer, exchange, owned)
         exchange.close()
         outer = seconds[TIMED_LOCAL_STEPS - 1 :: TIMED_LOCAL_STEPS]
@@ -257,7 +289,7 @@ def serve(rank: int) -> None:
         print(json.dumps({"inner_s": mean(inner[1:]), "outer_s": mean(outer)}), flush=True)
 
 
-def time_steps(trainer: Any, exchange: GradientReducer, owned: range) -> list[float]:
+def time_steps(trainer: Any, exchange: Any, owned: range) -> list[float]:
     """Seconds of each of some steps."""
     seconds = []
     for _ in range(NUM_TIMED):
@@ -303,11 +335,13 @@ def report(losses: dict[str, Any], seconds: dict[str, Any]) -> None:
 
 def per_step(variant: str, found: dict[str, float]) -> float:
     """What a step takes on average, with its share of an exchange after several of them."""
-    local_steps: int | None = VARIANTS[variant].get("options", {}).get("local_steps")
+    inner_s: float = found["inner_s"]
+    local_steps = VARIANTS[variant].get("options", {}).get("local_steps")
     if local_steps is None:
-        timed_steps = TIMED_LOCAL_STEPS
-        return (found["inner_s"] * (timed_steps - 1) + found["outer_s"]) / timed_steps
-    return found["inner_s"] + (found["outer_s"] - found["inner_s"]) / local_steps
+        return inner_s
+    exchange_s: float = max(found["outer_s"] - inner_s, 0.0)
+    num_exchanges: int = VARIANTS[variant]["options"].get("fragments", 1)
+    return inner_s + num_exchanges * exchange_s / local_steps
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ ALL = (*SYNCHRONOUS, "FedAvg")
 NESTED = (*SYNCHRONOUS, "Population", "Silos")
 WITH_PHASES = ("Phases", "Phases-server")
 WITH_TURNS = ("Turns", "Turns-clients", "Turns-population")
-WITH_LOCAL_STEPS = ("DiLoCo", "DiLoCo-server")
+WITH_LOCAL_STEPS = ("DiLoCo", "DiLoCo-server", "DiLoCo-streaming")
 SOLE_COPIES = ("Gossip", "Pipeline", *WITH_LOCAL_STEPS)
 """Return to the last commit; so does Coded."""
 REACHED_BY = {

@@ -204,6 +204,7 @@ JOBS: dict[str, Job] = {
     "Phases-server": crash_job(PARAMETER_SERVER) | {"phases": PHASES},
     "Gossip": crash_job(GOSSIP) | {"optimizer": BROUGHT},
     "DiLoCo": with_local_steps(local_steps()),
+    "DiLoCo-streaming": with_local_steps(local_steps(fragments=3, overlap_steps=1)),
     "DiLoCo-server": with_local_steps(local_steps("ParameterServer", outer_bits=8)),
     "Pipeline": crash_job(PIPELINE) | {"optimizer": BROUGHT},
     # There are workers for one of the two: it computes both shards.

@@ -77,6 +77,7 @@ SAMPLE = (
     Case("Gossip", "coordinator", "coordinator.commit.pulled", 2),
     Case("DiLoCo", "worker-2", "worker.outer_step.before_exchange", 1),
     Case("DiLoCo", "coordinator", "coordinator.commit.pulled", 2),
+    Case("DiLoCo-streaming", "worker-2", "worker.outer_step.applied", 2),
     Case("DiLoCo-server", "worker-0", "worker.outer_step.applied"),
     Case("DiLoCo-server", "coordinator", "coordinator.step.summed", 1),
     Case("Evaluation", "worker-0", "worker.metrics.measured"),

@@ -1,10 +1,10 @@
-"""What "correct" means for local steps: local SGD and DiLoCo in one process, as a loop."""
+"""What "correct" means for local steps: local SGD, DiLoCo and Streaming DiLoCo in one process."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import DataParallel, Nesterov
+from stratagem.common.strategy.local_steps import fragments_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import add_in_tree, change_of
-from tests.reference.replicas import Replicas
+from tests.reference.replicas import Replicas, Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class LocalStepsResult:
     """The same after each outer step."""
     losses: list[float]
     """After each outer step: of all rows since the one before."""
+    joined_at: list[int]
+    """The steps of those outer steps; the last one may have two."""
     of_replicas: list[list[float]]
     """The losses of each replica's steps."""
 
@@ -39,45 +42,68 @@ def local_steps_loop(
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
     options, count = strategy.options, strategy.num_replicas
-    num_local = options.local_steps
-    assert num_local is not None
-    outer = options.outer_optimizer
+    assert options.local_steps is not None
+    period, overlap = options.local_steps // options.fragments, options.overlap_steps
+    outer, mix = options.outer_optimizer, options.mixed_share
     lr, momentum = (outer.lr, outer.momentum) if isinstance(outer, Nesterov) else (1.0, 0.0)
-    common = Replicas(job, entrypoints, 1, numerics)
+    common, replicas = (Replicas(job, entrypoints, n, numerics) for n in (1, count))
     params, buffers = common.params[0], _buffers(common, 0)
-    velocity = [torch.zeros_like(param) for param in params]
-    replicas = Replicas(job, entrypoints, count, numerics)
-    states: list[Mapping[str, Tensor]] = []
-    losses, loss, weight = [], 0.0, 0.0
-    of_replicas: list[list[float]] = [[] for _ in range(count)]
-    for step in range(replicas.num_steps if num_steps is None else num_steps):
-        with torch.enable_grad():
-            taken = replicas.take_step(step)
-        loss, weight = loss + taken.loss_sum, weight + taken.weight
-        for number, each in taken.losses.items():
-            of_replicas[number].append(each)
-        if (step + 1) % num_local and step + 1 != replicas.num_steps:
-            continue
-        for place, (param, kept) in enumerate(zip(params, velocity, strict=True)):
-            moved = [_wide(param) - _wide(own[place]) for own in replicas.params]
+    own_buffers = [_buffers(replicas, number) for number in range(count)]
+    fragments = fragments_of([param.numel() for param in params], options.fragments)
+    velocity, based = ([each.clone() for each in tensors] for tensors in (params, buffers))
+    torch._foreach_zero_(velocity)
+    result = LocalStepsResult(common.models[0].state_dict(), [], [], [], [[] for _ in range(count)])
+    total = Taken()
+    in_flight: list[tuple[int, list[Tensor], list[Tensor], Taken]] = []
+
+    def cut(fragment: int) -> None:
+        gradients, changes = [], []
+        for place in fragments[fragment]:
+            moved = [_wide(params[place]) - _wide(own[place]) for own in replicas.params]
             moved = [in_bits(each, options.outer_bits) for each in moved]
-            gradient = (add_in_tree(moved) / count).to(param.dtype)
-            kept.mul_(momentum).add_(gradient)
-            param.add_(gradient.add(kept, alpha=momentum), alpha=-lr)
-        for place, old in enumerate(buffers):
-            owns = [_buffers(replicas, number)[place] for number in range(count)]
-            change = add_in_tree([change_of(old, new, n, count) for n, new in enumerate(owns)])
+            gradients.append((add_in_tree(moved) / count).to(params[place].dtype))
+        for place, old in enumerate(based):
+            news = enumerate(own[place] for own in own_buffers)
+            changes.append(add_in_tree([change_of(old, new, n, count) for n, new in news]))
+        in_flight.append((fragment, gradients, changes, replace(total)))
+        if fragment == options.fragments - 1:
+            total.loss_sum = total.weight = 0.0
+
+    def apply() -> None:
+        fragment, gradients, changes, joined = in_flight.pop()
+        for place, gradient in zip(fragments[fragment], gradients, strict=True):
+            velocity[place].mul_(momentum).add_(gradient)
+            params[place].add_(gradient.add(velocity[place], alpha=momentum), alpha=-lr)
+            for own in replicas.params:
+                own[place].copy_(torch.add(own[place] * mix, params[place], alpha=1 - mix))
+        if fragment < options.fragments - 1:
+            return
+        for place, (old, change) in enumerate(zip(based, changes, strict=True)):
             mean = change / count if old.is_floating_point() else change
             is_whole = count == 1 and old.is_floating_point()
             old.copy_(change if is_whole else old.double() + mean)
-        for number in range(count):
-            owns = [*replicas.params[number], *_buffers(replicas, number)]
-            for own, joined in zip(owns, [*params, *buffers], strict=True):
-                own.copy_(joined)
-        states.append({k: v.clone() for k, v in common.models[0].state_dict().items()})
-        losses.append(loss / weight if weight else math.nan)
-        loss, weight = 0.0, 0.0
-    return LocalStepsResult(common.models[0].state_dict(), states, losses, of_replicas)
+            for every in (buffers, *own_buffers):
+                every[place].copy_(old)
+        state = common.models[0].state_dict()
+        result.states.append({name: tensor.clone() for name, tensor in state.items()})
+        result.joined_at.append(step)
+        result.losses.append(joined.loss_sum / joined.weight if joined.weight else math.nan)
+
+    for step in range(1, (replicas.num_steps if num_steps is None else num_steps) + 1):
+        with torch.enable_grad():
+            taken = replicas.take_step(step - 1)
+        total.loss_sum, total.weight = total.loss_sum + taken.loss_sum, total.weight + taken.weight
+        for number, each in taken.losses.items():
+            result.of_replicas[number].append(each)
+        is_last = step == replicas.num_steps
+        if in_flight and ((step - overlap) % period == 0 or is_last):
+            apply()
+        ends = [(step // period - 1) % options.fragments] if step % period == 0 else []
+        for fragment in range(options.fragments) if is_last else ends:
+            cut(fragment)
+            if is_last or not overlap:
+                apply()
+    return result
 
 
 def _buffers(replicas: Replicas, number: int) -> list[Tensor]:

@@ -68,6 +68,27 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
         ),
         (
             DATA_PARALLEL,
+            {"overlap_steps": 1},
+            "strategy.options.overlap_steps: has a meaning only together with local_steps",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 6, "fragments": 4},
+            "strategy.options.fragments: 4 does not divide local_steps, 6",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 6, "fragments": 3, "overlap_steps": 3},
+            "strategy.options.overlap_steps: 3 is more than the 2 steps from one fragment to the",
+        ),
+        (DATA_PARALLEL, {"local_steps": 6, "mix": 1.0}, "strategy.options.mix: 1.0 is not allowed"),
+        (
+            DATA_PARALLEL | {"aggregation": {"method": "ParameterServer"}},
+            {"local_steps": 6, "fragments": 2},
+            "strategy.options.fragments: ParameterServer sums all parameters in one step;",
+        ),
+        (
+            DATA_PARALLEL,
             {"local_steps": 2, "outer": {"name": "adam"}},
             "strategy.options.outer.name: 'adam' is not one of mean, nesterov",
         ),

@@ -65,6 +65,66 @@ def test_coded_outer_gradients_equal_the_loop_to_the_bit(model: str, bits: int) 
     assert any(not torch.equal(expected[name], uncoded[name]) for name in expected)
 
 
+STREAMED = [
+    {"local_steps": 4, "fragments": 2},
+    {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
+    {"local_steps": 4, "fragments": 4, "overlap_steps": 1, "mix": 0.25},
+    {"local_steps": 6, "fragments": 3, "overlap_steps": 2, "outer_bits": 8},
+    {"local_steps": 3, "overlap_steps": 3, "outer": MEAN},
+    {"local_steps": 3, "overlap_steps": 2, "mix": 0.0},
+    {"local_steps": 5, "mix": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+@pytest.mark.parametrize("model", ["dropout_mlp", "batch_norm_mlp", "everything"])
+def test_fragments_with_overlap_equal_the_loop_to_the_bit(
+    model: str, options: dict[str, Any]
+) -> None:
+    rows = 42 if model == "batch_norm_mlp" else 50
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
+    spec = local_steps_job(
+        model, 3, options["local_steps"], optimizer=ADAM, data=data, steps=14, options=options
+    )
+    expected = local_steps_loop(spec, ALLOWED)
+    made, exchange = trainer(spec)
+    losses = {}
+    for step in range(1, 15):
+        report = made.train_step(exchange, range(3), 3)
+        if "train.loss" in report.measured:
+            losses[step] = report.measured["train.loss"]
+    assert losses == pytest.approx(
+        dict(zip(expected.joined_at, expected.losses, strict=True)), rel=1e-12
+    )
+    assert_same_bits(made.model.state_dict(), dict(expected.state))
+
+
+@pytest.mark.parametrize("options", STREAMED, ids=str)
+@pytest.mark.parametrize("model", ["batch_norm_mlp", "everything"])
+def test_what_is_in_flight_is_committed(model: str, options: dict[str, Any]) -> None:
+    """Each round another process goes on, from what the one before has committed."""
+    rows = 42 if model == "batch_norm_mlp" else 50
+    data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
+    spec = local_steps_job(
+        model, 3, options["local_steps"], optimizer=ADAM, data=data, steps=14, options=options
+    )
+    made, exchange = trainer(spec)
+    told: list[dict[str, float]] = []
+    for step in range(1, 15):
+        told.append(dict(made.train_step(exchange, range(3), 3).measured))
+        if step % options["local_steps"] == 0 and step < 14:
+            made.end_segment(exchange, Tally())
+            state = made.copy_state(is_first=True)
+            before = made.fingerprint()
+            made, exchange = trainer(spec)
+            made.load_state(*state)
+            assert made.fingerprint() == before
+    assert_same_bits(made.model.state_dict(), dict(local_steps_loop(spec, ALLOWED).state))
+    undisturbed, exchange = trainer(spec)
+    for numbers in told:
+        assert dict(undisturbed.train_step(exchange, range(3), 3).measured) == numbers
+
+
 def test_one_replica_with_the_mean_is_the_plain_loop_up_to_rounding() -> None:
     spec = local_steps_job("mlp", 1, 5, options={"outer": MEAN}, execution={"precision": "Full"})
     made, exchange = trainer(spec)

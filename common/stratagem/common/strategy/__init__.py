@@ -62,6 +62,7 @@ from stratagem.common.strategy.kinds import (
     is_distributed,
     local_steps_of,
     needs_peers,
+    num_fragments_of,
 )
 from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
 from stratagem.common.strategy.membership_options import Roster, Strikes
@@ -148,5 +149,6 @@ __all__ = [
     "local_steps_of",
     "needs_peers",
     "num_drawn",
+    "num_fragments_of",
     "parse_strategy",
 ]

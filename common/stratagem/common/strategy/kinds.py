@@ -14,11 +14,13 @@ from pydantic.dataclasses import rebuild_dataclass
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import DocumentValue, NoOptions, refuse
 from stratagem.common.schema.field_types import (
+    MAX_UNSIGNED,
     FrozenJSON,
     NonEmptyItems,
     NonEmptyText,
     SharedCount,
     UpTo,
+    ZeroToBelowOne,
 )
 from stratagem.common.strategy.choices import (
     AllReduce,
@@ -42,7 +44,12 @@ from stratagem.common.strategy.federated_options import (
     REFUSE,
     FederatedOptions,
 )
-from stratagem.common.strategy.local_steps import DEFAULT_OUTER, OuterField, OuterOptimizer
+from stratagem.common.strategy.local_steps import (
+    DEFAULT_MIX,
+    DEFAULT_OUTER,
+    OuterField,
+    OuterOptimizer,
+)
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
 
@@ -69,7 +76,9 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     their mean is measured; None: only at the end of a segment. local_steps: how many steps each
     replica takes for itself before they are joined; None: gradients are joined in every step.
     outer: the optimizer that joins them. outer_bits: of each number of what a replica has moved,
-    as it is exchanged; None: as it is.
+    as it is exchanged; None: as it is. fragments: parts of the parameters, which are joined one
+    after the other. overlap_steps: how many steps after it was cut a fragment is applied. mix: the
+    share of its own parameters that a replica keeps then; None: half with an overlap, else nothing.
     """
 
     min_replicas: SharedCount = 1
@@ -79,6 +88,21 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     local_steps: SharedCount | None = None
     outer: OuterField | None = None
     outer_bits: Literal[8, 4] | None = None
+    fragments: SharedCount = 1
+    overlap_steps: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
+    mix: ZeroToBelowOne | None = None
+
+    @property
+    def mixed_share(self) -> float:
+        """Return the share of its own parameters that a replica keeps where it is joined."""
+        if self.mix is not None:
+            return self.mix
+        return DEFAULT_MIX if self.overlap_steps else 0.0
+
+    @property
+    def are_replicas_alike(self) -> bool:
+        """Return whether all replicas are the same wherever a segment may end."""
+        return self.fragments == 1 and not self.overlap_steps and not self.mixed_share
 
     @property
     def outer_optimizer(self) -> OuterOptimizer:
@@ -114,8 +138,8 @@ class DataParallel(DocumentValue, tag="type"):
         """What goes together with local steps, and what only with them."""
         options = self.options
         if options.local_steps is None:
-            for name in ("outer", "outer_bits"):
-                if getattr(options, name) is not None:
+            for name in ("outer", "outer_bits", "fragments", "overlap_steps", "mix"):
+                if getattr(options, name) != getattr(DataParallelOptions(), name):
                     text = "has a meaning only together with local_steps"
                     raise InvalidInputError.at(f"options.{name}", text)
             return
@@ -128,6 +152,26 @@ class DataParallel(DocumentValue, tag="type"):
         if options.inner is not None and not isinstance(options.inner, Local):
             text = f"{describe(options.inner)} cannot take local steps; a single worker, Local, can"
             raise InvalidInputError.at("options.inner", text)
+        self._check_fragments(options.local_steps)
+
+    def _check_fragments(self, local_steps: int) -> None:
+        """What goes together with the parts of a round."""
+        options = self.options
+        period, rest = divmod(local_steps, options.fragments)
+        if rest or not period:
+            text = f"{options.fragments} does not divide local_steps, {local_steps}"
+            raise InvalidInputError.at("options.fragments", text)
+        if options.overlap_steps > period:
+            text = (
+                f"{options.overlap_steps} is more than the {period} steps from one fragment to the "
+                "next, local_steps / fragments"
+            )
+            raise InvalidInputError.at("options.overlap_steps", text)
+        for name in ("fragments", "overlap_steps"):
+            is_set = getattr(options, name) != getattr(DataParallelOptions(), name)
+            if is_set and isinstance(self.aggregation, ParameterServer):
+                text = "ParameterServer sums all parameters in one step; AllReduce has fragments"
+                raise InvalidInputError.at(f"options.{name}", text)
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
@@ -266,6 +310,11 @@ def local_steps_of(strategy: Strategy) -> int | None:
     """Return how many steps each replica takes for itself before they are joined; None where the
     strategy has no such steps."""
     return strategy.options.local_steps if isinstance(strategy, DataParallel) else None
+
+
+def num_fragments_of(strategy: Strategy) -> int:
+    """Return in how many parts replicas are joined; one where nothing else is said."""
+    return strategy.options.fragments if isinstance(strategy, DataParallel) else 1
 
 
 def are_models_apart(strategy: Strategy) -> bool:

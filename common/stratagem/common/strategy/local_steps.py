@@ -3,11 +3,15 @@ have learned (local SGD, https://arxiv.org/abs/1805.09767; DiLoCo, https://arxiv
 
 Each replica has parameters and an optimizer of its own. After every `local_steps` steps the mean
 over the replicas of (common parameters - own parameters) is the gradient of the outer optimizer,
-which moves the common parameters; all replicas go on from there. Owns the settings of that, and
+which moves the common parameters; all replicas go on from there. In fragments that are joined one
+after the other, while replicas train on, it is Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
+Owns the settings of that, and
 what they say about a step. Does not know how it is carried out.
 """
 
-from typing import Annotated, Final, TypeAlias
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
 
 from pydantic import Field
 
@@ -32,9 +36,67 @@ OuterField: TypeAlias = Annotated[OuterOptimizer, Field(discriminator="name")]
 
 DEFAULT_OUTER: Final = Nesterov()
 """Of a job that names none."""
+DEFAULT_MIX: Final = 0.5
+"""Where there is an overlap."""
 
 
-def is_outer_step(step: int, local_steps: int, num_steps: int) -> bool:
-    """Return whether the replicas are joined after `step` steps: after every `local_steps`, and
-    after the last one of the run."""
-    return step % local_steps == 0 or step == num_steps
+class OuterSchedule(Protocol):
+    """The options that say when replicas are joined."""
+
+    @property
+    def local_steps(self) -> int | None: ...
+    @property
+    def fragments(self) -> int: ...
+    @property
+    def overlap_steps(self) -> int: ...
+
+
+class Due(NamedTuple):
+    """What is due for a fragment: its cut, or the application of what was cut."""
+
+    fragment: int
+    is_cut: bool
+
+
+def fragments_of(sizes: Sequence[int], count: int) -> list[range]:
+    """Return the places of the parameters of each fragment: neighbours, about equal in size, none
+    without a parameter."""
+    total, start, firsts = max(1, sum(sizes)), 0, [0]
+    for place, size in enumerate(sizes):
+        by_size = (2 * start + size) * count // (2 * total)
+        needed = count - (len(sizes) - place)  # as many parameters are left as fragments
+        if place and len(firsts) < count and max(by_size, needed) >= len(firsts):
+            firsts.append(place)
+        start += size
+    return [range(first, stop) for first, stop in pairwise([*firsts, len(sizes)])]
+
+
+def due_after(step: int, schedule: OuterSchedule, num_steps: int) -> list[Due]:
+    """Return what is due after so many steps, in order.
+
+    Fragment f of P is cut at (f + 1) * H / P in each round of H steps and applied `overlap_steps`
+    later. After the last step of the run what is under way is applied, and then all fragments are
+    cut and applied at once.
+    """
+    assert schedule.local_steps is not None
+    period, overlap = schedule.local_steps // schedule.fragments, schedule.overlap_steps
+    newest_cut = step // period * period
+    if newest_cut == step and overlap:
+        newest_cut -= period
+    is_last = step == num_steps
+    due = []
+    is_under_way = newest_cut > 0 and step - newest_cut <= overlap
+    if overlap and is_under_way and (is_last or step - newest_cut == overlap):
+        due.append(Due(_fragment_at(newest_cut, schedule), is_cut=False))
+    cut = [_fragment_at(step, schedule)] if step % period == 0 else []
+    for fragment in range(schedule.fragments) if is_last else cut:
+        due.append(Due(fragment, is_cut=True))
+        if is_last or not overlap:
+            due.append(Due(fragment, is_cut=False))
+    return due
+
+
+def _fragment_at(step: int, schedule: OuterSchedule) -> int:
+    """The fragment that is cut after this step, which ends a part of a round."""
+    assert schedule.local_steps is not None
+    return (step * schedule.fragments // schedule.local_steps - 1) % schedule.fragments

@@ -24,6 +24,7 @@ USABLE: Final = {
     "direct": PREFERENCE,
     "ring": ("nccl", "gloo", "grpc"),
     "gossip": ("nccl", "gloo", "grpc"),
+    "fragments": ("gloo", "grpc"),
     "native": ("nccl", "gloo"),
 }
 """Engines by the method that goes over them."""

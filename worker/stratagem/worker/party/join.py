@@ -6,10 +6,11 @@ loop. Must not know how a step is computed.
 """
 
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import all_reduce_of, local_steps_of
+from stratagem.common.strategy import all_reduce_of, local_steps_of, num_fragments_of
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Joined, LocalStepsTrainer, Trainer
+from stratagem.worker.engine.apart.outer_fragment import OuterFragment
 from stratagem.worker.exchange import (
     ExchangeError,
     GradientReducer,
@@ -18,6 +19,7 @@ from stratagem.worker.exchange import (
     server_exchange,
     solo_exchange,
 )
+from stratagem.worker.exchange.fragments import FragmentExchange, FragmentLink
 from stratagem.worker.mesh import Forming, Link, SharedGroup
 from stratagem.worker.mesh.peer_service import Group
 from stratagem.worker.party.common_state import agree_on_state
@@ -60,7 +62,7 @@ def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView)
             return join_nodes(work, plan, view, members, link)
         if local_steps_of(work.job.strategy) is not None:
             replicas = hold_replicas(work, plan, view, members)
-            return Joined(replicas, _bucket_exchange(work, plan, view, replicas, link))
+            return Joined(replicas, _fragment_exchange(work, plan, view, replicas, link))
         trainer = agree_on_state(work, plan, view, members)
         return Joined(trainer, _exchange(work, plan, view, trainer, link))
 
@@ -109,6 +111,8 @@ def _meet(
     )
     is_gossip = plan.exchange == pb.EXCHANGE_METHOD_GOSSIP
     method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
+    if num_fragments_of(work.job.strategy) > 1:
+        method = "fragments"
     forming = Forming(lambda: form_link(work, group, method, exchange_offers))
     work.control.hold(forming, view.membership)
     return forming.link(), members
@@ -128,30 +132,52 @@ def _exchange(
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
     if is_alone and SingleMemberReducer.fits(trainer.params):
         return SingleMemberReducer(trainer.params, trainer.setup.numerics)
-    return _bucket_exchange(work, plan, view, trainer, link)
+    return _bucket_exchange(work, plan, view, trainer, trainer.step, link)
+
+
+def _fragment_exchange(
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    view: MemberView,
+    trainer: LocalStepsTrainer,
+    link: Link | SharedGroup | None,
+) -> FragmentExchange:
+    """Make a reducer for each fragment; of several, each has a share of the link."""
+    fragments = trainer.fragments
+    shares = [link] * len(fragments)
+    if link is not None and len(fragments) > 1:
+        assert not isinstance(link, SharedGroup)  # see USABLE
+        shares = [FragmentLink(link, index, len(fragments)) for index in range(len(fragments))]
+    return FragmentExchange(
+        [
+            _bucket_exchange(work, plan, view, fragment, trainer.step, share)
+            for fragment, share in zip(fragments, shares, strict=True)
+        ]
+    )
 
 
 def _bucket_exchange(
     work: ExecutionContext,
     plan: pb.TrainPlan,
     view: MemberView,
-    trainer: Trainer | LocalStepsTrainer,
+    summed: Trainer | OuterFragment,
+    step: int,
     link: Link | SharedGroup | None,
 ) -> GradientReducer:
-    compressor = trainer.compressor
+    compressor = summed.compressor
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
         exchange, transport = server_exchange(
-            trainer.buckets,
+            summed.buckets,
             view.rank,
             view.size,
             plan.num_shards,
             deadline_s=work.exchange_timeout_s,
             compressor=compressor,
         )
-        work.post(work.gradients.open, view.membership, trainer.step, transport)
+        work.post(work.gradients.open, view.membership, step, transport)
         return exchange
     if link is None:
-        return solo_exchange(trainer.buckets, plan.num_shards, compressor)
+        return solo_exchange(summed.buckets, plan.num_shards, compressor)
     if work.job.execution.memory == "MinimalPeak":
         work.warn(
             [
@@ -159,4 +185,4 @@ def _bucket_exchange(
                 "storage between steps; it belongs to their exchange"
             ]
         )
-    return exchange_over(work, trainer.buckets, link, plan.num_shards, compressor)
+    return exchange_over(work, summed.buckets, link, plan.num_shards, compressor)

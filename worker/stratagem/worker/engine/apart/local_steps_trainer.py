@@ -1,24 +1,23 @@
 """Training of the replicas that one member owns, which take local steps (local SGD, DiLoCo).
 
 Every replica has parameters, buffers and an optimizer of its own. A step is a step of each on its
-shard of the global batch; after every `local_steps` of them, and after the last one, an outer step
-joins all replicas into what is committed and evaluated. Knows no gRPC, no members and no
+shard of the global batch; after every `local_steps` of them, and after the last one, outer steps
+join all replicas into what is committed and evaluated. Knows no gRPC, no members and no
 coordinator.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
 from torch import Tensor, nn
 
-from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import local_steps_of
-from stratagem.common.strategy.local_steps import is_outer_step
+from stratagem.common.strategy import DataParallel
 from stratagem.worker.engine.apart.local_model import in_training, own_part, prefix_of
 from stratagem.worker.engine.apart.local_models import LocalModels
-from stratagem.worker.engine.apart.outer_step import OuterStep
+from stratagem.worker.engine.apart.outer_fragment import OuterFragment
+from stratagem.worker.engine.apart.outer_steps import OuterSteps
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.callbacks import Callbacks
@@ -28,9 +27,7 @@ from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State
-from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
-from stratagem.worker.exchange.coded.gradient_compressor import Compressor
-from stratagem.worker.exchange.reducer import GradientReducer
+from stratagem.worker.exchange.fragments import FragmentExchange
 
 REPLICA: Final = "replica"
 """What a model is called here."""
@@ -44,12 +41,13 @@ class LocalStepsTrainer:
 
     def __init__(self, setup: Setup, models: Mapping[int, nn.Module]) -> None:
         """setup.model becomes what the replicas have in common; models: by number."""
-        local_steps = local_steps_of(setup.job.strategy)
-        assert local_steps is not None
-        self._setup, self._local_steps, self.model = setup, local_steps, setup.model
+        strategy = setup.job.strategy
+        assert isinstance(strategy, DataParallel)
+        self._setup, self.model = setup, setup.model
+        self._keeps_models = not strategy.options.are_replicas_alike
         self._models = LocalModels(setup, models, REPLICA)
         self._replicas, self.num_steps = self._models.by_number, self._models.num_steps
-        self._outer = OuterStep(setup, self._replicas)
+        self._outer = OuterSteps(setup, self._replicas, self.num_steps)
         self.step = 0
 
     @property
@@ -63,14 +61,9 @@ class LocalStepsTrainer:
         return self._setup.notes
 
     @property
-    def buckets(self) -> GradientBuckets:
-        """The storage of what is exchanged; it outlives memberships."""
-        return self._outer.buckets
-
-    @property
-    def compressor(self) -> Compressor | None:
-        """Codes what is exchanged, where the job says so."""
-        return self._outer.compressor
+    def fragments(self) -> Sequence[OuterFragment]:
+        """The parts in which replicas are joined."""
+        return self._outer.fragments
 
     def expect(self, owned: range, num_shards: int, to_step: int) -> None:
         """Has the micro-batches of the replicas' coming steps read ahead."""
@@ -82,7 +75,7 @@ class LocalStepsTrainer:
 
     def train_step(
         self,
-        exchange: GradientReducer,
+        exchange: FragmentExchange,
         owned: range,
         num_shards: int,
         *,
@@ -97,14 +90,7 @@ class LocalStepsTrainer:
         """
         taken = self._models.take_step(self.step, owned, num_shards)
         own, step = taken.sums, self.step + 1
-        wait_s, measured = 0.0, {}
-        if is_outer_step(step, self._local_steps, self.num_steps):
-            failpoint("worker.outer_step.before_exchange")
-            joined = self._outer.run(exchange, step)
-            wait_s = joined.wait_s
-            numbers = {"loss": joined.loss, "outer_grad_norm": joined.grad_norm}
-            measured = in_training({k: v for k, v in numbers.items() if math.isfinite(v)})
-            failpoint("worker.outer_step.applied")
+        joined = self._outer.after(exchange, step)
         self.step = step
         return StepReport(
             step=step,
@@ -116,26 +102,31 @@ class LocalStepsTrainer:
             num_skipped=own.num_skipped,
             logged=own.logged,
             learning_rates=taken.learning_rates,
-            exchange_wait_s=wait_s,
+            exchange_wait_s=0.0 if joined is None else joined.wait_s,
             parts=taken.parts,
-            measured=measured,
+            measured={} if joined is None else in_training(joined.numbers),
         )
 
-    def end_segment(self, exchange: GradientReducer, tally: Tally) -> SegmentSummary:
-        """Returns the summary over all replicas, which were joined in the segment's last step. The
-        sums are kept here, not taken from the tally."""
-        sums = self._outer.take_sums()
+    def end_segment(self, exchange: FragmentExchange, tally: Tally) -> SegmentSummary:
+        """Returns the summary over all replicas, once all that was cut has come from them. The sums
+        are kept here, not taken from the tally."""
+        sums = self._outer.end_segment(self.step)
         skipped = {"skipped_steps": float(sums.num_skipped)}
         return SegmentSummary(
             loss=sums.loss / sums.weight if sums.weight else 0.0,
             metrics={
                 "max_grad_norm": sums.max_grad_norm,
-                "outer_grad_norm": sums.outer_grad_norm,
+                "outer_grad_norm": self._outer.outer_grad_norm,
                 **(skipped if self._models.rows.window.may_skip else {}),
                 **means(sums.logged),
             },
-            traffic={} if self.compressor is None else asdict(self.compressor.take_traffic()),
+            traffic=self._traffic(),
         )
+
+    def _traffic(self) -> dict[str, int]:
+        coders = [each.compressor for each in self.fragments if each.compressor is not None]
+        taken = [asdict(coder.take_traffic()) for coder in coders]
+        return {name: sum(each[name] for each in taken) for name in taken[0]} if taken else {}
 
     def evaluator(self) -> Evaluator:
         """Returns the evaluator of what the replicas have in common."""
@@ -148,8 +139,8 @@ class LocalStepsTrainer:
             return self.evaluator().parts_of(share)
 
     def copy_state(self, *, is_first: bool = True) -> State:
-        """Copies on the CPU in order of name: `replica<i>/…` of the own replicas, whose models are
-        the common one where they are joined, and that of the first member."""
+        """Copies on the CPU in order of name: `replica<i>/…` of the own replicas, without a model
+        that is the common one; and what all have in common, of the first member."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)
         for number, replica in self._replicas.items():
@@ -158,7 +149,7 @@ class LocalStepsTrainer:
             tensors |= {
                 f"{prefix}{name}": tensor
                 for name, tensor in own.items()
-                if not name.startswith(state_format.MODEL)
+                if self._keeps_models or not name.startswith(state_format.MODEL)
             }
             metadata |= {f"{prefix}{name}": value for name, value in numbers.items()}
         return state_format.copied(dict(sorted(tensors.items()))), metadata
@@ -168,7 +159,7 @@ class LocalStepsTrainer:
         return tensors, state_format.state_metadata(self.step)
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Continues from a state where the replicas are joined; from one without replicas each
+        """Continues from a state of the end of a segment; from one without replicas each
         begins with what is there of an optimizer."""
         step = state_format.step_of(metadata)
         state_format.load_model_state(self.model, tensors)
@@ -176,7 +167,7 @@ class LocalStepsTrainer:
             own = own_part(REPLICA, number, tensors)
             numbers = own_part(REPLICA, number, metadata)
             replica.saved.load_parts({**tensors, **own}, {**metadata, **numbers}, step)
-        self._outer.load(tensors)
+        self._outer.load(tensors, step)
         self.step = step
 
     def fingerprint(self) -> str:
