@@ -336,7 +336,7 @@ def report(losses: dict[str, Any], seconds: dict[str, Any]) -> None:
 def per_step(variant: str, found: dict[str, float]) -> float:
     """What a step takes on average, with its share of an exchange after several of them."""
     inner_s: float = found["inner_s"]
-    local_steps = VARIANTS[variant].get("options", {}).get("local_steps")
+    local_steps: int | None = VARIANTS[variant].get("options", {}).get("local_steps")
     if local_steps is None:
         return inner_s
     exchange_s: float = max(found["outer_s"] - inner_s, 0.0)
