@@ -1,5 +1,7 @@
 """The secret of private runs: made once, kept by the operator, and never silently another one."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,19 @@ def test_it_is_made_at_first_use_for_its_owner_alone_and_stays(tmp_path: Path) -
     assert path.stat().st_mode & 0o777 == 0o600
     assert PrivacySecret(path, may_make=True).get(fingerprint_of(made)) == made
     assert made.hex() not in fingerprint_of(made)
+
+
+def test_runs_that_begin_together_have_the_same(tmp_path: Path) -> None:
+    secret = PrivacySecret(tmp_path / "privacy-secret", may_make=True)
+    begin = threading.Barrier(8)
+
+    def first_use() -> bytes:
+        begin.wait()
+        return secret.get("")
+
+    with ThreadPoolExecutor(8) as pool:
+        found = {future.result() for future in [pool.submit(first_use) for _ in range(8)]}
+    assert found == {(tmp_path / "privacy-secret").read_bytes()}
 
 
 def test_one_that_is_lost_is_not_made_again_under_a_run_that_has_used_it(tmp_path: Path) -> None:

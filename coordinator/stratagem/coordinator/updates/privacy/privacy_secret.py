@@ -7,6 +7,7 @@ round and could be averaged away.
 """
 
 import os
+import threading
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,7 @@ class PrivacySecret:
         """path: None where none is named and none may be made."""
         self._path = path
         self._may_make = may_make
+        self._making = threading.Lock()
 
     def check_usable(self) -> None:
         """Raise InvalidInputError where a private run could not have its secret."""
@@ -50,8 +52,9 @@ class PrivacySecret:
         """
         self.check_usable()
         assert self._path is not None
-        if not self._path.exists() and not fingerprint:
-            self._make()
+        with self._making:  # of two runs that begin together one would have another secret
+            if not self._path.exists() and not fingerprint:
+                self._make()
         if not self._path.exists():
             raise SecretLostError(f"the privacy secret is lost: {self._path} is not there; {_CURE}")
         secret = self._read()
