@@ -10,7 +10,7 @@ import base64
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -94,9 +94,10 @@ async def main() -> None:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator["RunningProxy"]:
-    """The proxy in a process of its own; its lines can be read once it has ended."""
-    command = [sys.executable, "-m", "tests.connect_proxy", *arguments]
+def running(*arguments: str, within: Sequence[str] = ()) -> Iterator["RunningProxy"]:
+    """The proxy in a process of its own; its lines can be read once it has ended. within: a command
+    that runs it, such as in a network namespace."""
+    command = [*within, sys.executable, "-m", "tests.connect_proxy", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         proxy = RunningProxy(f"127.0.0.1:{process.stdout.readline().strip()}")
