@@ -140,3 +140,30 @@ def test_the_loss_of_a_real_round_is_what_the_coordinator_has_computed(run: str)
 def test_other_runs_have_no_rounds() -> None:
     assert rounds(golden("golden-local")) == ()
     assert clients(golden("golden-local")) == ()
+
+
+def test_who_was_not_asked_or_has_left_is_excused_and_a_round_goes_on_with_others() -> None:
+    joined = [{"client": n, "worker_id": f"w{n}", "tags": []} for n in range(4)]
+    away = [{"reason": "away", "clients": [3]}]
+    facts: list[Fact] = [
+        ("ClientsJoined", {"clients": joined}),
+        ("ClientsSelected", {**selected(1, 0, 1, 2)[1], "excused": away}),
+        received(1, 0, 30, 2.0),
+        ("ClientLeft", {"client": 0, "reason": "its worker was stopped"}),
+        ("ClientLeft", {"client": 1, "reason": "its worker was stopped"}),
+        rejected(1, 2, "outside_window"),
+    ]
+    (first,) = rounds(events(*facts))
+    assert [each.state for each in first.clients] == ["done", "excused", "excused", "excused"]
+    assert [each.reason for each in first.clients][1:] == [
+        "its worker was stopped", "its loss is NaN", "away",
+    ]  # fmt: skip
+    facts += [selected(1, 0, 4), received(1, 4, 10, 4.0), closed(1, c0=(30, 0), c4=(10, 0))]
+    (first,) = rounds(events(*facts))
+    assert [each.state for each in first.clients] == ["done", *["excused"] * 3, "done"]
+    assert first.loss == (30 * 2.0 + 10 * 4.0) / 40
+    assert first.began_s == 11.0
+    found = clients(events(*facts))
+    assert [(each.worker_id, each.num_selected) for each in found] == [
+        ("w0", 1), ("w1", 0), ("w2", 0), ("w3", 0), ("", 1),
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from stratagem.client.course.payloads import party_of
 from stratagem.client.course.rounds import ClientInRound, ClientState, Round, RoundsFolding
@@ -42,17 +43,18 @@ def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClie
     folding, roster = RoundsFolding(party), dict[int, Home]()
     for event in events:
         folding.fold(event)
-        if event.kind == "RosterFormed" and party_of(event) == party:
+        if event.kind in ROSTER_KINDS and party_of(event) == party:
             roster |= homes(event)
     return of_rounds(folding.rounds, roster)
 
 
+ROSTER_KINDS: Final = ("RosterFormed", "ClientsJoined")
 Home = tuple[str, tuple[str, ...]]
 """The worker that a client lives on, and its tags."""
 
 
 def homes(event: EventLike) -> dict[int, Home]:
-    """Return the clients that a RosterFormed names."""
+    """Return the clients that a fact of ROSTER_KINDS names."""
     listed = event.payload["clients"]
     return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
 
@@ -78,7 +80,7 @@ def _client(number: int, seen: Sequence[ClientInRound], home: Home | None) -> Fe
         client=number,
         worker_id=home[0] if home else worker,
         tags=home[1] if home else (),
-        num_selected=len(seen),
+        num_selected=len(seen) - states[ClientState.EXCUSED],
         num_done=states[ClientState.DONE],
         num_late=states[ClientState.LATE],
         num_rejected=states[ClientState.REJECTED],

@@ -10,6 +10,8 @@ from stratagem.client.course.payloads import number, numbers, party_of, undone_f
 from stratagem.client.course.shapes import EventLike
 
 TRAIN_LOSS: Final = "train.loss"
+OUTSIDE_WINDOW: Final = "outside_window"
+"""Cause of the answer of a client that is willing at another hour."""
 
 
 class ClientState(StrEnum):
@@ -22,6 +24,8 @@ class ClientState(StrEnum):
     LATE = "late"
     """The round was closed without it."""
     REJECTED = "rejected"
+    EXCUSED = "excused"
+    """It could not be asked, or has left the round; it has not failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class ClientInRound:
     cause: str = ""
     """Of a rejected update: one of few words, such as "not_finite"."""
     reason: str = ""
-    """Why it was rejected, as a sentence."""
+    """Why it was rejected or excused, as a sentence."""
     staleness: int = 0
     """How many rounds before this one the update was trained for."""
     assigned_s: float | None = None
@@ -151,7 +155,18 @@ class RoundsFolding:
         if last is not None:
             self._keep(sum(each.number <= last for each in self._found))
         if event.kind in _KINDS and party_of(event) == self._party:
-            self._take(event, event.payload)
+            if event.kind == "ClientLeft":
+                self._leave(event.payload)
+            else:
+                self._take(event, event.payload)
+
+    def _leave(self, fact: Mapping[str, Any]) -> None:
+        """Excuse a client that has left, where the newest round still expects something of it."""
+        at = self._place(self.number)
+        left = None if at is None else self._own[at].get(fact["client"])
+        if left is not None and left.state is ClientState.SELECTED:
+            why = {"state": ClientState.EXCUSED, "reason": str(fact["reason"])}
+            self._change({"round_num": self.number}, left.client, **why)
 
     def _take(self, event: EventLike, fact: Mapping[str, Any]) -> None:
         match event.kind:
@@ -176,6 +191,8 @@ class RoundsFolding:
                 )
             case "UpdateRejected":
                 state, cause = ClientState.REJECTED, str(fact.get("cause", "unknown"))
+                if cause == OUTSIDE_WINDOW:
+                    state = ClientState.EXCUSED
                 why = {"cause": cause, "reason": str(fact["reason"])}
                 self._change(fact, fact["client"], state=state, answered_s=event.time_s, **why)
             case "RoundWaits":
@@ -203,14 +220,21 @@ class RoundsFolding:
             num_needed=fact.get("num_needed"),
             deadline_s=_deadline(event),
         )
-        self._begin(begun, sorted(fact["clients"]))
+        known = self._own[-1] if self.number == begun.number and self._found[-1].is_open else {}
+        if known:  # it goes on with other clients besides
+            begun = replace(begun, began_s=self._found[-1].began_s)
+        clients = {each: ClientInRound(each, ClientState.SELECTED) for each in fact["clients"]}
+        for excuse in fact.get("excused", ()):
+            excused = ClientInRound(0, ClientState.EXCUSED, reason=str(excuse["reason"]))
+            clients |= {each: replace(excused, client=each) for each in excuse["clients"]}
+        self._begin(begun, clients | known)
 
-    def _begin(self, begun: Round, selected: Iterable[int]) -> None:
+    def _begin(self, begun: Round, clients: Mapping[int, ClientInRound]) -> None:
         """Add the newest round; others of its number and behind are forgotten."""
         if self.number >= begun.number:
             self._keep(sum(each.number < begun.number for each in self._found))
         self._found.append(begun)
-        self._own.append({each: ClientInRound(each, ClientState.SELECTED) for each in selected})
+        self._own.append(dict(sorted(clients.items())))
         self._stale.append(())
         self._changed.add(len(self._found) - 1)
         if self._most is not None and len(self._found) > self._most:
@@ -232,7 +256,7 @@ class RoundsFolding:
         fact = event.payload
         at = self._place(fact["round_num"])
         if at is None:  # its begin was not seen
-            self._begin(Round(fact["round_num"], event.time_s, clients=()), ())
+            self._begin(Round(fact["round_num"], event.time_s, clients=()), {})
             at = len(self._found) - 1
         accepted = {each["client"]: each for each in fact["accepted"]}
         own = {
@@ -272,7 +296,7 @@ class RoundsFolding:
 
 _KINDS: Final = frozenset((
     "ClientsSelected", "ClientsAssigned", "UpdateReceived", "UpdateRejected", "RoundWaits",
-    "RoundClosed", "SegmentCommitted", "Evaluated",
+    "RoundClosed", "SegmentCommitted", "Evaluated", "ClientLeft",
 ))  # fmt: skip
 
 
@@ -290,7 +314,7 @@ def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> Client
         if client.state is ClientState.DONE and client.staleness == staleness:
             return client
         return replace(client, state=ClientState.DONE, staleness=staleness)
-    if client.state is ClientState.REJECTED:
+    if client.state in (ClientState.REJECTED, ClientState.EXCUSED):
         return client
     return replace(client, state=ClientState.LATE)
 

@@ -75,7 +75,7 @@ class PartyCourse:
     def fold_own(self, event: EventLike) -> None:
         """Take the next event that is about this party."""
         match event.kind:
-            case "RosterFormed":
+            case "RosterFormed" | "ClientsJoined":
                 self._roster |= homes(event)
             case "MembersFormed" if event.payload["members"]:
                 self.ranks = tuple(event.payload.get("ranks") or ())

@@ -110,8 +110,10 @@ def clients_text(run: FollowedRun) -> str:
     late = num_by_state[ClientState.LATE]
     if run.latest is not None and newest.is_open:  # of earlier rounds, and they train on
         late = run.latest.num_clients_late
-    parts = [f"{num_by_state[ClientState.DONE]} of {len(own)} done"]
-    for number, word in ((late, "late"), (num_by_state[ClientState.REJECTED], "rejected")):
+    num_excused = num_by_state[ClientState.EXCUSED]
+    parts = [f"{num_by_state[ClientState.DONE]} of {len(own) - num_excused} done"]
+    num_rejected = num_by_state[ClientState.REJECTED]
+    for number, word in ((late, "late"), (num_rejected, "rejected"), (num_excused, "excused")):
         if number:
             parts.append(f"{number} {word}")
     return ", ".join(parts)
