@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from statistics import median
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
@@ -93,11 +93,12 @@ async def measure(given: argparse.Namespace) -> None:
     in_namespace = ["ip", "netns", "exec", NAMES[1]] if given.rate else []
     child = [*in_namespace, sys.executable, __file__, "--worker", address]
     child += ["--host", PLACES[1] if given.rate else given.host]
-    with said_by(child) as dialled:
+    async with said_by(child) as dialled:
         await compare(hub, dialled, given)
     if not given.rate:
         before = rss_mib()
-        with said_by([sys.executable, __file__, "--park", address, "--sites", str(given.sites)]):
+        parking = [sys.executable, __file__, "--park", address, "--sites", str(given.sites)]
+        async with said_by(parking):
             parked = hub.counts()["parked"]
             print(f"{parked} parked sites: {rss_mib() - before:.0f} MiB more in the coordinator")
     await server.stop(0)
@@ -156,16 +157,20 @@ async def push(link: WorkerLink, mib: int) -> None:
         assert response.committed
 
 
-@contextmanager
-def said_by(command: list[str]) -> Iterator[str]:
+@asynccontextmanager
+async def said_by(command: list[str]) -> AsyncIterator[str]:
     """A process, and what it says behind READY."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None
         try:
-            line = next(line for line in process.stdout if line.startswith(READY))
+            line = await asyncio.to_thread(_ready_line, process.stdout)
             yield line.removeprefix(READY).strip()
         finally:
             process.kill()
+
+
+def _ready_line(said: IO[str]) -> str:
+    return next(line for line in said if line.startswith(READY))
 
 
 def rss_mib() -> float:
