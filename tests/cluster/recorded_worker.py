@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from stratagem.worker.process import worker_main as worker
+from stratagem.worker.process import worker_security
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised
 
 
@@ -63,7 +64,7 @@ def record(folder: Path, argv: list[str]) -> list[str]:
         address = advertised(settings, bound_port)
         return Relay(address, folder / f"{name}-answers", records_answers=True).address
 
-    setattr(worker, advertised.__name__, advertise_relay)
+    setattr(worker_security, advertised.__name__, advertise_relay)
     return [*argv[:at], calls.address, *argv[at + 1 :]]
 
 

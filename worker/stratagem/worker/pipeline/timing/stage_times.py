@@ -73,8 +73,10 @@ class StageTimes:
         self.span_s = self._waited_s = 0.0
         self._num_micro_batches = 0
         self._pieces = []  # a report may have those of the step before
-        self._began_s = time.perf_counter()
         self._origin = self._pass_ended = self._now()
+        # Where both are of one clock they are one reading: a process may lose its core in between.
+        origin = self._origin
+        self._began_s = origin if isinstance(origin, float) else time.perf_counter()
 
     @contextmanager
     def computing(self, action: Action) -> Iterator[None]:
