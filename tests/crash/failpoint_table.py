@@ -9,11 +9,13 @@ WITH_TURNS = ("Turns", "Turns-clients", "Turns-population")
 WITH_LOCAL_STEPS = ("DiLoCo", "DiLoCo-server", "DiLoCo-streaming")
 SOLE_COPIES = ("Gossip", "Pipeline", *WITH_LOCAL_STEPS)
 """Return to the last commit; so does Coded."""
+EACH_KIND_OF_THEM = ("Gossip", "Pipeline", "DiLoCo-streaming")
+"""The jobs with local steps differ in their exchange alone."""
 REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
-    "coordinator.segment.trained": (*NESTED, *SOLE_COPIES),
-    "coordinator.commit.pulled": (*NESTED, *SOLE_COPIES, "Turns", "Scheduled"),
+    "coordinator.segment.trained": (*NESTED, *EACH_KIND_OF_THEM),
+    "coordinator.commit.pulled": (*NESTED, *EACH_KIND_OF_THEM, "DiLoCo", "Turns", "Scheduled"),
     "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
@@ -60,11 +62,11 @@ REACHED_BY = {
     "worker.execute.accepted": ALL,
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
-    "worker.rendezvous.answered": (*EXCHANGING, *SOLE_COPIES),
+    "worker.rendezvous.answered": (*EXCHANGING, *EACH_KIND_OF_THEM),
     "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip", *WITH_LOCAL_STEPS),
     "worker.state.received": SYNCHRONOUS,
-    "worker.segment.finished": (*NESTED, *SOLE_COPIES),
-    "worker.snapshot.taken": (*NESTED, *SOLE_COPIES, "Turns"),
+    "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
+    "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
     "worker.round.trained": ("FedAvg", "Private"),
 }
 AFTER_ANOTHER = {
