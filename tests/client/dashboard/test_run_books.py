@@ -106,6 +106,21 @@ async def test_tabs_that_ask_while_it_is_read_share_a_picture() -> None:
     assert len(drawings) == 2
 
 
+async def test_who_asks_during_a_drawing_is_given_it_while_there_is_more_to_read() -> None:
+    run, drawings, loop = SlowRun(until=4), [], asyncio.get_running_loop()
+
+    def counted(shown: ReportedRun, width: int) -> str:
+        drawings.append(shown.course.num_events)
+        loop.call_soon_threadsafe(run.go_on, NUM_EVENTS - 1)
+        return told(shown, width)
+
+    book = book_of(run, patience_s=0.05)
+    first, second = await asyncio.gather(book.drawn(400, counted), book.drawn(400, counted))
+    assert first == second == json.dumps([4, 400])
+    assert drawings == [4]
+    book.close()
+
+
 async def test_a_coordinator_that_goes_away_while_it_reads_is_asked_for_the_rest() -> None:
     run = SlowRun(until=6)
     book = book_of(run, patience_s=0.0)

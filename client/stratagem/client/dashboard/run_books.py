@@ -69,11 +69,14 @@ class RunBook:
 
     async def drawn(self, width: int, draw: Draw, view: CurveView = WHOLE) -> str:
         """Return the pictures of the run as it is now, as far as it can be read in a while."""
-        key = width, view
-        async with self._asking:  # who asks at the same time waits for the same answer
+        key, asked_s = (width, view), time.monotonic()
+        async with self._asking:
+            known = self._drawn.get(key)
+            if known is not None and self._reader is not None and known.made_s >= asked_s:
+                return known.text  # who asks at the same time waits for the same answer
             times = MORE_PATIENCE if key in self._drawn else 1.0
             shown = await self._read_on(times * self._patience_s)
-            known = self._drawn.get(key)
+            known = self._drawn.get(key)  # which another run of this name has not
             if known is None or not self._is_as_now(known, shown):
                 viewed = await self._viewed(shown, view)
                 async with self._taking:

@@ -12,7 +12,8 @@ export class Unanswered extends Error {}
  * @returns {Promise<any>}
  */
 export async function ask(path, how) {
-  const response = await fetch(path, { credentials: "same-origin", ...how }).catch(() => {
+  // Past the browser's cache, where a question waits for the answer to an equal one before it.
+  const response = await fetch(path, { credentials: "same-origin", cache: "no-store", ...how }).catch(() => {
     throw new Unanswered("the page’s server does not answer");
   });
   if (response.status === 401) throw new Refused(await response.text());
