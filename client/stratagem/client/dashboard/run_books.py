@@ -96,9 +96,8 @@ class RunBook:
             async with self._taking:
                 return await asyncio.to_thread(draw, shown, width)
 
-    def _is_as_now(self, known: Drawing, shown: ReportedRun) -> bool:
-        if self._reader is not None and time.monotonic() - known.made_s < self._patience_s:
-            return True  # another tab has asked just now: there is more in a moment
+    @staticmethod
+    def _is_as_now(known: Drawing, shown: ReportedRun) -> bool:
         is_same = known.num_events == shown.course.num_events
         return is_same and known.history is shown.history
 
