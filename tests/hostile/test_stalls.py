@@ -51,11 +51,10 @@ async def test_a_stalled_download_ends_and_goes_on_where_it_stood() -> None:
             await stalled.read()
             await holder.ended.wait()  # nothing has told it but the time that nobody has read
             received = bytearray(SIZE)
-            num_calls = 0
+            offsets: list[int] = []
 
             def call(offset: int) -> Any:
-                nonlocal num_calls
-                num_calls += 1
+                offsets.append(offset)
                 return stub.GetState(worker_pb2.GetStateRequest(offset=offset))
 
             holder.ended.clear()
@@ -68,7 +67,10 @@ async def test_a_stalled_download_ends_and_goes_on_where_it_stood() -> None:
                     await holder.ended.wait()  # such as a disk that stands still
 
             await pull(call, lambda _: memoryview(received), keep_up=keep_up)
-            assert num_calls == 2
+            # At least two: a machine that is busy for longer than the limit stalls a call by itself.
+            assert len(offsets) >= 2
+            assert offsets[0] == 0 < offsets[1]
+            assert offsets == sorted(set(offsets))
             stalled.cancel()
     finally:
         await server.stop(None)
