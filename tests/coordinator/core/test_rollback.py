@@ -28,7 +28,7 @@ from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.blob_owners import is_shared
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of, live_blobs
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.strategies.federated import federated
+from stratagem.coordinator.strategies.federated import round_effects
 from stratagem.coordinator.strategies.synchronous.local import STRATEGY as local
 from stratagem.coordinator.updates.spool_keys import SpoolKey
 from tests.coordinator.core.jobs import (
@@ -158,7 +158,7 @@ def test_a_commit_has_the_average_of_its_parameters() -> None:
     assert average in blobs_of(run)
     assert is_shared(simulation.state, average)
     owed = replace(run.value, to_evaluate=(run.value.committed,))
-    due = federated.pending(RUN, run.job, owed, None)
+    due = round_effects.pending(RUN, run.job, owed, None)
     assert [each.base.digest for each in due if isinstance(each, EvaluateState)] == [average]
 
 

@@ -46,7 +46,7 @@ from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
-from stratagem.coordinator.strategies.federated import federated, federated_status
+from stratagem.coordinator.strategies.federated import federated, federated_status, round_effects
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.round_closing import WAIT
 from stratagem.coordinator.strategies.federated.update_rejections import (
@@ -256,7 +256,7 @@ def reject_reason(job: JobSpec, value: SiloRun, fact: Fact) -> str:
 def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) -> frozenset[Effect]:
     """Return the effects that the round needs, with the clients' parties in place of their
     training."""
-    of_rounds = federated.pending(run_id, job, value.rounds, horizon)
+    of_rounds = round_effects.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
     for child in _in_training(value).values():
         effects |= {_in_its_round(job, value, effect) for effect in nested.pending(run_id, child)}
