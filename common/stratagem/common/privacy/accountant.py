@@ -12,12 +12,12 @@ import logging
 import math
 from functools import lru_cache
 from importlib import metadata, util
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from stratagem.common.base.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 PACKAGE: Final = "dp-accounting"
 NEEDED: Final = "needs the package dp-accounting: pip install 'stratagem[privacy]'"
@@ -25,6 +25,11 @@ NEEDED: Final = "needs the package dp-accounting: pip install 'stratagem[privacy
 MAX_NOISE_MULTIPLIER: Final = 1000.0
 _STEPS_PER_UNIT: Final = 1000
 """A calibrated noise multiplier is a multiple of 1/1000."""
+_LEAST_STEPS: Final = _STEPS_PER_UNIT // 10
+"""Noise below 1/10 spends hundreds, which takes the accountant minutes to say."""
+_MAX_STEPS: Final = int(MAX_NOISE_MULTIPLIER * _STEPS_PER_UNIT)
+_MAX_GUESSES: Final = 12
+"""Then halves: a curve on which guesses do not converge."""
 
 
 def is_installed() -> bool:
@@ -49,17 +54,13 @@ def epsilon_after(
     """
     if num_rounds == 0:
         return 0.0
-    import dp_accounting  # takes a second, and is an extra
-
     if sampling_rate == 1.0:
+        import dp_accounting  # takes a second, and is an extra
+
         sigma = noise_multiplier / math.sqrt(num_rounds)
         return float(dp_accounting.get_epsilon_gaussian(sigma, delta))
-    from dp_accounting import pld
-
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders that it leaves out
-    accountant = pld.PLDAccountant()
-    accountant.compose(_round(noise_multiplier, sampling_rate), num_rounds)
-    return float(accountant.get_epsilon(delta))
+    composed = _of_one_round(noise_multiplier, sampling_rate).self_compose(num_rounds)
+    return float(composed.get_epsilon_for_delta(delta))
 
 
 def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rate: float) -> float:
@@ -68,30 +69,63 @@ def calibrated_noise(epsilon: float, delta: float, num_rounds: int, sampling_rat
 
     Raises InvalidInputError where the largest one, 1000, spends more.
     """
-    low, high = 0, _STEPS_PER_UNIT
 
-    def suffices(steps: int) -> bool:
+    def excess(steps: int) -> float:
+        """Return log(spent / epsilon), which is at most 0 where the noise suffices."""
         noise = steps / _STEPS_PER_UNIT
-        return epsilon_after(num_rounds, noise, sampling_rate, delta) <= epsilon
+        spent = epsilon_after(num_rounds, noise, sampling_rate, delta)
+        return math.log(spent / epsilon) if spent else -math.inf
 
-    while not suffices(high):
-        if high >= MAX_NOISE_MULTIPLIER * _STEPS_PER_UNIT:
+    low, high = _LEAST_STEPS, _STEPS_PER_UNIT
+    latest = _Tried(high, excess(high))
+    before = latest
+    while latest.excess > 0:
+        if high == _MAX_STEPS:
             text = (
                 f"{epsilon:g} is out of reach: {num_rounds} rounds at a sampling rate of "
                 f"{sampling_rate:g} spend more even with a noise multiplier of 1000"
             )
             raise InvalidInputError.at("privacy.target.epsilon", text)
-        low, high = high, high * 2
-    # Noise below 1/10 spends hundreds, which takes the accountant minutes to say.
-    low = max(low, _STEPS_PER_UNIT // 10)
+        low, high = high, min(2 * high, _MAX_STEPS)
+        before, latest = latest, _Tried(high, excess(high))
+    num_guesses = 0
     while high - low > 1:
+        num_guesses += 1
         middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
+        guess = _crossing(before, latest) if num_guesses <= _MAX_GUESSES else None
+        steps = middle if guess is None else min(max(guess, low + 1), high - 1)
+        before, latest = latest, _Tried(steps, excess(steps))
+        low, high = (low, steps) if latest.excess <= 0 else (steps, high)
     return high / _STEPS_PER_UNIT
 
 
-def _round(noise_multiplier: float, sampling_rate: float) -> "DpEvent":
-    import dp_accounting  # takes a second, and is an extra
+class _Tried(NamedTuple):
+    """A noise multiplier, in steps, and the logarithm of what it spends over epsilon."""
 
-    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
-    return dp_accounting.PoissonSampledDpEvent(sampling_rate, gaussian)
+    steps: int
+    excess: float
+
+
+def _crossing(before: _Tried, latest: _Tried) -> int | None:
+    """Return where a line through both, on logarithmic scales, crosses 0: epsilon is nearly a power
+    of the noise. None where there is no such line."""
+    if not (math.isfinite(before.excess) and math.isfinite(latest.excess)):
+        return None
+    slope = -1.0
+    if before.steps != latest.steps:
+        slope = (latest.excess - before.excess) / math.log(latest.steps / before.steps)
+    if slope >= 0 or abs(latest.excess / slope) > math.log(2):
+        return None  # no line of this curve, or one that leads far
+    return math.ceil(latest.steps * math.exp(-latest.excess / slope))
+
+
+@lru_cache(maxsize=16)
+def _of_one_round(noise_multiplier: float, sampling_rate: float) -> "PrivacyLossDistribution":
+    """Return the privacy losses of one round: to compute them takes longer than to compose any
+    number of them."""
+    from dp_accounting.pld import privacy_loss_distribution  # takes a second, and is an extra
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders that it leaves out
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        noise_multiplier, sampling_prob=sampling_rate
+    )

@@ -44,6 +44,16 @@ async def account_round(env: EffectContext, effect: AccountRound) -> None:
         fact = RunFailed(reason=f"privacy: this coordinator {accountant.NEEDED}")
     failpoint("coordinator.privacy.accounted")
     await env.report(effect.run_id, fact)
+    rounds = spec_of(env.job_of(effect.run_id, effect.party)).rounds
+    if isinstance(fact, RoundAccounted) and effect.round_num < rounds:
+        env.chores.do(_ahead(env, effect, fact), f"account round {effect.round_num + 1}")
+
+
+async def _ahead(env: EffectContext, effect: AccountRound, fact: RoundAccounted) -> None:
+    """Compute what the round after this one will have cost, while this one trains: the accountant
+    remembers it, and nothing is decided here."""
+    costs = (effect.num_spent + 2, fact.noise_multiplier, fact.sampling_rate, fact.delta)
+    await env.in_thread(lambda: accountant.epsilon_after(*costs))
 
 
 @dataclass(frozen=True, slots=True)
