@@ -2,8 +2,10 @@
 
     python benchmarks/tunnel.py                       # loopback, and the memory of 500 parked sites
     python benchmarks/tunnel.py --rate 100mbit        # between two network namespaces (root, tbf)
+    python benchmarks/tunnel.py --tls                 # with certificates, so TLS in TLS in a tunnel
 
-Coordinator and worker are processes of their own, without TLS in either way; ways alternate.
+Coordinator and worker are processes of their own; ways alternate. `tunnel_rounds.py` measures whole
+rounds of a federation.
 """
 
 import argparse
@@ -11,20 +13,27 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import IO, Any, Final
 
+import grpc.aio
+
 from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.common.identity.authentication import Authorizer
+from stratagem.common.identity.certificates import Authority, init
+from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
 from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.rpc.admission import CallLimits
-from stratagem.common.rpc.channel import PLAINTEXT
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.leader_channel import Coordinators
-from stratagem.common.rpc.relay_copy import SocketFolder
-from stratagem.common.rpc.server import bind, bind_socket, make_server
+from stratagem.common.rpc.server import bind, bind_socket, bind_tls, make_server
+from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.runtime.worker_links import WorkerLink
@@ -62,21 +71,41 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         yield worker_pb2.SetStateResponse(committed=True)
 
 
-async def serve_worker(coordinator: str, host: str) -> None:
-    sockets, server = SocketFolder(), make_server()
+def proof_of(role: str, given: argparse.Namespace) -> Proof:
+    """The certificate of a role; none without TLS."""
+    folder = given.certificates
+    return Proof(Authority(folder).files(role)) if folder else PLAINTEXT
+
+
+def server_of(proof: Proof, limits: CallLimits) -> grpc.aio.Server:
+    """A server that lets in those whom the certificates allow."""
+    return make_server(limits, gate=Authorizer(DEFAULT_TRUST_DOMAIN) if proof.tls else None)
+
+
+def listen(server: grpc.aio.Server, host: str, proof: Proof) -> str:
+    """Listen on a free port; host:port."""
+    if proof.tls:
+        return f"{host}:{bind_tls(server, host, 0, proof.tls)}"
+    return f"{host}:{bind(server, host, 0, allow_insecure_network=True)}"
+
+
+async def serve_worker(given: argparse.Namespace) -> None:
+    proof = proof_of("worker-w", given)
+    sockets, server = SocketFolder(), server_of(proof, CallLimits())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(), server)
     path = sockets.path("server.sock")
-    bind_socket(server, path, None)
-    port = bind(server, host, 0, allow_insecure_network=True)
+    bind_socket(server, path, proof.tls)
+    address = listen(server, given.host, proof)
     await server.start()
-    print(f"{READY}{host}:{port}", flush=True)
-    await Tunnel(Coordinators((coordinator,)), "w", "one", path, PLAINTEXT).run()
+    print(f"{READY}{address}", flush=True)
+    await Tunnel(Coordinators((given.worker,)), "w", "one", path, proof).run()
 
 
-async def serve_sites(coordinator: str, num_sites: int) -> None:
+async def serve_sites(given: argparse.Namespace) -> None:
+    proof = proof_of("worker-w", given)
     tunnels = [
-        Tunnel(Coordinators((coordinator,)), f"site-{number}", "one", "/nowhere", PLAINTEXT)
-        for number in range(num_sites)
+        Tunnel(Coordinators((given.park,)), f"site-{number}", "one", "/nowhere", proof)
+        for number in range(given.sites)
     ]
     running = [asyncio.create_task(tunnel.run()) for tunnel in tunnels]
     await asyncio.gather(*(tunnel.is_parked.wait() for tunnel in tunnels))
@@ -85,20 +114,21 @@ async def serve_sites(coordinator: str, num_sites: int) -> None:
 
 
 async def measure(given: argparse.Namespace) -> None:
-    hub = RelayHub(lambda _: True)
-    server = make_server(CallLimits(unlimited=("Relay",)))
+    hub, proof = RelayHub(lambda _: True), proof_of("coordinator", given)
+    server = server_of(proof, CallLimits(unlimited=("Relay",)))
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(Coordinator(hub), server)
-    address = f"{given.host}:{bind(server, given.host, 0, allow_insecure_network=True)}"
+    address = listen(server, given.host, proof)
     await server.start()
+    program = [sys.executable, __file__]
+    if given.certificates:
+        program += ["--certificates", str(given.certificates)]
     in_namespace = ["ip", "netns", "exec", NAMES[1]] if given.rate else []
-    child = [*in_namespace, sys.executable, __file__, "--worker", address]
-    child += ["--host", PLACES[1] if given.rate else given.host]
-    async with said_by(child) as dialled:
+    host = PLACES[1] if given.rate else given.host
+    async with said_by([*in_namespace, *program, "--worker", address, "--host", host]) as dialled:
         await compare(hub, dialled, given)
     if not given.rate:
         before = rss_mib()
-        parking = [sys.executable, __file__, "--park", address, "--sites", str(given.sites)]
-        async with said_by(parking):
+        async with said_by([*program, "--park", address, "--sites", str(given.sites)]):
             parked = hub.counts()["parked"]
             print(f"{parked} parked sites: {rss_mib() - before:.0f} MiB more in the coordinator")
     await server.stop(0)
@@ -106,9 +136,10 @@ async def measure(given: argparse.Namespace) -> None:
 
 async def compare(hub: RelayHub, dialled: str, given: argparse.Namespace) -> None:
     member = Member(worker_id=WorkerId("w"), incarnation=Incarnation("one"))
+    proof = proof_of("coordinator", given)
     links = {
-        "direct": WorkerLink(member, dialled, 1, PLAINTEXT, hub),
-        "tunnel": WorkerLink(member, "", 1, PLAINTEXT, hub),
+        "direct": WorkerLink(member, dialled, 1, proof, hub),
+        "tunnel": WorkerLink(member, "", 1, proof, hub),
     }
     calls: dict[str, Callable[[WorkerLink], Awaitable[None]]] = {
         "small call": describe,
@@ -128,9 +159,10 @@ async def compare(hub: RelayHub, dialled: str, given: argparse.Namespace) -> Non
                     cpu[way].append(time.process_time() - cpu_s)
         direct, tunnel = (1e3 * median(seconds[way]) for way in links)
         spent = ", ".join(f"{1e3 * median(cpu[way]):.1f}" for way in links)
+        rate = "" if what == "small call" else f", {given.mib * 2**23 / tunnel / 1e6:.2f} Gbit/s"
         print(
-            f"{what}: direct {direct:.2f} ms, tunnel {tunnel:.2f} ms, ratio {tunnel / direct:.3f}; "
-            f"CPU of the coordinator {spent} ms",
+            f"{what}: direct {direct:.2f} ms, tunnel {tunnel:.2f} ms{rate}, "
+            f"ratio {tunnel / direct:.3f}; CPU of the coordinator {spent} ms",
             flush=True,
         )
     for link in links.values():
@@ -210,6 +242,8 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=500)
     parser.add_argument("--rate", default="", help="of the link, such as 100mbit")
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--tls", action="store_true", help="each proves who it is, both ways")
+    parser.add_argument("--certificates", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--park", help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -217,16 +251,20 @@ def main() -> None:
     tune_malloc()
     raise_descriptor_limit()
     if given.worker:
-        asyncio.run(serve_worker(given.worker, given.host))
+        asyncio.run(serve_worker(given))
     elif given.park:
-        asyncio.run(serve_sites(given.park, given.sites))
+        asyncio.run(serve_sites(given))
     elif given.rate and not given.inside:
         with namespaces(given.rate):
             inside = [sys.executable, __file__, *sys.argv[1:], "--inside", "--host", PLACES[0]]
             run("ip", "netns", "exec", NAMES[0], *inside)
     else:
         print("load", *(f"{load:.1f}" for load in os.getloadavg()), flush=True)
-        asyncio.run(measure(given))
+        with tempfile.TemporaryDirectory() as folder:
+            if given.tls:
+                given.certificates = Path(folder) / "certificates"
+                init(given.certificates, workers=["w"], clients=[], hosts=[given.host])
+            asyncio.run(measure(given))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,8 @@ reads slowly makes the other end wait, as over a plain connection.
 
 import asyncio
 import contextlib
-import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Final
 
 from stratagem.common.base.errors import LimitError
@@ -70,28 +66,3 @@ async def copy_both_ways(
         connection.close()
     for task in ended:
         task.result()
-
-
-class SocketFolder:
-    """A folder for unix sockets that its owner alone may enter; made when the first is asked for.
-
-    Its path is short, since that of a unix socket may have 107 bytes only.
-    """
-
-    def __init__(self) -> None:
-        self._folder: Path | None = None
-
-    def path(self, name: str) -> str:
-        """Return the path for a socket of this name."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="stratagem-relay-"))  # its mode is 0700
-            if len(os.fsencode(self._folder / name)) > 107:
-                self._folder.rmdir()
-                self._folder = Path(tempfile.mkdtemp(prefix="stratagem-relay-", dir="/tmp"))
-        return str(self._folder / name)
-
-    def close(self) -> None:
-        """Remove the folder with its sockets."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None

@@ -35,8 +35,8 @@ from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.health_service import HealthService
 from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
-from stratagem.common.rpc.relay_copy import SocketFolder
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
+from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.common.tensors.manifest import Limits
 from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub

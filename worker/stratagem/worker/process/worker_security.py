@@ -15,8 +15,8 @@ from stratagem.common.identity.revocation import RevokedFile
 from stratagem.common.identity.tls_files import Role, TlsFiles, tls_files
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.leader_channel import split_addresses
-from stratagem.common.rpc.relay_copy import SocketFolder
 from stratagem.common.rpc.server import bind, bind_socket, bind_tls
+from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.worker.mesh.backend_agreement import AUTO
 from stratagem.worker.process.worker_settings import WorkerSettings, advertised
 
