@@ -103,13 +103,16 @@ def measure(given: argparse.Namespace) -> None:
             for way, each in of_job.items():
                 seconds[way] += each
             ratios.append(median(of_job["tunnel"]) / median(of_job["direct"]))
-            print(" ".join(f"{way} {median(of_job[way]):.3f} s" for way in WAYS), flush=True)
+            said = (f"{way} {median(each):.3f} ({min(each):.3f}) s" for way, each in of_job.items())
+            print(", ".join(said), flush=True)
     direct, tunnel = (median(seconds[way]) for way in WAYS)
+    least = [min(seconds[way]) for way in WAYS]
     where = f"{given.rate or 'loopback'}{', TLS' if given.tls else ''}"
     print(
         f"{given.mb} MB, {where}: a round direct {direct:.3f} s, tunnel {tunnel:.3f} s; "
         f"ratio of medians {tunnel / direct:.3f}, of jobs in turn {median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f})"
+        f"({min(ratios):.3f} to {max(ratios):.3f}); least {least[0]:.3f} s, {least[1]:.3f} s, "
+        f"ratio {least[1] / least[0]:.3f}"
     )
 
 
