@@ -1599,20 +1599,24 @@ class HeartbeatRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    FOR_RUN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     draining: _builtins.bool
     """The worker finishes what it has and takes nothing new."""
+    for_run: _builtins.str
+    """The run that it was started for; empty for none."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        for_run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "for_run", b"for_run", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1624,18 +1628,22 @@ class HeartbeatResponse(_message.Message):
 
     TERM_FIELD_NUMBER: _builtins.int
     TIME_S_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     time_s: _builtins.float
     """The coordinator's wall clock, in seconds since 1970; to compare times of workers, no more."""
+    released: _builtins.bool
+    """The run that it was started for has ended, or is not known: the worker may leave."""
     def __init__(
         self,
         *,
         term: _builtins.int = ...,
         time_s: _builtins.float = ...,
+        released: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released", "term", b"term", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

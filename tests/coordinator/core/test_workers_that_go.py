@@ -92,6 +92,20 @@ def test_who_was_lost_long_ago_is_forgotten_and_a_replay_agrees() -> None:
     assert set(simulation.state.workers) == {"a", "b"}
 
 
+def test_whose_name_does_not_come_back_is_forgotten_earlier() -> None:
+    simulation = Simulation()
+    simulation.tell(register("a"))
+    simulation.tell(register("b", ephemeral=True))
+    simulation.now_s = 100.0
+    lose(simulation, "a", "b")
+    simulation.tell(ForgetWorkers(50.0, ALL, 100.0))
+    assert set(simulation.state.workers) == {"a", "b"}
+    simulation.tell(ForgetWorkers(50.0, ALL, 101.0))
+    assert set(simulation.state.workers) == {"a"}
+    simulation.tell(ForgetWorkers(101.0, ALL))
+    assert simulation.state.workers == {}
+
+
 def test_of_the_lost_only_so_many_are_kept() -> None:
     simulation = Simulation()
     for number, name in enumerate("dcba"):

@@ -108,6 +108,31 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert stop.note(signal.SIGINT, 100.1)
 
 
+@pytest.mark.core
+def test_who_is_released_is_not_preempted() -> None:
+    stop = Stop()
+    stop.release("the end of run r")
+    assert (stop.told.is_set(), stop.reason) == (True, "the end of run r")
+    assert not stop.note(signal.SIGTERM, 100.0), "it ends already"
+    assert not stop.is_preemption
+    assert stop.note(signal.SIGTERM, 100.1 + REPEAT_S)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("number", "is_preemption"),
+    [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False)],
+)
+def test_a_scheduler_preempts_and_a_person_does_not(
+    number: signal.Signals, is_preemption: bool
+) -> None:
+    stop = Stop()
+    assert not stop.is_preemption
+    stop.note(number, 100.0)
+    stop.release("the end of run r")
+    assert stop.is_preemption is is_preemption
+
+
 async def test_a_plan_that_nobody_attends_lets_others_go_first(w0: Worker) -> None:
     """Its coordinator is gone, and the next one may want something else of this worker first."""
     spec = evaluated_job("mlp")

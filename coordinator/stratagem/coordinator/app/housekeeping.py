@@ -21,6 +21,8 @@ from stratagem.coordinator.runtime.settings import Settings
 log = structlog.get_logger()
 
 LONGEST_PAUSE_S: Final = 60.0
+FORGET_EPHEMERAL_AFTER_S: Final = 600.0
+"""For workers whose names do not come back; long enough to be seen as lost."""
 RUNS_AT_ONCE: Final = 20
 """Runs that are deleted by one command, while other commands wait."""
 
@@ -46,8 +48,10 @@ class House:
 
     async def forget_workers(self) -> None:
         """Forget the workers that were lost long ago."""
-        lost_before_s = self._before(self.settings.forget_workers_after)
-        await self.loop.submit(ForgetWorkers(lost_before_s, self.settings.max_workers))
+        after_s, num_kept = self.settings.forget_workers_after, self.settings.max_workers
+        ephemeral_s = min(after_s, FORGET_EPHEMERAL_AFTER_S)
+        command = ForgetWorkers(self._before(after_s), num_kept, self._before(ephemeral_s))
+        await self.loop.submit(command)
 
     async def expire_runs(self) -> None:
         """Delete the runs that ended long ago, and the oldest ones beyond the number that is

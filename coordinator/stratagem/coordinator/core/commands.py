@@ -114,11 +114,12 @@ class LeaveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ForgetWorkers:
-    """Forget workers that were lost before this time of the leader's clock, and all but the newest
-    of those that are lost."""
+    """Forget workers that were lost before a time of the leader's clock, which is another one for
+    those whose names do not come back, and all but the newest of those that are lost."""
 
     lost_before_s: float
     num_kept: int
+    ephemeral_before_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

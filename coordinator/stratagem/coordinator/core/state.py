@@ -153,6 +153,11 @@ class CoordinatorState:
         """Return a run, active or not; None when it is not known."""
         return self.runs.get(run_id) or self.ended.get(run_id)
 
+    def is_active(self, run_id: RunId) -> bool:
+        """Return True for a run that is known and has not ended."""
+        run = self.runs.get(run_id)
+        return run is not None and run.ended is None
+
 
 @dataclass(frozen=True)
 class World:

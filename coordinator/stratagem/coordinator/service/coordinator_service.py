@@ -243,7 +243,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
         if request.draining:
             await self._app.loop.submit(DrainWorker(member))
-        return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time())
+        return pb.HeartbeatResponse(
+            term=self._app.loop.term, time_s=time.time(), released=self._is_over(request.for_run)
+        )
+
+    def _is_over(self, run_id: str) -> bool:
+        """Return True when what a worker was started for has ended, or is not known."""
+        state = self._app.loop.state
+        return bool(run_id) and not state.is_active(RunId(run_id))
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         member = member_of(request)

@@ -60,6 +60,10 @@ class Agent:
     proof: Proof = PLAINTEXT
     proxy: str = ""
     on_registered: Callable[[], None] = lambda: None
+    for_run: str = ""
+    """The run that this process was started for."""
+    on_released: Callable[[], None] = lambda: None
+    """Called once that run has ended."""
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
     """When the coordinator last answered; at first, the start."""
@@ -163,6 +167,7 @@ class Agent:
                 worker_id=self.identity.worker_id,
                 incarnation=self.identity.incarnation,
                 draining=self._is_draining,
+                for_run=self.for_run,
             )
             asked, sent_s = self.coordinators.present, time.time()
             try:
@@ -170,6 +175,8 @@ class Agent:
                 if answer.time_s:  # a coordinator that is older than this worker does not say
                     self.clock.note(sent_s, time.time(), answer.time_s)
                 self._see(answer.term)
+                if answer.released:
+                    self.on_released()
                 num_failed = 0
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:

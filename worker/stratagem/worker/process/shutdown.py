@@ -25,16 +25,31 @@ class Stop:
     """The request to end this process: whether it has come, and by which signal."""
 
     reason: str = ""
+    is_release: bool = False
+    """True where the work is done, and no signal came before."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
-    _first_s: float = 0.0
+    _first_s: float | None = None
+
+    def release(self, reason: str) -> None:
+        """Take in that this process is not needed any more."""
+        if not self.told.is_set():
+            self.reason, self.is_release = reason, True
+            self.told.set()
 
     def note(self, number: signal.Signals, now_s: float) -> bool:
         """Take in a signal; True when the process has to end at once."""
-        if not self.told.is_set():
-            self.reason, self._first_s = number.name, now_s
-            self.told.set()
+        if self._first_s is None:
+            self._first_s = now_s
+            if not self.told.is_set():
+                self.reason = number.name
+                self.told.set()
             return False
         return number is signal.SIGINT or now_s - self._first_s > REPEAT_S
+
+    @property
+    def is_preemption(self) -> bool:
+        """True when a scheduler, and not a person, has ended a process that was still wanted."""
+        return self.told.is_set() and not self.is_release and self.reason != signal.SIGINT.name
 
 
 def stop_by_signals(preempt_signal: str) -> Stop:

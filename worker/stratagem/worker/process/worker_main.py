@@ -1,7 +1,8 @@
 """The worker process: one event loop for gRPC, one thread for torch, and how they start and end.
 
 Owns the order of start and of drain. When asked to end, the worker reports that it drains, ends
-what runs after its present step, reports that it leaves, and exits 0.
+what runs after its present step, reports that it leaves, and exits 0; or with PREEMPTED, where a
+launcher started it and a signal ended it, so that it is started again.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ from stratagem.worker.mesh.peer_service import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.heartbeat import Agent, Identity
+from stratagem.worker.process.launch_place import PREEMPTED
 from stratagem.worker.process.shutdown import stop_by_signals
 from stratagem.worker.process.tunnel import Tunnel
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
@@ -101,17 +103,18 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         tracing.start("worker", settings.worker_id)
         with output_capture.installed():
-            asyncio.run(run(settings, thread, site))
+            is_preempted = asyncio.run(run(settings, thread, site))
     except StratagemError as error:
         log.error("worker cannot serve", reason=str(error))
         return 1
     finally:
         tracing.stop()
+    status = PREEMPTED if is_preempted and settings.rendezvous is not None else 0
     if not thread.stop(timeout_s=1.0):
         log.warning("user code did not end in time")
         sys.stderr.flush()
-        os._exit(0)  # an orderly exit would wait for it, or tear torch down under it
-    return 0
+        os._exit(status)  # an orderly exit would wait for it, or tear torch down under it
+    return status
 
 
 def keep_forks_away() -> None:
@@ -125,8 +128,10 @@ def keep_forks_away() -> None:
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 
 
-async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> None:
-    """Serve until a signal arrives, then drain. site: decides what is served."""
+async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> bool:
+    """Serve until a signal arrives or the work is done, then drain; return whether this process was
+    preempted. site: decides what is served.
+    """
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
@@ -134,7 +139,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
     capability.data_plane = security.data_plane
     policy = settings.allow_code.partition(":")[0] if site is None else site.code_policy
     capability.code_policy = policy
-    capability.tunnelled = settings.tunnel
+    capability.tunnelled, capability.ephemeral = settings.tunnel, settings.ephemeral
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS
@@ -169,6 +174,8 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         agent.proxy = settings.proxy
         sessions.fences.ask_with(agent.beat)
         agent.on_registered = host.last_words.registered
+        agent.for_run = settings.for_run
+        agent.on_released = partial(stop.release, f"the end of run {settings.for_run}")
         monitor.agent = agent
         tunnel = _tunnel(settings, agent, server_socket(sockets)) if settings.tunnel else None
         tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
@@ -189,6 +196,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
             await asyncio.gather(*tasks, return_exceptions=True)
             host.blobs.clear()
             host.user_code.bundles.close()
+    return stop.is_preemption
 
 
 def _tunnel(settings: WorkerSettings, agent: Agent, server_path: str) -> Tunnel:

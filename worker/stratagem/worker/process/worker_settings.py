@@ -21,12 +21,14 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from stratagem.common.base.host_port import dialled_host, split_address
-from stratagem.common.base.ids import check_worker_id
+from stratagem.common.base.ids import check_run_id, check_worker_id
 from stratagem.common.observe.logs import LEVELS
 from stratagem.common.process.settings_rules import at_least, flag
 from stratagem.common.rpc.http_proxy import check_proxy
 from stratagem.common.rpc.leader_channel import split_addresses
 from stratagem.worker.host.exit_record import check_previous_exit
+from stratagem.worker.process.launch_place import Launcher
+from stratagem.worker.process.placed_settings import with_place
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
 PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
@@ -88,6 +90,21 @@ class WorkerSettings(BaseSettings):
         description="group of workers that share one certificate; the worker's id is NAME.POOL",
     )
     listen: str = Field("127.0.0.1:0", description="HOST:PORT to serve at; port 0 takes a free one")
+    rendezvous: Launcher | None = Field(
+        None,
+        description="the launcher that has started this process among others, whose variables tell "
+        "its place: name, coordinator, address, device and threads unless set; env: whichever has",
+    )
+    for_run: str = Field(
+        "",
+        description="id of the run that this worker is started for: once it has ended the worker "
+        "leaves, with exit status 0",
+    )
+    ephemeral: bool = Field(
+        False,
+        description="the name of this worker does not come back: once lost it is forgotten within "
+        "minutes; so it is with --rendezvous, unless set",
+    )
     advertise: str = Field(
         "",
         description="HOST or HOST:PORT at which others reach this worker; the listen address, or "
@@ -228,6 +245,16 @@ class WorkerSettings(BaseSettings):
     def may_serve_plaintext(self) -> bool:
         """True if health, which is always in plaintext, may listen on any address."""
         return self.allow_insecure_network or self.tls_ca is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_place(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if values.get("rendezvous") is None else with_place(values)
+
+    @field_validator("for_run")
+    @classmethod
+    def _is_run_id(cls, value: str) -> str:
+        return check_run_id(value) if value else value
 
     @field_validator("name")
     @classmethod

@@ -45,6 +45,7 @@ class Capability(Value):
     data_plane: str = ""
     code_policy: str = ""
     tunnelled: bool = False
+    ephemeral: bool = False
 
 
 class Setting(Value):

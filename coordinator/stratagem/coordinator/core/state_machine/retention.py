@@ -18,8 +18,12 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Jou
         (worker for worker in state.workers.values() if not worker.is_alive),
         key=lambda record: (record.lost_s, record.member.worker_id),
     )
-    num_old = sum(record.lost_s < command.lost_before_s for record in lost)
-    old = lost[: max(num_old, len(lost) - command.num_kept)]
+    num_beyond = len(lost) - command.num_kept
+    old = [
+        record
+        for number, record in enumerate(lost)
+        if number < num_beyond or record.lost_s < _limit(record, command)
+    ]
     if not old:
         return ()
     active = [run for run in state.runs.values() if run.ended is None]
@@ -30,6 +34,12 @@ def forget_workers(state: CoordinatorState, command: ForgetWorkers) -> tuple[Jou
         if record.member.worker_id not in named and not _hosts_data_of(record, active)
     )
     return (JournalEntry(CLUSTER, WorkersForgotten(names=names)),) if names else ()
+
+
+def _limit(worker: WorkerRecord, command: ForgetWorkers) -> float:
+    if worker.capability.ephemeral:
+        return max(command.ephemeral_before_s, command.lost_before_s)
+    return command.lost_before_s
 
 
 def _named(runs: list[RunRecord]) -> frozenset[WorkerId]:

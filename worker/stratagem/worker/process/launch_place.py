@@ -1,0 +1,212 @@
+"""The place that a launcher gives a process: which of its processes this one is, and so its name,
+its device and its share of the cores.
+
+Pure: reads an environment that is handed in. Launchers start equal processes and tell each in
+environment variables which one it is; nobody here waits for all of them, since a coordinator takes
+workers as they come.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final, Literal
+
+from stratagem.common.base.errors import InvalidInputError
+
+Launcher = Literal["torchrun", "slurm", "kubernetes", "mpi", "env"]
+"""Whose variables are read; env: those of the first launcher that has set its own."""
+
+COORDINATOR: Final = "STRATAGEM_COORDINATOR"
+COORDINATOR_PORT: Final = 7070
+PREEMPTED: Final = 75
+"""The exit status of a launched worker that a signal has ended while it was wanted (EX_TEMPFAIL in
+sysexits.h): its launcher starts it again."""
+
+MAX_NAME: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a process among those that a launcher started."""
+
+    launcher: Launcher
+    name: str
+    """Of a worker in this place; letters, digits, "_" and "-", as certificates of pools want it."""
+    rank: int
+    local_rank: int
+    """Its number among the processes of this host."""
+    num_local: int
+    """Processes of this host, as far as the launcher says; 1 where it does not."""
+
+
+def detect(wanted: Launcher, environ: Mapping[str, str], host: str, pid: int) -> Place:
+    """Return the place of this process.
+
+    host, pid: name those that their launcher gives no name of its own.
+    Raises InvalidInputError for variables that are missing or no numbers; it names them.
+    """
+    if wanted != "env":
+        return _PLACES[wanted](environ, host, pid)
+    for launcher, signs in _SIGNS:
+        if all(sign in environ for sign in signs):
+            return _PLACES[launcher](environ, host, pid)
+    known = ", ".join(f"{' and '.join(signs)} ({launcher})" for launcher, signs in _SIGNS)
+    raise InvalidInputError.at("--rendezvous", f"env: no launcher has set its variables: {known}")
+
+
+def coordinator_of(environ: Mapping[str, str]) -> str:
+    """Return the coordinator's address that the environment tells, or "".
+
+    MASTER_PORT does not count: at that port the launcher itself listens.
+    """
+    if told := environ.get(COORDINATOR, ""):
+        return told
+    master = environ.get("MASTER_ADDR", "")
+    if not master:
+        return ""
+    return f"[{master}]:{COORDINATOR_PORT}" if ":" in master else f"{master}:{COORDINATOR_PORT}"
+
+
+def device_at(place: Place, num_visible: int) -> str:
+    """Return the device of a place on a host where so many CUDA devices are visible.
+
+    A launcher shows each process either all devices of the host or its own one.
+    """
+    if num_visible == 0:
+        return "cpu"
+    if place.local_rank < num_visible:
+        return f"cuda:{place.local_rank}"
+    if num_visible == 1:
+        return "cuda:0"
+    problem = f"process {place.local_rank} of this host has none of its {num_visible} CUDA devices"
+    raise InvalidInputError.at("--device", f"{problem}; start fewer, or say --device cpu")
+
+
+def threads_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
+    """Return the threads of a place on a host that lets this process run on so many cores."""
+    if place.launcher == "slurm":
+        if "SLURM_CPUS_PER_TASK" in environ:
+            return max(1, min(num_cores, _number(environ, "SLURM_CPUS_PER_TASK")))
+        num_on_node = _number(environ, "SLURM_CPUS_ON_NODE", default=num_cores)
+        if num_cores < num_on_node:  # Slurm has bound the task to its own cores
+            return num_cores
+        num_cores = num_on_node
+    return max(1, num_cores // place.num_local)
+
+
+def _torchrun(environ: Mapping[str, str], _host: str, _pid: int) -> Place:
+    rank = _rank(environ, "RANK", "WORLD_SIZE")
+    run = _text(environ, "TORCHELASTIC_RUN_ID")
+    if run == "none":  # what each run without --rdzv-id is called
+        run = f"{environ.get('MASTER_ADDR', '')}-{environ.get('MASTER_PORT', '')}"
+    restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
+    local, num_local = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Place("torchrun", _name("torchrun", run, restarts, rank), rank, local, num_local)
+
+
+def _slurm(environ: Mapping[str, str], _host: str, _pid: int) -> Place:
+    rank = _rank(environ, "SLURM_PROCID", "SLURM_NTASKS")
+    restarts = _number(environ, "SLURM_RESTART_COUNT", default=0)  # absent at the first start
+    name = _name("slurm", _text(environ, "SLURM_JOB_ID"), restarts, rank)
+    local, _ = _local(environ, "SLURM_LOCALID", "")
+    return Place("slurm", name, rank, local, _tasks_here(environ))
+
+
+def _kubernetes(environ: Mapping[str, str], host: str, _pid: int) -> Place:
+    rank = _rank(environ, "JOB_COMPLETION_INDEX", "")
+    return Place("kubernetes", _name(environ.get("POD_NAME") or host), rank, 0, 1)
+
+
+def _mpi(environ: Mapping[str, str], host: str, pid: int) -> Place:
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        rank = _rank(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        sizes = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    else:
+        rank = _rank(environ, "PMI_RANK", "PMI_SIZE")
+        sizes = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return Place("mpi", _name("mpi", host, pid), rank, *_local(environ, *sizes))
+
+
+def _plain(environ: Mapping[str, str], host: str, pid: int) -> Place:
+    rank = _rank(environ, "RANK", "WORLD_SIZE")
+    local, num_local = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Place("env", _name("env", host, pid), rank, local, num_local)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """Return the tasks of a Slurm step on this node: "4(x2),1" is 4, 4 and 1 by node."""
+    told = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not told:
+        return 1
+    node, counts = _number(environ, "SLURM_NODEID", default=0), list[int]()
+    for item in told.split(","):
+        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if matched is None:
+            raise _wrong("SLURM_STEP_TASKS_PER_NODE", told, 'is not like "4(x2),1"')
+        counts += [int(matched[1])] * min(int(matched[2] or 1), node + 1)
+    if node >= len(counts):
+        raise _wrong("SLURM_NODEID", str(node), f"has no entry in {told!r}")
+    return max(1, counts[node])
+
+
+def _local(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    """Return the rank on this host and the processes of this host, of which one variable or both
+    may be missing."""
+    if rank not in environ:
+        return 0, _number(environ, size, default=1) or 1
+    return _rank(environ, rank, size), _number(environ, size, default=1) or 1
+
+
+def _rank(environ: Mapping[str, str], name: str, size: str) -> int:
+    """Return a rank, which is smaller than the size where that is told."""
+    rank = _number(environ, name)
+    if size in environ and rank >= (most := _number(environ, size)):
+        raise _wrong(name, str(rank), f"is not below {size}, which is {most}")
+    return rank
+
+
+def _number(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
+    text = _text(environ, name)
+    if re.fullmatch(r"[0-9]{1,9}", text) is None:
+        raise _wrong(name, text, "is not a whole number from 0 on")
+    return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise InvalidInputError.at("--rendezvous", f"{name} is not set in the environment")
+    return environ[name]
+
+
+def _wrong(name: str, value: str, problem: str) -> InvalidInputError:
+    return InvalidInputError.at("--rendezvous", f"{name} is {value!r}, which {problem}")
+
+
+def _name(*parts: object) -> str:
+    """Return the name of a worker: too long a one is cut, and keeps a digest of the whole."""
+    whole = "-".join(re.sub(r"[^A-Za-z0-9_-]+", "-", str(part)) for part in parts)
+    if len(whole) <= MAX_NAME:
+        return whole
+    return f"{whole[: MAX_NAME - 9]}-{blake2b(whole.encode(), digest_size=4).hexdigest()}"
+
+
+_SIGNS: Final[tuple[tuple[Launcher, tuple[str, ...]], ...]] = (
+    ("torchrun", ("TORCHELASTIC_RUN_ID", "RANK")),
+    ("slurm", ("SLURM_PROCID", "SLURM_STEP_ID")),
+    ("kubernetes", ("JOB_COMPLETION_INDEX",)),
+    ("mpi", ("OMPI_COMM_WORLD_RANK",)),
+    ("mpi", ("PMI_RANK",)),
+    ("env", ("RANK", "MASTER_ADDR")),
+)
+"""torchrun comes first: it may itself have been started by any of the others."""
+
+_PLACES: Final = {
+    "torchrun": _torchrun,
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
+    "mpi": _mpi,
+    "env": _plain,
+}
