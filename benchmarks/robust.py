@@ -34,7 +34,7 @@ from stratagem.common.strategy import (
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.robust.verdict import judge
 from stratagem.coordinator.updates.spool import Spool

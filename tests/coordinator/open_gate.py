@@ -1,7 +1,7 @@
 """The entrance of a coordinator that a test leads by itself: nobody comes through it."""
 
 from stratagem.common.rpc.health_service import HealthService
-from stratagem.coordinator.runtime.leader_gate import LeaderGate
+from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
 
 
 def entrance() -> LeaderGate:

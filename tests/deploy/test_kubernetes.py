@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import make_url
 
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
-from stratagem.coordinator.runtime.leader_gate import LIVE
+from stratagem.coordinator.runtime.leadership.leader_gate import LIVE
 from stratagem.coordinator.store.blobs.s3 import check_url
 from stratagem.coordinator.store.journal.postgres import SCHEME
 from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S

@@ -16,7 +16,7 @@ from stratagem.coordinator.observe.event_feed import (
     SegmentProgress,
 )
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
-from stratagem.coordinator.runtime.throttle import Paced
+from stratagem.coordinator.runtime.tasks.throttle import Paced
 from tests.patience import PATIENCE_S
 
 RUN = RunId("run-1")

@@ -10,7 +10,7 @@ from stratagem.common.base.errors import IntegrityError, LimitError, Unavailable
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.tensors.safetensors_file import read_header
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from tests.coordinator.store.places import Bucket, Place

@@ -18,8 +18,8 @@ from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.fold import fold_weighted_mean
-from stratagem.coordinator.updates.rebasing import Rebasing
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding

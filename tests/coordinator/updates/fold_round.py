@@ -6,7 +6,7 @@ from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, read_header
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.fold import (
+from stratagem.coordinator.updates.folding.fold import (
     fold_weighted_mean,
 )
 from stratagem.coordinator.updates.spool import Spool

@@ -14,8 +14,9 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.updates import fold, update_decoding
-from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates import update_decoding
+from stratagem.coordinator.updates.folding import fold
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
 from stratagem.coordinator.updates.update_sources import CheckedData
@@ -348,7 +349,8 @@ def test_bits_that_change_after_the_file_was_checked_are_found(a_round: CodedRou
 
 CRASH = """
 from tests.coordinator.updates.coded import TERNARY, CodedRound, update_of
-from stratagem.coordinator.updates import fold, spool_upload
+from stratagem.coordinator.updates import spool_upload
+from stratagem.coordinator.updates.folding import fold
 spool_upload.CHECKPOINT_BYTES = 1000
 fold.WINDOW_ELEMENTS = 64
 a_round = CodedRound(Path(sys.argv[1]), TERNARY)

@@ -25,8 +25,8 @@ from stratagem.common.strategy import (
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
-from stratagem.coordinator.updates import fold
-from stratagem.coordinator.updates.fold import FoldStoppedError, fold_weighted_mean
+from stratagem.coordinator.updates.folding import fold
+from stratagem.coordinator.updates.folding.fold import FoldStoppedError, fold_weighted_mean
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.robust import changes, sorting_network
 from stratagem.coordinator.updates.robust.rules import combination, places_read

@@ -57,17 +57,17 @@ from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
-from stratagem.coordinator.runtime.chores import Chores
-from stratagem.coordinator.runtime.effect_supervisor import RunSupervisor
-from stratagem.coordinator.runtime.heartbeat_leases import Leases
-from stratagem.coordinator.runtime.leader_gate import LeaderGate
+from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.malloc_trim import rest
 from stratagem.coordinator.runtime.plugins import installed
 from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.runtime.rendezvous import Barriers
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.runtime.throttle import Paced
+from stratagem.coordinator.runtime.tasks.chores import Chores
+from stratagem.coordinator.runtime.tasks.effect_supervisor import RunSupervisor
+from stratagem.coordinator.runtime.tasks.throttle import Paced
 from stratagem.coordinator.runtime.worker_links import Links
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.journal import Journal

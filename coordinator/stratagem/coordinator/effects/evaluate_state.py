@@ -27,7 +27,7 @@ from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.shown_evaluation import shown_evaluation
 from stratagem.coordinator.effects.synchronous.snapshot import pull_part
 from stratagem.coordinator.observe.event_feed import SegmentProgress
-from stratagem.coordinator.runtime.task_group import task_group
+from stratagem.coordinator.runtime.tasks.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.federated.update_rejections import reason_of
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError, StatePart

@@ -25,7 +25,7 @@ from stratagem.common.rpc.server import add_health, make_health_server, make_ser
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.listeners import CoordinatorSecurity, host_and_port
 from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor
-from stratagem.coordinator.runtime.leader_gate import LeaderGate
+from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.coordinator.store.journal.lead import FencedError

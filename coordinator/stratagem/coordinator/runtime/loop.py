@@ -37,7 +37,7 @@ from stratagem.coordinator.core.state_machine.decide import decide, world_of
 from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.observe.log_ids import ids_of
-from stratagem.coordinator.runtime.leader_clock import LeaderClock
+from stratagem.coordinator.runtime.leadership.leader_clock import LeaderClock
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.fact_log import Recorded
 from stratagem.coordinator.store.journal.history_rows import HistoryRow

@@ -30,7 +30,7 @@ from stratagem.common.rpc.admission import RETRY_AFTER_S
 from stratagem.common.rpc.relay_copy import Receive, Send, copy_both_ways
 from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime.chores import Chores
+from stratagem.coordinator.runtime.tasks.chores import Chores
 
 MAX_PARKED: Final = 4
 """Streams that one start of a worker may keep parked."""

@@ -12,8 +12,8 @@ from stratagem.common.privacy.gaussian_noise import derived_key, standard_normal
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.coordinator.core.facts import ROOT, RoundAccounted
-from stratagem.coordinator.updates import fold as folding
-from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding import fold as folding
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.privacy.private_mean import PrivateMean
 from stratagem.coordinator.updates.privacy.round_noise import (

@@ -30,9 +30,9 @@ from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogs
 from stratagem.coordinator.runtime.broadcast import SharedFrames
-from stratagem.coordinator.runtime.chores import Chores
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.runtime.tasks.chores import Chores
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.journal.history_rows import HistoryRow

@@ -28,7 +28,7 @@ from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.report_intake import let_in
 from stratagem.coordinator.observe.run_logs import RunLogLine
-from stratagem.coordinator.runtime.task_group import stop_if_cancelled, task_group
+from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import types_pb2, worker_pb2
 

@@ -16,13 +16,13 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
-from stratagem.coordinator.updates.fold import Combination, Folded, fold_weighted_mean
-from stratagem.coordinator.updates.global_average import global_average
+from stratagem.coordinator.updates.folding.fold import Combination, Folded, fold_weighted_mean
+from stratagem.coordinator.updates.folding.global_average import global_average
+from stratagem.coordinator.updates.folding.rebasing import Rebasing
+from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
+from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.privacy.privacy_secret import SecretLostError
-from stratagem.coordinator.updates.rebasing import Rebasing
 from stratagem.coordinator.updates.robust.rules import combination, places_read
-from stratagem.coordinator.updates.server_optimizers import server_optimizer
-from stratagem.coordinator.updates.server_step import ServerStep
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding

@@ -17,7 +17,7 @@ from stratagem.coordinator.core.facts import UpdatesJudged
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.aggregate_round import accepted_entries, decoding_of
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
-from stratagem.coordinator.updates.fold import FoldStoppedError
+from stratagem.coordinator.updates.folding.fold import FoldStoppedError
 from stratagem.coordinator.updates.robust.verdict import Verdict, judge
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import open_state

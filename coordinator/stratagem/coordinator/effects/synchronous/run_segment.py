@@ -26,7 +26,7 @@ from stratagem.coordinator.effects.synchronous.segment_history import (
 )
 from stratagem.coordinator.effects.synchronous.shown_evaluation import shown_evaluation
 from stratagem.coordinator.observe.event_feed import SegmentProgress
-from stratagem.coordinator.runtime.task_group import task_group
+from stratagem.coordinator.runtime.tasks.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
 from stratagem.v1 import worker_pb2

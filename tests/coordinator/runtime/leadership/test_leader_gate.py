@@ -16,7 +16,7 @@ from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.leader_channel import Coordinators, split_addresses
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.runtime.leader_gate import LIVE, LeaderGate
+from stratagem.coordinator.runtime.leadership.leader_gate import LIVE, LeaderGate
 from stratagem.coordinator.store.journal.lead import Lease
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.v1 import coordinator_pb2 as pb

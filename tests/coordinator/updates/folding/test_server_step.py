@@ -14,11 +14,11 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates import fold
-from stratagem.coordinator.updates.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding import fold
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
+from stratagem.coordinator.updates.folding.server_step import ServerStep, slot_dtype
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
-from stratagem.coordinator.updates.server_optimizers import server_optimizer
-from stratagem.coordinator.updates.server_step import ServerStep, slot_dtype
 from stratagem.coordinator.updates.spool import Spool
 from tests.coordinator.updates.updates import (
     MIXED,

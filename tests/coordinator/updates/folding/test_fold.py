@@ -13,8 +13,8 @@ from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import blob_digest
-from stratagem.coordinator.updates import fold
-from stratagem.coordinator.updates.fold import (
+from stratagem.coordinator.updates.folding import fold
+from stratagem.coordinator.updates.folding.fold import (
     FoldStoppedError,
     fold_weighted_mean,
     mean_factors,

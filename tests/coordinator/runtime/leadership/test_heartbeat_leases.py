@@ -5,8 +5,8 @@ import time
 
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.runtime.heartbeat_leases import Leases
-from stratagem.coordinator.runtime.leader_clock import STEP_S, LeaderClock
+from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.leadership.leader_clock import STEP_S, LeaderClock
 from tests.patience import PATIENCE_S
 
 

@@ -19,9 +19,9 @@ from stratagem.coordinator.core.facts import RunReleased
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails
-from stratagem.coordinator.runtime import effect_supervisor as supervisor_module
-from stratagem.coordinator.runtime.effect_supervisor import TROUBLE, RunSupervisor
-from stratagem.coordinator.runtime.task_group import task_group
+from stratagem.coordinator.runtime.tasks import effect_supervisor as supervisor_module
+from stratagem.coordinator.runtime.tasks.effect_supervisor import TROUBLE, RunSupervisor
+from stratagem.coordinator.runtime.tasks.task_group import task_group
 from tests.coordinator.runtime.effects import member, segment
 from tests.patience import PATIENCE_S
 

@@ -12,8 +12,8 @@ from stratagem.common.job import WeightAverageSpec
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY
 from stratagem.common.tensors.safetensors_file import read_header
-from stratagem.coordinator.updates.fold import fold_weighted_mean
-from stratagem.coordinator.updates.global_average import global_average
+from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from tests.coordinator.updates.fold_round import FOLDER, Round
 from tests.coordinator.updates.updates import MIXED, OF_RUN, accept, data_of, manifest_of

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from stratagem.coordinator.runtime.leader_clock import STEP_S, LeaderClock
+from stratagem.coordinator.runtime.leadership.leader_clock import STEP_S, LeaderClock
 
 
 def test_the_clock_goes_on_from_the_last_journaled_value() -> None:

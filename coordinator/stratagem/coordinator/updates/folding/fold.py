@@ -28,10 +28,10 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
-from stratagem.coordinator.updates.global_average import GlobalAverage
+from stratagem.coordinator.updates.folding.global_average import GlobalAverage
+from stratagem.coordinator.updates.folding.rebasing import Rebasing
+from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, is_finite, narrow, storage, widen
-from stratagem.coordinator.updates.rebasing import Rebasing
-from stratagem.coordinator.updates.server_step import ServerStep
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 from stratagem.coordinator.updates.update_sources import Source, WholeSource

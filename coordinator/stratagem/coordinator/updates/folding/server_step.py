@@ -17,8 +17,8 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobStore, BlobWriter
+from stratagem.coordinator.updates.folding.server_optimizers import ServerOptimizer
 from stratagem.coordinator.updates.numpy_floats import Wide, narrow, storage
-from stratagem.coordinator.updates.server_optimizers import ServerOptimizer
 from stratagem.coordinator.updates.state_reader import averaged_names, open_state
 
 

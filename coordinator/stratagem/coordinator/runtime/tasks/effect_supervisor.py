@@ -22,7 +22,7 @@ from stratagem.coordinator.core.effects import Effect, slots
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.gang_scheduler import Request, grant
 from stratagem.coordinator.observe.log_ids import ids_of
-from stratagem.coordinator.runtime.task_group import stop_if_cancelled
+from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0

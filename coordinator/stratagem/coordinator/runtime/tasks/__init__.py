@@ -1,0 +1,1 @@
+"""Tasks of the event loop: one for each pending effect, chores, and groups that end together."""
