@@ -19,7 +19,7 @@ REACHED_BY = {
     "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
     "coordinator.round.pulled": ("FedAvg",),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
-    "coordinator.round.judged": ("Krum",),
+    "coordinator.round.judged": ("Krum", "Fair"),
     "coordinator.round.folded": ("FedAvg", "FedAvg-coded", "FedYogi", "Median", "Krum", "Private"),
     "coordinator.privacy.accounted": ("Private",),
     "coordinator.evaluation.gathered": ("Evaluation", "FedAvg"),

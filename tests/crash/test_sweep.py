@@ -91,6 +91,7 @@ SAMPLE = (
     Case("Median", "coordinator", "coordinator.fold.after_window"),
     Case("Krum", "coordinator", "coordinator.round.judged", 1),
     Case("Krum", "coordinator", "coordinator.fold.after_window"),
+    Case("Fair", "coordinator", "coordinator.round.judged", 1),
     # Between the two slots of the first round and its state.
     Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 2),
 )

@@ -49,6 +49,7 @@ from tests.reference.robust import robust_state
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
 from tests.reference.stream_rows import PlainRows, PlainStreams
+from tests.reference.weighing import fair_state, loss_before
 from tests.reference.weight_average import GlobalAverage, RunningAverage
 
 _CPU = torch.device("cpu")
@@ -250,9 +251,12 @@ def federated_loop(
         trained_for = dict.fromkeys(chosen, round_num) | dict(late_of(round_num))
         updates: list[Update] = []
         losses_by_rows: list[tuple[int, float]] = []
+        losses_before: list[float] = []
         for client, of_round in sorted(trained_for.items()):
             base = before[of_round]
             model.load_state_dict(base)
+            if strategy.options.q is not None:
+                losses_before.append(loss_before(job, entrypoints, model, randomness, client))
             prepared = (model, execution, randomness, hooks)
             rows, loss, has_learned = (train_client or _train_client)(
                 job, entrypoints, prepared, client, of_round, numerics, set_rates
@@ -272,6 +276,9 @@ def federated_loop(
             means = private.means(round_num, world, [update.state for update in updates])
         elif strategy.options.robust:
             means = robust_state(strategy.options.robust, [each.state for each in updates], world)
+        elif strategy.options.q is not None:
+            pairs = [(each.weight, each.state) for each in updates]
+            means = fair_state(job, pairs, losses_before, world, trained)
         else:
             means = {name: _mean_of(name, updates, numerics) for name in world}
         for name in trained & means.keys():

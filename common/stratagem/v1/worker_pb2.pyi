@@ -1136,6 +1136,7 @@ class ClientRoundResult(_message.Message):
     NUM_HISTORY_PARTS_FIELD_NUMBER: _builtins.int
     HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
     IS_LOSS_WITHHELD_FIELD_NUMBER: _builtins.int
+    LOSS_BEFORE_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
@@ -1146,6 +1147,8 @@ class ClientRoundResult(_message.Message):
     history_digest: _builtins.str
     is_loss_withheld: _builtins.bool
     """The client's site does not tell the loss; loss is 0."""
+    loss_before: _builtins.float
+    """Mean loss of the base over the client's training rows, where the job weighs updates by it."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
@@ -1166,12 +1169,15 @@ class ClientRoundResult(_message.Message):
         num_history_parts: _builtins.int = ...,
         history_digest: _builtins.str = ...,
         is_loss_withheld: _builtins.bool = ...,
+        loss_before: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "loss_before", b"loss_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__loss_before: _TypeAlias = _typing.Literal["loss_before"]  # noqa: Y015
+    _WhichOneofArgType__loss_before: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss_before) -> _WhichOneofReturnType__loss_before | None: ...
 
 Global___ClientRoundResult: _TypeAlias = ClientRoundResult  # noqa: Y015
 

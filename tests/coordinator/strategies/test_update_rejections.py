@@ -27,7 +27,7 @@ from stratagem.coordinator.core.state import RunPhase, RunRecord
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told
-from stratagem.coordinator.effects.federated.client_failures import defect
+from stratagem.coordinator.effects.federated.client_failures import defect, defect_before
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
@@ -603,3 +603,27 @@ def test_only_rows_of_its_own_tell_one_builder_from_another(
     options: dict[str, Any], data: dict[str, str], may: bool
 ) -> None:
     assert may_move(JobSpec.from_json(job_text(federation(options), data=data))) is may
+
+
+@pytest.mark.parametrize(
+    ("q", "loss", "cause", "reason"),
+    [
+        (None, None, None, ""),
+        (None, float("nan"), None, ""),
+        (0.2, 0.0, None, ""),
+        (0.2, None, Cause.REFUSED_BY_SITE, "its loss before training is not told"),
+        (0.2, float("inf"), Cause.NOT_FINITE_LOSS, "its mean loss before training is inf"),
+        (0.0, float("nan"), Cause.NOT_FINITE_LOSS, "its mean loss before training is nan"),
+        (1.0, -0.25, Cause.NOT_FINITE_LOSS, "its mean loss before training is -0.25, and q weighs"),
+    ],
+)
+def test_a_loss_before_training_must_be_one_to_weigh_by(
+    q: float | None, loss: float | None, cause: Cause | None, reason: str
+) -> None:
+    found = defect_before(q, loss)
+    if cause is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found[0] is cause
+        assert found[1].startswith(reason)

@@ -189,6 +189,13 @@ def test_a_site_that_reports_nothing_still_trains(tmp_path: Path, plan: str, rea
     assert said(tmp_path, f'{ANY}\nreport = "none"', plan=plan) == reason
 
 
+def test_a_site_that_reports_nothing_has_no_part_in_weighing_by_losses(tmp_path: Path) -> None:
+    fair = offered(options={"q": 0.2})
+    reason = "report: none: strategy.options.q needs the loss over the site's rows"
+    assert said(tmp_path, f'{ANY}\nreport = "none"', fair) == reason
+    assert said(tmp_path, ANY, fair) == ""
+
+
 def test_signed_bundles(tmp_path: Path) -> None:
     make_keys(tmp_path / "theirs", tmp_path / "keys.pem")
     make_keys(tmp_path / "other", tmp_path / "other.pem")

@@ -142,10 +142,17 @@ def test_a_result_leaves_with_what_the_rule_names(tmp_path: Path) -> None:
     admission = gate_of(tmp_path).admit(request_of(job), job)
     metrics = {"max_grad_norm": 2.0, "Smith, Anna": 3.0}
     done = pb.ClientRoundResult(
-        num_samples=7, loss=0.5, metrics=metrics, num_history_parts=3, history_digest="ab"
+        num_samples=7,
+        loss=0.5,
+        metrics=metrics,
+        num_history_parts=3,
+        history_digest="ab",
+        loss_before=0.0,
     )
     told = admission.told(pb.ExecuteResult(client_round=done)).client_round
-    assert told == pb.ClientRoundResult(num_samples=7, loss=0.5, metrics={"max_grad_norm": 2.0})
+    expected = pb.ClientRoundResult(num_samples=7, loss=0.5, metrics={"max_grad_norm": 2.0})
+    expected.loss_before = 0.0
+    assert told == expected
     parts = [
         pb.EvaluationPart(
             split="test",
@@ -170,7 +177,8 @@ def test_a_site_that_reports_nothing_withholds_the_loss(tmp_path: Path) -> None:
     site_of(tmp_path, f'{ANY}\nreport = "none"')
     job = offered()
     admission = gate_of(tmp_path).admit(request_of(job), job)
-    done = pb.ClientRoundResult(num_samples=7, loss=0.5, metrics={"max_grad_norm": 2.0})
+    metrics = {"max_grad_norm": 2.0}
+    done = pb.ClientRoundResult(num_samples=7, loss=0.5, metrics=metrics, loss_before=0.7)
     told = admission.told(pb.ExecuteResult(client_round=done)).client_round
     assert told == pb.ClientRoundResult(num_samples=7, is_loss_withheld=True)
 

@@ -34,6 +34,7 @@ from stratagem.common.job.optimizer.hyperparameter_schedule import (
 from stratagem.common.job.optimizer.local_step_rules import OF_ONE_MODEL, check_local_steps
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
+from stratagem.common.job.optimizer.weighing_rules import check_weighing_of
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
 from stratagem.common.job.optimizer.weight_average_section import (
     reason_against as why_not_averaged,
@@ -183,6 +184,7 @@ class JobSpec(Section):
                 *_weight_average(self),
                 *_local_steps(self),
                 *check_privacy(self),
+                *_weighing(self),
                 *(against_streams(self) if says_stream(self) else ()),
             ]
         )
@@ -219,6 +221,17 @@ class JobSpec(Section):
 @lru_cache(maxsize=8)
 def _read(text: str, _are_limits_checked: bool) -> JobSpec:
     return JobSpec.parse(load_json(text))
+
+
+def _weighing(job: JobSpec) -> Iterator[Violation]:
+    has = {
+        "privacy": job.privacy is not None,
+        "data.streams": says_stream(job),
+        "turns": job.turns is not None,
+        "hyperparameter_schedule": job.hyperparameter_schedule is not None,
+    }
+    sections = [name for name, is_given in has.items() if is_given]
+    return check_weighing_of(job.strategy, job.optimizer, sections)
 
 
 def _plateau(job: JobSpec) -> ScheduleSpec | None:

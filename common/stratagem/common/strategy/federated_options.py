@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema.document import DocumentValue
-from stratagem.common.schema.field_types import MAX_UNSIGNED, Positive, SharedCount
+from stratagem.common.schema.field_types import MAX_UNSIGNED, NotNegative, Positive, SharedCount
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
 from stratagem.common.strategy.membership_options import Roster, Strikes
 from stratagem.common.strategy.robust import RobustRule, fewest_updates
@@ -66,7 +66,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     client trains when it is several workers, a silo; one worker unless given. robust: what takes
     the place of the weighted mean, so that a minority of false updates leads the model nowhere.
     roster: who takes part; num_clients from the start unless given. strikes: when a client that
-    keeps failing is left alone for some rounds; never unless given.
+    keeps failing is left alone for some rounds; never unless given. q: how much more a
+    client counts the higher its loss, q-FedAvg; by rows unless given.
     """
 
     local_epochs: SharedCount = 1
@@ -83,6 +84,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     robust: Annotated[RobustRule, Field(discriminator="name")] | None = None
     roster: Roster | None = None
     strikes: Strikes | None = None
+    q: NotNegative | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:

@@ -52,6 +52,7 @@ from stratagem.common.strategy.local_steps import (
 )
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
+from stratagem.common.strategy.weighing import check_weighing
 
 MAX_REPLICAS: Final = 16_384
 MAX_CLIENTS: Final = 1_000_000
@@ -230,6 +231,7 @@ class Federated(DocumentValue, tag="type"):
             text = f"{name} selects the same clients in every round, so no late one is left over"
             violations.append(Violation("options.late_updates", f"{text}; Random does not"))
         violations += too_few(options.robust, self._num_selected(), options.quorum)
+        violations += check_weighing(options, self.aggregation)
         refuse(violations)
 
     def _num_selected(self) -> int:

@@ -157,13 +157,16 @@ class CollectUpdate:
 
 @dataclass(frozen=True, slots=True)
 class JudgeUpdates:
-    """Compare the accepted updates of a round, and say what each counts under a robust rule."""
+    """Compare the accepted updates of a round, and say what each counts under a robust rule, or by
+    its loss."""
 
     run_id: RunId
     party: Party
     round_num: int
     base: Base
     accepted: tuple[Accepted, ...]
+    losses: tuple[float, ...] = ()
+    """Of each client before it trained; empty where its update does not count by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ class AggregateRound:
     metrics: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """Metrics of the round's training, by name. They are no part of the fold."""
     weights: tuple[float, ...] = ()
-    """What each accepted update counts, where a robust rule has judged them."""
+    """What each accepted update counts, where they have been judged."""
     privacy: RoundAccounted | None = None
     """The noise of the fold; None: it has none."""
 

@@ -94,6 +94,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     started_s = time.monotonic()
     work.set_activity("training")
     base, _ = work.blob(plan.base.digest)
+    loss_before = _loss_before(work, base, plan)
     with StepRecorder(work) as recorder:
         steps, timer = count(1), ClientSteps(work.host.stats)
 
@@ -128,6 +129,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             num_steps=done.num_steps,
             metrics=done.metrics,
             traffic=traffic,
+            loss_before=loss_before,
         )
     if work.admission is not None:
         work.admission.update(update.manifest, update.buffers, done.num_samples)
@@ -135,6 +137,17 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     result.num_history_parts, result.history_digest = history.end()
     failpoint("worker.round.trained")
     return result
+
+
+def _loss_before(
+    work: ExecutionContext, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
+) -> float | None:
+    """Return the loss of the base over the client's rows, where the job weighs updates by it."""
+    strategy = work.job.strategy
+    if not isinstance(strategy, Federated) or strategy.options.q is None:
+        return None
+    client, num_clients = plan.client, plan.num_clients
+    return _runner(work).loss_before(base, client, num_clients, work.control.check)
 
 
 def _private(

@@ -238,6 +238,9 @@ def _against_code(site: SiteFile, rule: AcceptRule, job: JobSpec) -> Iterator[_A
 def _against_metrics(rule: AcceptRule, offer: Offer) -> Iterator[_Against]:
     if offer.plan == "evaluate" and rule.report == "none":
         yield _Against("report", "none: the site evaluates nothing for others")
+    strategy = offer.job.strategy
+    if isinstance(strategy, Federated) and strategy.options.q is not None and rule.report == "none":
+        yield _Against("report", "none: strategy.options.q needs the loss over the site's rows")
     asked = offer.job.evaluation.metrics if offer.job.evaluation is not None else ()
     others = [name for name in asked if name not in rule.metrics and name != "loss"]
     if others:

@@ -53,6 +53,7 @@ class Disclosure:
 
     def _round(self, done: pb.ClientRoundResult) -> pb.ClientRoundResult:
         names = OWN_METRICS & set(done.metrics) if self.tells_loss else set()
+        has_loss_before = done.HasField("loss_before")
         return pb.ClientRoundResult(
             num_samples=done.num_samples,
             loss=done.loss if self.tells_loss else 0.0,
@@ -61,6 +62,7 @@ class Disclosure:
             num_steps=done.num_steps,
             metrics={name: done.metrics[name] for name in sorted(names)},
             traffic=done.traffic,
+            loss_before=done.loss_before if self.tells_loss and has_loss_before else None,
         )
 
     def _parts(self, done: pb.EvaluateResult) -> list[pb.EvaluationPart]:

@@ -88,6 +88,8 @@ class UpdateReceived(Value):
     """"train.max_grad_norm" of the client's steps; "train.skipped_steps" where they may be."""
     num_steps: int = 0
     """Steps of the client; 0 in journals of versions that took the newest update for all."""
+    loss_before: float | None = None
+    """Mean loss of the state that it began from, over its training rows; None: not asked for."""
 
 
 class UpdateRejected(Value):
@@ -138,13 +140,14 @@ class RoundClosed(Value):
 
 
 class UpdatesJudged(Value):
-    """A robust rule has compared the updates of a closed round; see updates.robust.verdict."""
+    """The updates of a closed round have been compared: by a robust rule (updates.robust.verdict),
+    or by loss and length (updates.weighing.fair_shares)."""
 
     party: Party
     round_num: int
     weights: tuple[float, ...]
-    """What each accepted update counts, in client order: 0 where it is left out; of a norm bound
-    the share that is left of its change."""
+    """What each accepted update counts, in client order: 0 where it is left out; of a norm bound,
+    and by loss, the share that is left of its change."""
     scores: tuple[float, ...]
     """What that follows from, in the same order."""
     reason: str = ""

@@ -16,7 +16,12 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
-from stratagem.coordinator.updates.folding.fold import Combination, Folded, fold_weighted_mean
+from stratagem.coordinator.updates.folding.fold import (
+    Combination,
+    Folded,
+    fold_weighted_mean,
+    mean_factors,
+)
 from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
@@ -26,6 +31,7 @@ from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
+from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
 
 Header = tuple[Manifest, int]
 """What a state's file is made of, and where its data start."""
@@ -141,6 +147,9 @@ def _fold(
             entries, weights = [entries[i] for i in places], [1.0] * len(places)
             counted = [effect.weights[i] for i in places] if effect.weights else weights
             combined = combination(rule, counted, state)
+        elif spec_of(job).options.q is not None:
+            shares = _shares(effect, weights, env.numerics_of(effect.run_id))
+            combined = ScaledChanges(shares, manifest, state)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
         writer = env.blobs.writer(len(header) + manifest.total_bytes)
         folded = fold_weighted_mean(
@@ -158,6 +167,13 @@ def _fold(
         )
     clip_norm = None if private is None else private.next_norm(job, entries)
     return folded, parse_header(io.BytesIO(header), folded.state), clip_norm
+
+
+def _shares(effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
+    """Return what the changes count, by losses; buffers by the same, in shares of one."""
+    factors = effect.weights
+    means, divisor = mean_factors(factors if any(factors) else [1.0] * len(factors), numerics)
+    return Shares(factors, means, divisor, rows.index(max(rows)))
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:

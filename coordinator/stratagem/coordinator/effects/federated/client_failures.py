@@ -71,3 +71,18 @@ def defect(loss: float, num_steps: int, metrics: Mapping[str, float]) -> tuple[C
     if not math.isfinite(loss):
         return Cause.NOT_FINITE_LOSS, f"its mean loss is {loss}"
     return None
+
+
+def defect_before(q: float | None, loss: float | None) -> tuple[Cause, str] | None:
+    """Why an update cannot count by the loss that its client has measured before it trained, where
+    updates count by it."""
+    if q is None:
+        return None
+    if loss is None:
+        return Cause.REFUSED_BY_SITE, "its loss before training is not told, and q weighs by it"
+    if not math.isfinite(loss):
+        return Cause.NOT_FINITE_LOSS, f"its mean loss before training is {loss}"
+    if loss < 0:
+        text = f"its mean loss before training is {loss:g}, and q weighs by losses of at least 0"
+        return Cause.NOT_FINITE_LOSS, text
+    return None

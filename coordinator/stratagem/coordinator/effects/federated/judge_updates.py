@@ -1,4 +1,4 @@
-"""JudgeUpdates: say what each accepted update of a round counts under a robust rule.
+"""JudgeUpdates: say what each accepted update of a round counts: under a robust rule, or by loss.
 
 The verdict is a fact before anything is folded, so a fold that is done again, also by another
 machine with another linear algebra, combines the same updates.
@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.wording import counted
+from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import GeometricMedian, NormBound, RobustRule
 from stratagem.coordinator.core.effects import JudgeUpdates
@@ -21,18 +22,18 @@ from stratagem.coordinator.updates.folding.fold import FoldStoppedError
 from stratagem.coordinator.updates.robust.verdict import Verdict, judge
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import open_state
+from stratagem.coordinator.updates.weighing.fair_shares import Fairness
 
 _MAX_NAMED = 8
 
 
 async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
     """Compare the updates in a thread, and report UpdatesJudged."""
-    rule = spec_of(env.job_of(effect.run_id, effect.party)).options.robust
-    assert rule is not None, "no rule asks for a verdict"
+    job = env.job_of(effect.run_id, effect.party)
     entries = await env.in_thread(lambda: accepted_entries(env, effect))
     cancelled = threading.Event()
     try:
-        verdict = await env.in_thread(lambda: _judge(env, effect, rule, entries, cancelled))
+        verdict = await env.in_thread(lambda: _judge(env, effect, job, entries, cancelled))
     except (IntegrityError, FileNotFoundError):
         env.spool.distrust(entries)  # where there is an object store, they are fetched again
         raise
@@ -40,12 +41,13 @@ async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
         cancelled.set()
     failpoint("coordinator.round.judged")
     clients = [accepted.client for accepted in effect.accepted]
+    said = _said(spec_of(job).options.robust, effect.losses, clients, verdict)
     fact = UpdatesJudged(
         party=effect.party,
         round_num=effect.round_num,
         weights=verdict.weights,
         scores=verdict.scores,
-        reason=f"round {effect.round_num}: {_said(rule, clients, verdict)}",
+        reason=f"round {effect.round_num}: {said}",
     )
     await env.report(effect.run_id, fact)
 
@@ -53,7 +55,7 @@ async def judge_updates(env: EffectContext, effect: JudgeUpdates) -> None:
 def _judge(
     env: EffectContext,
     effect: JudgeUpdates,
-    rule: RobustRule,
+    job: JobSpec,
     entries: Sequence[SpoolEntry],
     cancelled: threading.Event,
 ) -> Verdict:
@@ -68,11 +70,26 @@ def _judge(
         bases = [effect.base.digest] * len(entries)
         decoding = files.enter_context(closing(decoding_of(env, effect, manifest, bases)))
         sources = [decoding.source(place, entry) for place, entry in enumerate(entries)]
-        return judge(rule, sources, manifest, state, should_stop)
+        options = spec_of(job).options
+        if options.q is not None:
+            fairness = Fairness(options.q, _rate(job), effect.losses)
+            return fairness.verdict(sources, manifest, state, should_stop)
+        assert options.robust is not None, "no rule asks for a verdict"
+        return judge(options.robust, sources, manifest, state, should_stop)
 
 
-def _said(rule: RobustRule, clients: Sequence[int], verdict: Verdict) -> str:
+def _rate(job: JobSpec) -> float:
+    """Return the learning rate of the clients, which all their parameters have in all rounds."""
+    assert job.optimizer is not None, "the job was checked"
+    return job.optimizer.lr
+
+
+def _said(
+    rule: RobustRule | None, losses: Sequence[float], clients: Sequence[int], verdict: Verdict
+) -> str:
     """Return the verdict as a sentence for people."""
+    if rule is None:
+        return _said_of_losses(losses, clients, sum(verdict.weights))
     pairs = list(zip(clients, verdict.weights, strict=True))
     updates = counted(len(clients), "update")
     match rule:
@@ -86,6 +103,16 @@ def _said(rule: RobustRule, clients: Sequence[int], verdict: Verdict) -> str:
             left_out = [client for client, each in pairs if not each]
             kept = len(clients) - len(left_out)
             return f"{kept} of {updates} chosen; left out{_named(left_out) or ': none'}"
+
+
+def _said_of_losses(losses: Sequence[float], clients: Sequence[int], step: float) -> str:
+    """Return who had the least and the greatest loss, and how much of their changes counts."""
+    in_order = sorted(zip(losses, clients, strict=True))
+    (least, best), (greatest, worst) = in_order[0], in_order[-1]
+    return (
+        f"losses before training from {least:.4g} (client {best}) to {greatest:.4g} (client "
+        f"{worst}); the changes count {step:.3g} in all"
+    )
 
 
 def _named(clients: Sequence[int]) -> str:

@@ -20,13 +20,19 @@ from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, record_of
 from stratagem.coordinator.effects.federated.aggregate_round import decoding_of
-from stratagem.coordinator.effects.federated.client_failures import defect, reject, reject_for_error
+from stratagem.coordinator.effects.federated.client_failures import (
+    defect,
+    defect_before,
+    reject,
+    reject_for_error,
+)
 from stratagem.coordinator.effects.federated.client_steps import RecordedRound, party_of
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
 from stratagem.coordinator.effects.synchronous.run_segment import of_training
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
+from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.updates.spool_keys import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry, SpoolWriter
 from stratagem.coordinator.updates.stream_offload import Offload
@@ -56,7 +62,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
             case "client_round":
                 env.yield_slots(effect)
                 done = result.client_round
-                if wrong := defect(done.loss, done.num_steps, of_training(done.metrics)):
+                if wrong := _defect(env, effect, done):
                     _close(env, effect)
                     await reject(env, effect, *wrong)
                 else:
@@ -65,6 +71,19 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
                 await env.end_early(effect.run_id, effect.member, result)
     finally:
         steps.end()
+
+
+def _defect(
+    env: EffectContext, effect: TrainClient, done: worker_pb2.ClientRoundResult
+) -> tuple[Cause, str] | None:
+    """Return why the update cannot count."""
+    q = spec_of(env.job_of(effect.run_id, effect.party)).options.q
+    wrong = defect(done.loss, done.num_steps, of_training(done.metrics))
+    return wrong or defect_before(q, _loss_before(done))
+
+
+def _loss_before(done: worker_pb2.ClientRoundResult) -> float | None:
+    return done.loss_before if done.HasField("loss_before") else None
 
 
 async def _trained(
@@ -133,6 +152,7 @@ async def _collect(
         traffic=dict(sorted(result.traffic.items())),
         metrics=of_training(result.metrics),
         num_steps=max(1, result.num_steps),
+        loss_before=_loss_before(result),
     )
     await report_update(env, effect, received, histories)
 

@@ -96,7 +96,7 @@ class FederatedRun:
     accepted: tuple[Accepted, ...] = ()
     """Set once the round is closed; of a private one perhaps none."""
     weights: tuple[float, ...] = ()
-    """What each of them counts; empty until a robust rule has judged them, and without one."""
+    """What each of them counts; empty until they have been judged, and where they are not."""
     num_needed: int | None = None
     """Number of updates with which the open round closes; None: not before all have answered."""
     deadline_s: float | None = None

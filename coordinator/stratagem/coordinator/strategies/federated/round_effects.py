@@ -106,8 +106,10 @@ def _fold(
     run_id: RunId, job: JobSpec, value: FederatedRun, base: Base
 ) -> JudgeUpdates | AggregateRound:
     number, accepted = value.round_num, value.accepted
-    if is_judged(spec_of(job).options.robust) and not value.weights:
-        return JudgeUpdates(run_id, value.party, number, base, accepted)
+    options = spec_of(job).options
+    if (options.q is not None or is_judged(options.robust)) and not value.weights:
+        losses = _losses_before(value) if options.q is not None else ()
+        return JudgeUpdates(run_id, value.party, number, base, accepted, losses)
     trained = {name: n for name, n in value.trained.items() if name not in TRAFFIC}
     trained |= course_of(value.metrics)  # which the evaluation of this round goes on from
     metrics = commit_metrics(job, trained)
@@ -116,3 +118,9 @@ def _fold(
     return AggregateRound(
         *(run_id, value.party, number, base, accepted, state, metrics, weights), privacy=noise
     )
+
+
+def _losses_before(value: FederatedRun) -> tuple[float, ...]:
+    """Return the losses before training of the clients whose updates count, in their order."""
+    found = (value.updates[accepted.client].loss_before for accepted in value.accepted)
+    return tuple(loss for loss in found if loss is not None)

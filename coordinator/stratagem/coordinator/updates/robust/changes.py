@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.coordinator.updates.numpy_floats import Wide, storage, widen
 from stratagem.coordinator.updates.state_reader import StateReader
 from stratagem.coordinator.updates.update_sources import Source
@@ -52,11 +52,12 @@ def squared_lengths(
     manifest: Manifest,
     base: StateReader,
     should_stop: Callable[[], None],
+    is_counted: Callable[[TensorSpec], bool] = lambda _: True,
 ) -> Wide:
-    """Return the squared length of each change."""
+    """Return the squared length of each change, of the tensors that count."""
     total = np.zeros(len(sources))
     with np.errstate(over="ignore", invalid="ignore"):
-        for block in _blocks(sources, manifest, base, should_stop):
+        for block in _blocks(sources, manifest, base, should_stop, is_counted):
             total += np.square(block, out=block).sum(axis=1)
     for source in sources:
         source.check()
@@ -79,11 +80,16 @@ def _blocks(
     manifest: Manifest,
     base: StateReader,
     should_stop: Callable[[], None],
+    is_counted: Callable[[TensorSpec], bool] = lambda _: True,
 ) -> Iterator[Matrix]:
     """Yield the changes of some elements, a row for each update, until all have been read."""
     num_elements = min(_BLOCK, max(1, _ELEMENTS_IN_MEMORY // len(sources)))
     block = np.empty((len(sources), num_elements))
-    for dtype, group in groupby(manifest.stored(), lambda spec: spec.dtype):
+
+    def kind(spec: TensorSpec) -> tuple[str, bool]:
+        return spec.dtype, dtype_named(spec.dtype).is_floating and is_counted(spec)
+
+    for (dtype, counts), group in groupby(manifest.stored(), kind):
         specs = list(group)
         item_bytes = dtype_named(dtype).item_bytes
         end = specs[-1].offset + specs[-1].size_bytes
@@ -91,7 +97,7 @@ def _blocks(
             should_stop()
             num = min(num_elements, (end - offset) // item_bytes)
             raw = np.empty(num, storage(dtype))
-            if not dtype_named(dtype).is_floating:
+            if not counts:
                 for source in sources:
                     source.read(offset, raw)  # all bytes are checked
                 continue

@@ -40,6 +40,7 @@ from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, unfreeze
+from stratagem.worker.engine.trainers.loss_before import loss_before
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -183,6 +184,18 @@ class ClientRunner:
         if is_ended:  # it weighs as it would have
             num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
         return ClientRound(tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
+
+    def loss_before(
+        self,
+        base: Mapping[str, Tensor],
+        client: int,
+        num_clients: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Returns the mean loss of a global state over a client's rows; see loss_before.py."""
+        data = self._rows(ClientShare(client, num_clients))
+        state_format.load_model_state(self._model, base)
+        return loss_before(self._model, self._passes, data, self._job.batch_size, check)
 
     def steps_in_round(self, client: int, num_clients: int) -> int | None:
         """Return the steps of one round of a client; None where its rows come as a stream."""

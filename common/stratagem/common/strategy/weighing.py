@@ -1,0 +1,38 @@
+"""How updates of a round weigh otherwise than by rows: `options.q` and what goes together with it.
+
+Knows the strategy alone; what the clients' optimizer must be stands with the job.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.strategy.choices import FedAvg, FederatedAggregation
+
+if TYPE_CHECKING:
+    from stratagem.common.strategy.federated_options import FederatedOptions
+
+
+def check_weighing(
+    options: "FederatedOptions", aggregation: FederatedAggregation
+) -> Iterator[Violation]:
+    """Yield what the strategy says besides that does not go together with how updates weigh."""
+    if options.q is None:
+        return
+    if not isinstance(aggregation, FedAvg):
+        text = f"is of FedAvg only; the aggregation is {type(aggregation).__name__}"
+        yield Violation("options.q", text)
+    if options.server_optimizer is not None:
+        text = "is not possible with q, which says itself how far a round goes; leave one out"
+        yield Violation("options.server_optimizer", text)
+    if options.robust is not None:
+        text = (
+            "is not possible with q, by which a client has the more say the worse it claims to be"
+        )
+        yield Violation("options.robust", text)
+    if options.late_updates != "refuse":
+        text = "is not possible with q: the loss of a late client is that of another state"
+        yield Violation("options.late_updates", text)
+    if options.inner is not None:
+        text = "is not possible with q: a silo does not measure its loss before it trains"
+        yield Violation("options.inner", text)

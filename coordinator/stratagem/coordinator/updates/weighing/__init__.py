@@ -1,0 +1,1 @@
+"""Folds in which an update counts otherwise than by its rows."""
