@@ -1,6 +1,6 @@
 """The coordinator's state: frozen values made by folding facts, and nothing derived."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -166,6 +166,11 @@ class World:
     workers: Mapping[WorkerId, WorkerRecord]
     load: Mapping[WorkerId, int]
     """Active runs that have the worker as a member."""
+    found: dict[Hashable, tuple[WorkerRecord, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """What placement has looked for among the usable workers, by what it was looked for with: asked
+    with every fact, of thousands of workers."""
 
     def usable(self) -> list[WorkerRecord]:
         """Return the workers that are alive and not draining, the least loaded first, then by

@@ -149,9 +149,9 @@ class Links:
 
     def to(self, member: Member, state: CoordinatorState) -> WorkerLink:
         """Return the link to a member; raises UnavailableError when this start of it is gone."""
-        record = state.workers.get(member.worker_id)
-        if record is None or record.member != member or not record.is_alive:
+        if not _is_alive(member, state):
             raise UnavailableError(f"worker {member.worker_id} is lost")
+        record = state.workers[member.worker_id]
         link = self._links.get(member)
         if link is None or link.address != record.address:
             link = self._links[member] = self.open(member, record.address)
@@ -163,8 +163,7 @@ class Links:
 
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
         """Forget the links to members that are gone and return them; the caller closes them."""
-        alive = {w.member for w in state.workers.values() if w.is_alive}
-        lost = [member for member in self._links if member not in alive]
+        lost = [member for member in self._links if not _is_alive(member, state)]
         self._relay.forget(lost)
         return [self._links.pop(member) for member in lost]
 
@@ -173,6 +172,11 @@ class Links:
         for link in self._links.values():
             await link.close()
         self._links.clear()
+
+
+def _is_alive(member: Member, state: CoordinatorState) -> bool:
+    record = state.workers.get(member.worker_id)
+    return record is not None and record.member == member and record.is_alive
 
 
 class _TunnelChannel(DelegatingChannel):

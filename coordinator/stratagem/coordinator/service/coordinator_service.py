@@ -301,7 +301,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _check_room(self, member: Member) -> None:
         workers, limit = self._app.loop.state.workers, self._app.settings.max_workers
         known = workers.get(member.worker_id)
-        if known is not None and known.is_alive:
+        if len(workers) < limit or (known is not None and known.is_alive):
             return
         num_alive = sum(worker.is_alive for worker in workers.values())
         if num_alive >= limit:

@@ -8,11 +8,12 @@ fact comes to the same facts in the same order; the tests of the core compare th
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.coordinator.core.commands import JournalEntry
-from stratagem.coordinator.core.state import CoordinatorState, RunRecord, World
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, WorkerRecord, World
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.decide import key_of, limited
 from stratagem.coordinator.core.state_machine.strategy_boundary import ask, deadline_of
@@ -27,6 +28,8 @@ class Agenda:
         self._load = Counter[WorkerId]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """Workers that count as loaded, by active run."""
+        self._carried: dict[RunId, tuple[frozenset[Member], Mapping[WorkerId, WorkerRecord]]] = {}
+        """What that was computed of: both may be thousands, and most facts change neither."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""
@@ -89,6 +92,13 @@ class Agenda:
 
     def _carry(self, state: CoordinatorState, run_id: RunId, run: RunRecord | None) -> bool:
         """Account for the workers that an active run loads; return True when they have changed."""
+        burden = None if run is None or run.ended is not None else (run.touched, state.workers)
+        known = self._carried.get(run_id)
+        if burden and known and burden[0] is known[0] and burden[1] is known[1]:
+            return False
+        self._carried.pop(run_id, None)
+        if burden:
+            self._carried[run_id] = burden
         before = self._burdened.pop(run_id, frozenset())
         after = frozenset[WorkerId]()
         if run is not None and run.ended is None:

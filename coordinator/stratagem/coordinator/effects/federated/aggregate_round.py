@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
+from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.strategy import Random
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
@@ -16,6 +18,7 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
+from stratagem.coordinator.strategies.federated.round_decisions import has_homes
 from stratagem.coordinator.updates.folding.fold import (
     Combination,
     Folded,
@@ -87,12 +90,20 @@ def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> 
     run = env.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return
-    if effect.round_num >= spec_of(env.job_of(effect.run_id, effect.party)).rounds:
+    job = env.job_of(effect.run_id, effect.party)
+    if effect.round_num >= spec_of(job).rounds or _are_few_asked(job):
         return
     for member in run.touched:
         worker = env.state.workers.get(member.worker_id)
         if worker is not None and worker.member == member and worker.is_usable:
             env.start_push(member, effect.run_id, digest)
+
+
+def _are_few_asked(job: JobSpec) -> bool:
+    """Return True where most workers of a run have no part in its next round: each is one client,
+    and few are drawn."""
+    selection = spec_of(job).client_selection
+    return has_homes(job) and isinstance(selection, Random) and selection.fraction < 1
 
 
 def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) -> list[SpoolEntry]:

@@ -119,6 +119,8 @@ def with_late(value: FederatedRun, fact: Fact) -> FederatedRun:
 def give_up(value: FederatedRun, workers: list[WorkerRecord]) -> ClientsAssigned | None:
     """Give up late clients whose worker is lost; they are not trained again. None while there are
     none."""
+    if not value.late:
+        return None
     here = {worker.member for worker in workers}
     lost = {c: training for c, training in _training(value) if training.member not in here}
     if not lost:

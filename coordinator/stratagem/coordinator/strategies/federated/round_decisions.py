@@ -45,8 +45,8 @@ def new_helper(
 ) -> MembersFormed | None:
     """Choose the worker that builds at first and evaluates later, or all clients' workers where
     these evaluate; None while it stays."""
-    alive = {worker.member for worker in workers}
-    helper = tuple(member for member in value.helper if member in alive)
+    alive = {worker.member.worker_id: worker.member for worker in workers}
+    helper = tuple(m for m in value.helper if alive.get(m.worker_id) == m)
     if evaluates_at_clients(job) and value.roster:
         names = {binding.worker_id for binding in value.roster}
         everybody = sorted((w.member for w in workers), key=lambda member: member.worker_id)

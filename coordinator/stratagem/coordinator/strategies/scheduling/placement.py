@@ -25,6 +25,13 @@ def eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]
     fingerprint: what the run's members have; "" before the first placement, when the numerics
     that most workers share are taken (the first in order among equals).
     """
+    wanted = job.code is None, needs_peers(job.strategy), job.execution.deterministic, fingerprint
+    if wanted not in world.found:
+        world.found[wanted] = tuple(_eligible(job, world, fingerprint))
+    return list(world.found[wanted])
+
+
+def _eligible(job: JobSpec, world: World, fingerprint: str) -> list[WorkerRecord]:
     workers = [
         worker
         for worker in world.usable()
