@@ -14,12 +14,13 @@ pytestmark = pytest.mark.cluster
 
 RULES = (
     "{name: median}",
-    "{name: trimmed_mean, trim: 0.3}",
-    "{name: krum, byzantine: 3}",
+    pytest.param("{name: trimmed_mean, trim: 0.3}", marks=pytest.mark.sweep),
+    pytest.param("{name: krum, byzantine: 3}", marks=pytest.mark.sweep),
     "{name: multi_krum, byzantine: 3}",
-    "{name: geometric_median}",
+    pytest.param("{name: geometric_median}", marks=pytest.mark.sweep),
     "{name: norm_bound, norm: 1.0}",
 )
+"""Of each kind one always: a statistic of each number, a choice among updates, a bound of each."""
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ REACHED_BY = {
     "worker.metrics.measured": ("Evaluation", "AllReduce"),
     "worker.evaluation.shown": ("Stopped", "FedAvg"),
     "worker.client_round.after_training": ("FedAvg",),
-    "worker.execute.accepted": ALL,
+    "worker.execute.accepted": ("Local", "AllReduce", "FedAvg", "ParameterServer"),
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
     "worker.rendezvous.answered": (*EXCHANGING, *EACH_KIND_OF_THEM),

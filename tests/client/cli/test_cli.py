@@ -289,6 +289,9 @@ def test_a_list_is_a_line_per_run_and_can_be_filtered(
     assert listed("--strategy", "local") == listed()
     assert listed("--strategy", "Fed") == ["no"]
     assert "a reason\\x0aof two lines" in invoke("list", *options).stdout
+    failed = next(line for line in invoke("list", *options).stdout.splitlines() if "two" in line)
+    assert "committed to step 20 of 20" in failed
+    assert "step 20/20" in invoke("list", *options, "--phase", "completed").stdout
     assert invoke("list", *options, "--phase", "over").exit_code == 2
 
 

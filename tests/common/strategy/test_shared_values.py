@@ -65,10 +65,10 @@ def test_values_round_trip(text: str) -> None:
 
 
 @given(
-    st.builds(Text, st.text("abc"))
-    | st.builds(Json, json_values)
-    | st.builds(Bytes, st.binary())
-    | st.builds(Object, st.lists(json_values, max_size=3).map(tuple))
+    st.text("abc").map(Text)
+    | json_values.map(Json)
+    | st.binary().map(Bytes)
+    | st.lists(json_values, max_size=3).map(tuple).map(Object)
     | st.just(Empty())
     | st.lists(st.floats(-9, 9), max_size=5).map(lambda v: Tensor(Numbers(tuple(v), (len(v), 1))))
 )

@@ -19,6 +19,7 @@ from stratagem.worker.engine import ClientRunner, Tally, Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from tests.every_pair import every_pair
 from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
@@ -51,9 +52,11 @@ def test_cuts_are_whole_and_in_order(num_rows: int, size: int) -> None:
 # ---- the same bits as the references ----
 
 
-@pytest.mark.parametrize("accumulation", CUTS, ids=str)
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-@pytest.mark.parametrize("model", ["dropout_mlp", "everything"])
+@pytest.mark.parametrize(
+    ("model", "num_shards", "accumulation"),
+    every_pair(["dropout_mlp", "everything"], [1, 2, 3], CUTS),
+    ids=str,
+)
 def test_equals_the_sharded_loop_to_the_bit(
     model: str, num_shards: int, accumulation: dict[str, Any]
 ) -> None:
@@ -87,9 +90,11 @@ def test_any_split_equals_the_sharded_loop(
     assert_same_bits(model_of(trainer), dict(expected.state))
 
 
-@pytest.mark.parametrize("precision", ["Full", "Single"])
-@pytest.mark.parametrize("accumulation", CUTS, ids=str)
-@pytest.mark.parametrize("changes", [{}, TOKENS], ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    ("changes", "accumulation", "precision"),
+    every_pair([{}, TOKENS], CUTS, ["Full", "Single"]),
+    ids=lambda value: "tokens" if value is TOKENS else str(value or "rows"),
+)
 def test_micro_batches_and_shards_make_one_big_batch(
     changes: dict[str, Any], accumulation: dict[str, Any], precision: str
 ) -> None:

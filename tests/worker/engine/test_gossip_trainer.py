@@ -10,6 +10,7 @@ from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy.gossip_topology import graph_of, metropolis_hastings
 from stratagem.worker.engine import Tally
+from tests.every_pair import every_pair
 from tests.reference.gossip_loop import gossip_loop
 from tests.worker.engine.gossip_nodes import gossip_job, trainer
 from tests.worker.engine.support import ALLOWED, assert_same_bits, trainer_of
@@ -18,13 +19,16 @@ SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
 
 
-@pytest.mark.parametrize("precision", ["Single", "Full"])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
 @pytest.mark.parametrize(
-    "num_nodes",
-    [1, pytest.param(2, marks=pytest.mark.sweep), 3, pytest.param(4, marks=pytest.mark.sweep)],
+    ("model", "num_nodes", "optimizer", "precision"),
+    every_pair(
+        ["mlp", "dropout_mlp", "batch_norm_mlp", "everything"],
+        [1, 2, 3, 4],
+        [SGD, ADAM],
+        ["Single", "Full"],
+    ),
+    ids=lambda value: value["name"] if isinstance(value, dict) else str(value),
 )
-@pytest.mark.parametrize("model", ["mlp", "dropout_mlp", "batch_norm_mlp", "everything"])
 def test_equals_the_gossip_loop_to_the_bit(
     model: str, num_nodes: int, optimizer: dict[str, Any], precision: str
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine import Tally
+from tests.every_pair import every_pair, every_value
 from tests.reference.local_steps_loop import local_steps_loop
 from tests.reference.loops import plain_loop, sharded_loop
 from tests.worker.engine.local_replicas import local_steps_job, trainer
@@ -18,13 +19,20 @@ MEAN = {"name": "mean"}
 DILOCO = {"name": "nesterov", "lr": 0.7, "momentum": 0.9}
 
 
-@pytest.mark.parametrize("outer", [MEAN, DILOCO], ids=["mean", "nesterov"])
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
-@pytest.mark.parametrize(("num_replicas", "local_steps"), [(1, 2), (3, 4), (4, 1)])
-@pytest.mark.parametrize("model", ["mlp", "dropout_mlp", "batch_norm_mlp", "everything"])
+@pytest.mark.parametrize(
+    ("model", "shape", "optimizer", "outer"),
+    every_pair(
+        ["mlp", "dropout_mlp", "batch_norm_mlp", "everything"],
+        [(1, 2), (3, 4), (4, 1)],
+        [SGD, ADAM],
+        [MEAN, DILOCO],
+    ),
+    ids=lambda value: value["name"] if isinstance(value, dict) else str(value),
+)
 def test_equals_the_loop_to_the_bit(
-    model: str, num_replicas: int, local_steps: int, optimizer: Any, outer: Any
+    model: str, shape: tuple[int, int], optimizer: Any, outer: Any
 ) -> None:
+    num_replicas, local_steps = shape
     rows = 42 if model == "batch_norm_mlp" else 50
     data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
     spec = local_steps_job(
@@ -47,8 +55,9 @@ def test_equals_the_loop_to_the_bit(
     assert_same_bits(made.model.state_dict(), dict(expected.state))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("model", ["dropout_mlp", "batch_norm_mlp", "everything"])
+@pytest.mark.parametrize(
+    ("model", "bits"), [("dropout_mlp", 8), ("batch_norm_mlp", 8), ("everything", 4)]
+)
 def test_coded_outer_gradients_equal_the_loop_to_the_bit(model: str, bits: int) -> None:
     rows = 42 if model == "batch_norm_mlp" else 50
     data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
@@ -76,10 +85,13 @@ STREAMED = [
 ]
 
 
-@pytest.mark.parametrize("options", STREAMED, ids=str)
-@pytest.mark.parametrize("model", ["dropout_mlp", "batch_norm_mlp", "everything"])
+@pytest.mark.parametrize(
+    ("options", "model"),
+    every_value(STREAMED, ["everything", "dropout_mlp", "batch_norm_mlp"]),
+    ids=str,
+)
 def test_fragments_with_overlap_equal_the_loop_to_the_bit(
-    model: str, options: dict[str, Any]
+    options: dict[str, Any], model: str
 ) -> None:
     rows = 42 if model == "batch_norm_mlp" else 50
     data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}
@@ -99,9 +111,10 @@ def test_fragments_with_overlap_equal_the_loop_to_the_bit(
     assert_same_bits(made.model.state_dict(), dict(expected.state))
 
 
-@pytest.mark.parametrize("options", STREAMED, ids=str)
-@pytest.mark.parametrize("model", ["batch_norm_mlp", "everything"])
-def test_what_is_in_flight_is_committed(model: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "model"), every_value(STREAMED, ["batch_norm_mlp", "everything"]), ids=str
+)
+def test_what_is_in_flight_is_committed(options: dict[str, Any], model: str) -> None:
     """Each round another process goes on, from what the one before has committed."""
     rows = 42 if model == "batch_norm_mlp" else 50
     data = {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": rows}}

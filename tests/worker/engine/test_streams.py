@@ -50,7 +50,9 @@ def test_equals_the_sharded_loop_to_the_bit(case: str) -> None:
     assert_same_bits(model_of(made), dict(expected.state))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["several streams to a shard", "shuffled", "hugging face with a buffer", "whole"]
+)
 def test_a_run_that_is_resumed_equals_the_undisturbed_one(case: str) -> None:
     spec, num_shards = spec_of(case)
     straight = trainer_of(spec)

@@ -45,8 +45,9 @@ def silos(inner: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
-@pytest.mark.parametrize("accumulation", [None, {"steps": 2}])
+@pytest.mark.parametrize(
+    ("num_shards", "accumulation"), [(1, {"steps": 2}), (2, None), (3, {"steps": 2})], ids=str
+)
 def test_equals_the_loop_to_the_bit(num_shards: int, accumulation: Any) -> None:
     spec = job(**gan(accumulation=accumulation))
     made = trainer_of(spec)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from stratagem.common.model.graph import GraphSpec
 from stratagem.common.pipeline.schedules import SCHEDULES
 from stratagem.worker.pipeline.build_stages import StageAssignment
+from tests.every_pair import every_pair
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.worker.engine.support import assert_same_bits
@@ -30,9 +31,11 @@ def assert_exact(
     assert_same_bits(party.model(), dict(expected.state))
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw clipped"])
-@pytest.mark.parametrize("precision", ["Single", "Full"])
-@pytest.mark.parametrize("sizes", [(8,), (3, 5), (1, 4, 3), (2, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "precision", "optimizer"),
+    every_pair([(8,), (3, 5), (1, 4, 3), (2, 2, 1, 3)], ["Single", "Full"], [SGD, ADAM]),
+    ids=lambda value: value["name"] if isinstance(value, dict) else str(value),
+)
 def test_splits(sizes: tuple[int, ...], precision: str, optimizer: dict[str, Any]) -> None:
     """Dropout, batch norm, in-place nodes; batches of 8, 8 and 5 rows in micro-batches of 3."""
     spec = deep_job(optimizer=optimizer, execution={"precision": precision})
@@ -82,17 +85,17 @@ def test_tied_parameters(
 
 
 @pytest.mark.parametrize(
-    "partitions",
+    ("partitions", "schedule"),
     [
-        (("a", "t", "b", "c", "d", "sum", "e", "all", "head"),),
-        (("a", "t"), ("b", "c", "d", "sum"), ("e", "all", "head")),
-        (("a", "t", "b"), ("c", "d"), ("sum",), ("e", "all", "head")),
-        (("all", "head"), ("e", "sum", "d", "c", "b"), ("t", "a")),
-        (("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head")),
+        ((("a", "t", "b", "c", "d", "sum", "e", "all", "head"),), "1f1b"),
+        ((("a", "t"), ("b", "c", "d", "sum"), ("e", "all", "head")), "zero_bubble"),
+        ((("a", "t", "b"), ("c", "d"), ("sum",), ("e", "all", "head")), "1f1b"),
+        ((("all", "head"), ("e", "sum", "d", "c", "b"), ("t", "a")), "zero_bubble"),
+        ((("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head")), "1f1b"),
+        ((("a", "t", "b", "c"), ("d", "sum", "e"), ("all", "head")), "zero_bubble"),
     ],
-    ids=lambda each: "|".join("".join(nodes) for nodes in each),
+    ids=lambda each: each if isinstance(each, str) else "|".join("".join(part) for part in each),
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_skips_that_are_used_by_several_stages(
     partitions: tuple[tuple[str, ...], ...], schedule: str
 ) -> None:
@@ -213,7 +216,7 @@ def cut_graphs(draw: st.DrawFn) -> tuple[dict[str, Any], StageAssignment]:
     return graph, StageAssignment(partitions, ranks, micro_batch_size, schedule)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(cut_graphs())
 def test_any_graph_cut_anywhere(case: tuple[dict[str, Any], StageAssignment]) -> None:
     graph, placement = case

@@ -172,7 +172,7 @@ def print_runs(console: Console, runs: Sequence[RunStatus]) -> None:
 def _run_cells(run: RunStatus) -> list[str]:
     """Return what a list says of a run, each on one line."""
     cells = (
-        *(run.run_id, run.phase, run.strategy, amount_text(run), _chief_metrics_text(run)),
+        *(run.run_id, run.phase, run.strategy, _reached(run), _chief_metrics_text(run)),
         *(_time_text(run.submitted_at_s), run.reason),
     )
     return [printable(cell, is_line=True) for cell in cells]
