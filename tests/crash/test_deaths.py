@@ -17,7 +17,11 @@ PRINTED = "had printed: this batch is the last one"
 
 @pytest.mark.parametrize(
     ("strategy", "work"),
-    [(LOCAL, "segment 1"), (ALL_REDUCE, "segment 1"), (FED_AVG, "round 1: 0 of 3 updates; ")],
+    [
+        (LOCAL, "segment 1"),
+        pytest.param(ALL_REDUCE, "segment 1", marks=pytest.mark.sweep),
+        pytest.param(FED_AVG, "round 1: 0 of 3 updates; ", marks=pytest.mark.sweep),
+    ],
     ids=["Local", "AllReduce", "Fed"],
 )
 def test_a_job_that_exits_fails_after_three_with_its_last_words(
@@ -57,15 +61,9 @@ def test_a_job_that_kills_its_process_is_not_tried_for_ever(rig: Rig) -> None:
     assert f"ended by SIGKILL and {PRINTED}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(LOCAL, marks=pytest.mark.sweep), ALL_REDUCE],
-    ids=["Local", "AllReduce"],
-)
-def test_all_workers_killed_at_once_five_times_in_a_segment_fail_no_run(
-    rig: Rig, strategy: Job
-) -> None:
-    document = crash_job(strategy, model=PACED, pace_s=0.2, every=12)
+@pytest.mark.sweep
+def test_all_workers_killed_at_once_five_times_in_a_segment_fail_no_run(rig: Rig) -> None:
+    document = crash_job(ALL_REDUCE, model=PACED, pace_s=0.2, every=12)
     expected = rig.outcome({**document, **_unpaced(document)})
     with rig.running(document) as run:
         for _ in range(5):

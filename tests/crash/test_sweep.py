@@ -87,7 +87,7 @@ SAMPLE = (
     Case("Krum", "coordinator", "coordinator.fold.after_window"),
     Case("Fair", "coordinator", "coordinator.round.judged", 1),
     # Between the two slots of the first round and its state.
-    Case("FedYogi", "coordinator", "coordinator.blobs.after_rename"),
+    Case("FedYogi", "coordinator", "coordinator.blobs.after_rename", 2),
 )
 
 
