@@ -25,7 +25,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup lock demo check test launch-test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -59,8 +59,11 @@ check: setup  ## format, lint, types, protos
 # In the order of their names: xdist would put those with few tests last, which are long ones.
 # Three processes on two cores: a test that waits, for a process or a deadline, leaves its core idle.
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
-	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser" \
+	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser and not launch" \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+launch-test: setup  ## workers that torchrun and a real Slurm start, the latter where `.ci/slurm` can get one
+	$(BIN)/python -m pytest -q -m launch
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop

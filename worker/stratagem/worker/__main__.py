@@ -1,18 +1,21 @@
 """`python -m stratagem.worker`: one worker process."""
 
+import os
 import signal
+import sys
 
 from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.process.process_exit import end, leave_on
+from stratagem.common.process.process_exit import PREEMPTED, end, leave_on
 
 # Before anything large is allocated, and so before torch is imported.
 _MALLOC = tune_malloc()
 
 if __name__ == "__main__":
-    # What `--preempt-signal` is unless it is set, too: nobody has read the settings yet.
-    leave_on(signal.SIGTERM, signal.SIGUSR1)
-
-    import sys
+    # Nobody has read the settings yet: USR1 is what `--preempt-signal` is unless it is set.
+    is_launched = "STRATAGEM_WORKER_RENDEZVOUS" in os.environ or any(
+        argument.startswith("--rendezvous") for argument in sys.argv
+    )
+    leave_on(signal.SIGTERM, signal.SIGUSR1, status=PREEMPTED if is_launched else 0)
 
     from stratagem.worker.process.worker_main import main
 

@@ -13,6 +13,7 @@ from stratagem.client.cli import (
     doctor_commands,
     export_command,
     identity_commands,
+    launch_commands,
     planning_commands,
     query_commands,
     run_commands,
@@ -65,6 +66,7 @@ app.add_typer(identity_commands.certs, name="certs")
 app.add_typer(identity_commands.token, name="token")
 app.add_typer(code_commands.code, name="code")
 app.add_typer(audit_command.audit, name="audit")
+app.add_typer(launch_commands.launch, name="launch")
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
 

@@ -21,14 +21,22 @@ from contextlib import suppress
 from types import FrameType
 from typing import Final, NoReturn
 
+PREEMPTED: Final = 75
+"""The exit status of a worker that a launcher started and a signal ended while it was wanted
+(EX_TEMPFAIL of sysexits.h): its launcher starts it again."""
+
 _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 
-def leave_on(*numbers: signal.Signals) -> None:
-    """Make each of these signals end the process with status 0, until it has a handler of its
+def leave_on(*numbers: signal.Signals, status: int = 0) -> None:
+    """Make each of these signals end the process with this status, until it has a handler of its
     own."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(status)  # an orderly exit would wait for the thread that waits for the lead
+
     for number in numbers:
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
 
 
 def end(status: int) -> NoReturn:
@@ -42,7 +50,3 @@ def end(status: int) -> NoReturn:
                 file.flush()
     _libc.fflush(None)
     os._exit(status)
-
-
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    os._exit(0)  # an orderly exit would wait for the thread that waits for the lead

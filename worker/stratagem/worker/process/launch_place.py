@@ -19,10 +19,6 @@ Launcher = Literal["torchrun", "slurm", "kubernetes", "mpi", "env"]
 
 COORDINATOR: Final = "STRATAGEM_COORDINATOR"
 COORDINATOR_PORT: Final = 7070
-PREEMPTED: Final = 75
-"""The exit status of a launched worker that a signal has ended while it was wanted (EX_TEMPFAIL in
-sysexits.h): its launcher starts it again."""
-
 MAX_NAME: Final = 64
 
 

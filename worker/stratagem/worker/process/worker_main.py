@@ -31,6 +31,7 @@ from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
+from stratagem.common.process.process_exit import PREEMPTED
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import Proof, open_channel
@@ -53,7 +54,6 @@ from stratagem.worker.mesh.peer_service import PeerHub, PeerServicer
 from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.heartbeat import Agent, Identity
-from stratagem.worker.process.launch_place import PREEMPTED
 from stratagem.worker.process.shutdown import stop_by_signals
 from stratagem.worker.process.tunnel import Tunnel
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats

@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.launch]
 
 
 @contextmanager
@@ -62,7 +62,6 @@ def test_workers_of_torchrun_train_one_run_and_leave(tmp_path: Path) -> None:
     assert said.count(f"drained after the end of run {run.run_id}") == 2
 
 
-@pytest.mark.sweep
 def test_a_preempted_worker_is_started_again_and_the_bits_stay(tmp_path: Path) -> None:
     log = tmp_path / "torchrun.log"
     spec = job(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)))

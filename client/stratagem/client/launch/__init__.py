@@ -1,0 +1,1 @@
+"""Launching of workers by engines that start processes on many machines, such as Slurm."""

@@ -1,0 +1,70 @@
+"""A batch script for Slurm: workers of one run, which is put back into the queue when preempted."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from stratagem.client.launch.worker_launch import WorkerLaunch
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.process.process_exit import PREEMPTED
+
+GRACE_S: Final = 60
+"""Before a job's time ends Slurm sends the signal this long ahead."""
+SUBMIT_TIMEOUT_S: Final = 60.0
+
+SCRIPT: Final = """\
+#!/bin/bash
+# Workers of run {run_id}, whose coordinator is {coordinator}.
+{directives}
+
+srun --kill-on-bad-exit=0 {command}
+status=$?
+# {preempted}: preempted; the run goes on from its last commit. Without this Slurm takes a job that
+# ends within its grace for a failed one. Slurm starts a job again after some two minutes.
+if [ "$status" = {preempted} ]; then
+  exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
+    """Return the script. options: further ones of sbatch, which count more than those said here."""
+    for option in options:
+        if re.match(r"-\w|--\w", option) is None or "\n" in option:
+            problem = f"{option!r} is no option of sbatch; write --name=VALUE after --"
+            raise InvalidInputError.at("options", problem)
+    directives = [
+        f"--job-name={launch.run_id}",
+        f"--ntasks={launch.num_workers}",
+        f"--output={launch.run_id}-%j.log",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=USR1@{GRACE_S}",
+        *options,
+    ]
+    return SCRIPT.format(
+        run_id=launch.run_id,
+        coordinator=launch.coordinator,
+        directives="\n".join(f"#SBATCH {directive}" for directive in directives),
+        command=shlex.join(launch.command_of("slurm")),
+        preempted=PREEMPTED,
+    )
+
+
+def submit(script: Path) -> str:
+    """Hand a script to sbatch, and return the id of Slurm's job. Raises UnavailableError."""
+    command = ["sbatch", "--parsable", str(script)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SUBMIT_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        raise UnavailableError("there is no sbatch here; run this where Slurm's are") from None
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(f"sbatch has not answered in {SUBMIT_TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        raise UnavailableError(f"sbatch: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip().partition(";")[0]
