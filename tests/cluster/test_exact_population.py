@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from stratagem.client.cli.tables import print_status, to_json
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.terminal.tables import print_status, to_json
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec, member_job, with_fields
 from stratagem.common.strategy import PopulationBased

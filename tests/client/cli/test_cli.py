@@ -27,10 +27,10 @@ from stratagem.client.cli.reporting import (
     make_console,
 )
 from stratagem.client.cli.run_commands import LocalRun
-from stratagem.client.cli.tables import amount_text, print_runs, print_status
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import run_status
+from stratagem.client.terminal.tables import amount_text, print_runs, print_status
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
 from stratagem.v1 import coordinator_pb2 as pb

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from stratagem.client.cli.tables import metrics_text
 from stratagem.client.report.lines import LinesFolding
 from stratagem.client.terminal.run_line import evaluation_texts
+from stratagem.client.terminal.tables import metrics_text
 from stratagem.common.job.evaluation.client_spread import SHARES
 
 OWN = "test.task:f1"

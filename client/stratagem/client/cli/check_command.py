@@ -2,13 +2,13 @@
 
 import typer
 
-from stratagem.client.cli import tables
 from stratagem.client.cli.options import Format, FormatOption, OptionalCoordinatorOption
 from stratagem.client.cli.planning_commands import DeviceOption, workers_of
 from stratagem.client.cli.reporting import FAILED, make_console, reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
 from stratagem.client.sdk.job_check import check_job
 from stratagem.client.sdk.torch_process import import_folders
+from stratagem.client.terminal import tables
 from stratagem.common.diagnostics.findings import Level
 from stratagem.common.job import load_job
 from stratagem.common.rpc.channel import PLAINTEXT, Proof

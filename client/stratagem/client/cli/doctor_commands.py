@@ -11,11 +11,11 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand
 
-from stratagem.client.cli import tables
 from stratagem.client.cli.options import CoordinatorOption, Format, FormatOption
 from stratagem.client.cli.reporting import FAILED, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.cluster_doctor import examine
+from stratagem.client.terminal import tables
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from stratagem.client.cli.options import Format
 from stratagem.client.cli.reporting import make_console
-from stratagem.client.cli.tables import to_json
 from stratagem.client.sdk.views import Event, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.milestones import Milestone, milestone
 from stratagem.client.terminal.redrawn_line import RedrawnLine
 from stratagem.client.terminal.run_line import live_line, plain_line
+from stratagem.client.terminal.tables import to_json
 from stratagem.common.base.errors import InvalidInputError
 
 PLAIN_INTERVAL_S: Final = 5.0

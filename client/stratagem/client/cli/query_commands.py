@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from stratagem.client.cli import tables
 from stratagem.client.cli.options import (
     CoordinatorOption,
     Format,
@@ -24,6 +23,7 @@ from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import LogLine, Phase, RunStatus
+from stratagem.client.terminal import tables
 from stratagem.common.base.wording import counted
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 

@@ -15,7 +15,6 @@ from typing import Annotated, Final
 
 import typer
 
-from stratagem.client.cli import tables
 from stratagem.client.cli.options import (
     DATA_DIR,
     CoordinatorOption,
@@ -51,6 +50,7 @@ from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Event
 from stratagem.client.sinks.contract import Sink
 from stratagem.client.sinks.run_outlets import LogOutlets, sinks_of
+from stratagem.client.terminal import tables
 from stratagem.client.terminal.completion import event_kinds
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
