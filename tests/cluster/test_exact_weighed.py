@@ -11,9 +11,12 @@ from tests.reference.loops import federated_loop
 
 pytestmark = pytest.mark.cluster
 
+UNEVEN: dict[str, Any] = {"partition": {"method": "dirichlet", "alpha": 0.5}, "batch_size": 6}
+"""Clients have different numbers of rows, and take different numbers of steps."""
+
 
 def spec_of(options: dict[str, Any], model: str = "batch_norm_mlp", **changes: Any) -> Any:
-    return federated(model, options=options, partition={"method": "by_label"}, **changes)
+    return federated(model, options=options, **{"partition": {"method": "by_label"}, **changes})
 
 
 def assert_as_the_reference(outcome: Outcome, spec: Any) -> None:
@@ -34,3 +37,20 @@ def test_q_fedavg(client: Client) -> None:
     for judged in outcome.of("UpdatesJudged"):
         assert 0 < sum(judged.payload["weights"]) < 1
         assert "losses before training from" in judged.sentence
+
+
+def test_fednova(client: Client) -> None:
+    optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    spec = spec_of({"normalize": "fednova"}, optimizer=optimizer, **UNEVEN)
+    outcome = train(client, spec)
+    assert_as_the_reference(outcome, spec)
+    assert outcome.status.reproducible
+    steps = [event.payload["num_applied_steps"] for event in outcome.of("UpdateReceived")]
+    assert len(set(steps)) > 1
+
+
+@pytest.mark.sweep
+def test_fednova_with_the_term_of_fedprox(client: Client) -> None:
+    prox = {"method": "FedProx", "mu": 2.0}
+    spec = spec_of({"normalize": "fednova"}, aggregation=prox, **UNEVEN)
+    assert_as_the_reference(train(client, spec), spec)

@@ -126,3 +126,13 @@ strategy:
   exploit: {method: Truncation, fraction: 0.5}
   explore: {method: Resample}
 """
+
+
+def test_fairness_is_drawn_from_what_clients_measure() -> None:
+    example = importlib.import_module("examples.fairness_curve")
+    with example.cluster_of_clients() as client:
+        runs = [example.trained(client, way, ["strategy.rounds=2"]) for way in ("q 1", "fednova")]
+    for run in runs:
+        assert len(run.worst) == len(run.mean) == 2
+        assert all(worst <= mean for worst, mean in zip(run.worst, run.mean, strict=True))
+    assert "fednova" in example.picture_of(runs).svg_file

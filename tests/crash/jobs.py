@@ -225,6 +225,7 @@ JOBS: dict[str, Job] = {
     "Median": crash_job(robust("median")),
     "Krum": crash_job(robust("krum", byzantine=1)),
     "Fair": crash_job(federated() | {"options": {"q": 0.5}}),
+    "Nova": crash_job(federated() | {"options": {"normalize": "fednova"}}),
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),

@@ -49,7 +49,7 @@ from tests.reference.robust import robust_state
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
 from tests.reference.stream_rows import PlainRows, PlainStreams
-from tests.reference.weighing import fair_state, loss_before
+from tests.reference.weighing import fair_state, loss_before, nova_state
 from tests.reference.weight_average import GlobalAverage, RunningAverage
 
 _CPU = torch.device("cpu")
@@ -279,6 +279,9 @@ def federated_loop(
         elif strategy.options.q is not None:
             pairs = [(each.weight, each.state) for each in updates]
             means = fair_state(job, pairs, losses_before, world, trained)
+        elif strategy.options.normalize is not None:
+            pairs = [(each.weight, each.state) for each in updates]
+            means = nova_state(job, pairs, world, trained)
         else:
             means = {name: _mean_of(name, updates, numerics) for name in world}
         for name in trained & means.keys():

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import Federated
+from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
@@ -33,6 +33,43 @@ def q_fedavg(base: Rows, rows: Rows, losses: Sequence[float], q: float, lr: floa
         deltas = deltas + raised**q * gradient
         total += q * raised ** (q - 1) * (gradient**2).sum() + lipschitz * raised**q
     return np.asarray(base - deltas / total)
+
+
+def fednova(base: Rows, rows: Rows, num_rows: Sequence[float], lengths: Sequence[float]) -> Rows:
+    """The next state, of updates as rows (Wang et al., 2020, equation 6)."""
+    p = np.array(num_rows) / sum(num_rows)
+    directions = (base - rows) / np.array(lengths)[:, None]
+    return np.asarray(base - (p @ np.array(lengths)) * (p @ directions))
+
+
+def constant_steps(num_steps: int, momentum: float = 0.0, pull: float = 0.0) -> float:
+    """How far steps of SGD go with lr 1 and a gradient of one, which FedProx pulls back."""
+    place = velocity = 0.0
+    for _ in range(num_steps):
+        velocity = momentum * velocity + 1.0 - pull * place
+        place += velocity
+    return place
+
+
+def nova_state(
+    job: JobSpec,
+    updates: Sequence[tuple[float, Mapping[str, Tensor]]],
+    base: Mapping[str, Tensor],
+    trained: set[str],
+) -> dict[str, Tensor]:
+    """The next state under FedNova. updates: rows and state of each client."""
+    assert isinstance(job.strategy, Federated)
+    rows, states = zip(*updates, strict=True)
+    aggregation, epochs = job.strategy.aggregation, job.strategy.options.local_epochs
+    pull = job.optimizer.lr * aggregation.mu if isinstance(aggregation, FedProx) else 0.0
+    steps = [epochs * -(-int(num) // job.batch_size) for num in rows]
+    momentum = job.optimizer.kwargs.get("momentum", 0.0)
+    lengths = [constant_steps(num, momentum, pull) for num in steps]
+
+    def combine(base: Rows, each: Rows) -> Rows:
+        return fednova(base, each, rows, lengths)
+
+    return weighed_state(combine, rows, rows, states, base, trained)
 
 
 def loss_before(

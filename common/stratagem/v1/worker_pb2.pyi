@@ -1137,6 +1137,7 @@ class ClientRoundResult(_message.Message):
     HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
     IS_LOSS_WITHHELD_FIELD_NUMBER: _builtins.int
     LOSS_BEFORE_FIELD_NUMBER: _builtins.int
+    NUM_APPLIED_STEPS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
@@ -1149,6 +1150,8 @@ class ClientRoundResult(_message.Message):
     """The client's site does not tell the loss; loss is 0."""
     loss_before: _builtins.float
     """Mean loss of the base over the client's training rows, where the job weighs updates by it."""
+    num_applied_steps: _builtins.int
+    """Steps that have changed the model, where the job divides the update by how far they go."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
@@ -1170,14 +1173,20 @@ class ClientRoundResult(_message.Message):
         history_digest: _builtins.str = ...,
         is_loss_withheld: _builtins.bool = ...,
         loss_before: _builtins.float | None = ...,
+        num_applied_steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "loss_before", b"loss_before"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "loss_before", b"loss_before", "num_applied_steps", b"num_applied_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss_before: _TypeAlias = _typing.Literal["loss_before"]  # noqa: Y015
     _WhichOneofArgType__loss_before: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before"]  # noqa: Y015
+    _WhichOneofReturnType__num_applied_steps: _TypeAlias = _typing.Literal["num_applied_steps"]  # noqa: Y015
+    _WhichOneofArgType__num_applied_steps: _TypeAlias = _typing.Literal["_num_applied_steps", b"_num_applied_steps"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss_before) -> _WhichOneofReturnType__loss_before | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_applied_steps) -> _WhichOneofReturnType__num_applied_steps | None: ...
 
 Global___ClientRoundResult: _TypeAlias = ClientRoundResult  # noqa: Y015
 

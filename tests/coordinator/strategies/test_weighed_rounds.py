@@ -24,6 +24,7 @@ from tests.coordinator.strategies.open_round import opened, trained
 pytestmark = pytest.mark.core
 
 FAIR = {"q": 0.2}
+NOVA = {"normalize": "fednova"}
 RANDOM = {"client_selection": {"method": "Random", "fraction": 0.5}}
 
 
@@ -116,11 +117,28 @@ def refused(strategy: dict[str, Any], **sections: Any) -> list[str]:
             {},
             "strategy.options.inner: is not possible with q: a silo does not measure",
         ),
+        ({**FAIR, **NOVA}, {}, "strategy.options.normalize: is not possible with q"),
+        (
+            {**NOVA, "robust": {"name": "median"}},
+            {},
+            "strategy.options.robust: is not possible with normalize",
+        ),
+        (
+            {**NOVA, "over_select": 1, "late_updates": {"discount": 0.5}},
+            {**RANDOM, "num_clients": 12},
+            "strategy.options.late_updates: is not possible with normalize",
+        ),
+        (
+            {**NOVA, "inner": INNER},
+            {},
+            "strategy.options.inner: is not possible with normalize",
+        ),
+        ({"normalize": "fedavg"}, {}, "strategy.options.normalize"),
         ({"q": -0.1}, {}, "strategy.options.q: -0.1 is not allowed"),
         ({"q": "fair"}, {}, "strategy.options.q"),
     ],
 )
-def test_a_strategy_that_q_does_not_go_with_is_refused(
+def test_a_strategy_that_it_does_not_go_with_is_refused(
     options: dict[str, Any], changes: dict[str, Any], expected: str
 ) -> None:
     found = refused(federation(options, **changes))
@@ -172,6 +190,96 @@ SGD = {"name": "sgd", "lr": 0.1}
 def test_a_job_that_q_does_not_go_with_is_refused(sections: dict[str, Any], expected: str) -> None:
     found = refused(federation(FAIR), **sections)
     assert any(each.startswith(expected) for each in found), found
+
+
+PROX = {"aggregation": {"method": "FedProx", "mu": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "expected"),
+    [
+        ({"name": "adam", "lr": 0.1}, {}, "optimizer.name: adam is not possible with"),
+        (
+            {**SGD, "momentum": 0.9, "nesterov": True},
+            {},
+            "optimizer.nesterov: is not possible with strategy.options.normalize",
+        ),
+        ({**SGD, "dampening": 0.1}, {}, "optimizer.dampening: is not possible with"),
+        (
+            {**SGD, "groups": [{"name": "b", "max_dims": 1, "momentum": 0.5}]},
+            {},
+            "optimizer.groups[0].momentum: is not possible with strategy.options.normalize",
+        ),
+        (
+            {**SGD, "groups": [{"name": "b", "max_dims": 1, "optimizer": SGD}]},
+            {},
+            "optimizer.groups[0].optimizer: is not possible with strategy.options.normalize",
+        ),
+        (
+            {**SGD, "schedule": {"entrypoint": "tests.userland.schedules:make"}},
+            {},
+            "optimizer.schedule.entrypoint: is not possible with strategy.options.normalize",
+        ),
+        ({**SGD, "momentum": 0.9}, PROX, "optimizer.momentum: is not possible with FedProx"),
+        (
+            {**SGD, "schedule": {"name": "cosine"}},
+            PROX,
+            "optimizer.schedule: is not possible with FedProx",
+        ),
+        (
+            {**SGD, "groups": [{"name": "b", "max_dims": 1, "lr": 0.2}]},
+            PROX,
+            "optimizer.groups[0].lr: is not possible with FedProx",
+        ),
+        (
+            {"name": "sgd", "lr": 0.5},
+            PROX,
+            "strategy.aggregation.mu: 2 is too much with strategy.options.normalize: lr · mu must "
+            "be below 1, is 1",
+        ),
+    ],
+)
+def test_an_optimizer_whose_steps_go_unknown_ways_is_refused(
+    optimizer: dict[str, Any], changes: dict[str, Any], expected: str
+) -> None:
+    found = refused(federation(NOVA, **changes), optimizer=optimizer)
+    assert any(each.startswith(expected) for each in found), found
+
+
+def test_privacy_bounds_a_change_that_is_not_divided() -> None:
+    clip = {"clip": {"norm": 1.0}, "noise_multiplier": 1.0, "target": {"delta": 1e-5}}
+    found = refused(federation(NOVA), privacy=clip)
+    assert any(each.startswith("strategy.options.normalize: is not") for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes"),
+    [
+        ({**SGD, "momentum": 0.9, "schedule": {"name": "cosine"}}, {}),
+        ({**SGD, "groups": [{"name": "b", "max_dims": 1, "lr": 0.2}]}, {}),
+        (SGD, PROX),
+    ],
+)
+def test_optimizers_whose_steps_go_known_ways_are_taken(
+    optimizer: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    JobSpec.from_json(job_text(federation(NOVA, **changes), optimizer=optimizer))
+
+
+def test_steps_come_to_the_fold_in_client_order_whoever_came_first() -> None:
+    simulation = opened(federation(NOVA), "a", "b")
+    num_steps = {2: 5, 0: 3, 1: 9}
+    for client, number in num_steps.items():
+        (effect,) = [e for e in trained(simulation) if e.client == client]
+        (update,) = do(effect)
+        assert isinstance(update, UpdateReceived)
+        tell(simulation, update.model_copy(update={"num_applied_steps": number}))
+    (fold,) = [e for e in pending(simulation.state) if isinstance(e, AggregateRound)]
+    assert fold.num_steps == (3, 9, 5)
+    before = simulation.state
+    simulation.crash()
+    assert simulation.state.runs == before.runs
+    assert fold in pending(simulation.state)
 
 
 def test_q_is_absent_from_the_text_of_jobs_without_it() -> None:

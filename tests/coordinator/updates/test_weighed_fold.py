@@ -19,10 +19,11 @@ from stratagem.coordinator.updates.robust import changes
 from stratagem.coordinator.updates.state_reader import open_state
 from stratagem.coordinator.updates.update_sources import WholeSource
 from stratagem.coordinator.updates.weighing.fair_shares import Fairness, fair_shares
+from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
 from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
 from tests.coordinator.updates.fold_round import FOLDER, Round
 from tests.coordinator.updates.updates import Layout, accept, arrays, data_of, key, manifest_of
-from tests.reference.weighing import q_fedavg
+from tests.reference.weighing import constant_steps, fednova, q_fedavg
 
 LAYOUT: Layout = (
     ("model/w64", "float64", (5,)),
@@ -197,3 +198,51 @@ def test_shares_are_at_most_one_in_all_whatever_the_losses(
 
 def test_losses_of_zero_share_evenly() -> None:
     assert fair_shares([0.0, 0.0], [0.0, 0.0], 200.0, 0.1) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 7, 1000])
+@pytest.mark.parametrize(("momentum", "pull"), [(0.0, 0.0), (0.5, 0.0), (0.9, 0.0), (0.0, 0.3)])
+def test_steps_go_as_far_as_a_constant_gradient_takes_them(
+    num_steps: int, momentum: float, pull: float
+) -> None:
+    found = length_of_steps(num_steps, momentum, pull)
+    assert found == pytest.approx(constant_steps(num_steps, momentum, pull), rel=1e-11)
+
+
+@pytest.mark.parametrize("num", [1, 2, 7])
+def test_normalized_changes_make_what_the_paper_says(tmp_path: Path, num: int) -> None:
+    a_round = WeighedRound(tmp_path)
+    for client in range(num):
+        accept(a_round.spool, client, MANIFEST, data_of(MANIFEST, client))
+    num_rows = [float(3 * client + 1) for client in range(num)]
+    lengths = [length_of_steps(2 * client + 1, 0.9) for client in range(num)]
+    found = tensors(a_round.moved(nova_factors(num_rows, lengths), num_rows))
+    base = whole(tensors(data_of(MANIFEST, 1000)))
+    rows = np.stack([whole(tensors(data_of(MANIFEST, client))) for client in range(num)])
+    expected = fednova(base, rows, num_rows, lengths)
+    np.testing.assert_allclose(whole(found)[:14], expected[:14], rtol=1e-12, atol=1e-14)
+    means = np.stack([tensors(data_of(MANIFEST, c))["model/mean"] for c in range(num)])
+    averaged = np.array(num_rows) @ means / sum(num_rows)
+    np.testing.assert_allclose(found["model/mean"], averaged, rtol=1e-12, atol=1e-15)
+
+
+def test_clients_that_go_equally_far_count_by_their_rows() -> None:
+    np.testing.assert_allclose(nova_factors([3.0, 1.0], [5.0, 5.0]), [0.75, 0.25], rtol=1e-15)
+
+
+def test_a_client_without_a_step_has_nothing_to_count() -> None:
+    assert nova_factors([3.0, 1.0], [0.0, 4.0]) == [0.0, 1.0]
+    assert nova_factors([0.0, 2.0], [0.0, 4.0]) == [0.0, 1.0]
+    assert nova_factors([0.0, 0.0], [0.0, 0.0]) == [0.0, 0.0]
+    assert nova_factors([2.0], [0.0]) == [0.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=8))
+def test_the_mean_goes_as_far_as_the_clients_do_on_average(each: list[tuple[int, int]]) -> None:
+    """Where all have gone in one direction, by their steps."""
+    rows, steps = [float(num) for num, _ in each], [float(num) for _, num in each]
+    factors = nova_factors(rows, steps)
+    gone = sum(factor * length for factor, length in zip(factors, steps, strict=True))
+    counting = sum(num for num, length in each if length)
+    expected = sum(num * length for num, length in each) / counting if counting else 0.0
+    assert gone == pytest.approx(expected, rel=1e-9)

@@ -179,8 +179,10 @@ def test_a_site_that_reports_nothing_withholds_the_loss(tmp_path: Path) -> None:
     admission = gate_of(tmp_path).admit(request_of(job), job)
     metrics = {"max_grad_norm": 2.0}
     done = pb.ClientRoundResult(num_samples=7, loss=0.5, metrics=metrics, loss_before=0.7)
+    done.num_applied_steps = 3
     told = admission.told(pb.ExecuteResult(client_round=done)).client_round
-    assert told == pb.ClientRoundResult(num_samples=7, is_loss_withheld=True)
+    expected = pb.ClientRoundResult(num_samples=7, is_loss_withheld=True, num_applied_steps=3)
+    assert told == expected
 
 
 def _raised(error: BaseException) -> BaseException:

@@ -67,7 +67,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     the place of the weighted mean, so that a minority of false updates leads the model nowhere.
     roster: who takes part; num_clients from the start unless given. strikes: when a client that
     keeps failing is left alone for some rounds; never unless given. q: how much more a
-    client counts the higher its loss, q-FedAvg; by rows unless given.
+    client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
+    "fednova" divides the change of a client by how far its steps can go; undivided unless given.
     """
 
     local_epochs: SharedCount = 1
@@ -85,6 +86,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     roster: Roster | None = None
     strikes: Strikes | None = None
     q: NotNegative | None = None
+    normalize: Literal["fednova"] | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:

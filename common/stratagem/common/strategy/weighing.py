@@ -1,6 +1,7 @@
-"""How updates of a round weigh otherwise than by rows: `options.q` and what goes together with it.
+"""How updates of a round count otherwise than by rows: `options.q` and `options.normalize`.
 
-Knows the strategy alone; what the clients' optimizer must be stands with the job.
+Says what goes together with them. Knows the strategy alone; what the clients' optimizer must be
+stands with the job.
 """
 
 from collections.abc import Iterator
@@ -17,8 +18,15 @@ def check_weighing(
     options: "FederatedOptions", aggregation: FederatedAggregation
 ) -> Iterator[Violation]:
     """Yield what the strategy says besides that does not go together with how updates weigh."""
-    if options.q is None:
-        return
+    if options.q is not None:
+        yield from _against_q(options, aggregation)
+    if options.normalize is not None:
+        yield from _against_normalize(options)
+
+
+def _against_q(
+    options: "FederatedOptions", aggregation: FederatedAggregation
+) -> Iterator[Violation]:
     if not isinstance(aggregation, FedAvg):
         text = f"is of FedAvg only; the aggregation is {type(aggregation).__name__}"
         yield Violation("options.q", text)
@@ -35,4 +43,19 @@ def check_weighing(
         yield Violation("options.late_updates", text)
     if options.inner is not None:
         text = "is not possible with q: a silo does not measure its loss before it trains"
+        yield Violation("options.inner", text)
+
+
+def _against_normalize(options: "FederatedOptions") -> Iterator[Violation]:
+    if options.q is not None:
+        text = "is not possible with q, which takes a change for a gradient as it is; leave one out"
+        yield Violation("options.normalize", text)
+    if options.robust is not None:
+        text = "is not possible with normalize, by which who claims few steps counts more"
+        yield Violation("options.robust", text)
+    if options.late_updates != "refuse":
+        text = "is not possible with normalize: how far clients go is a mean over those of a round"
+        yield Violation("options.late_updates", text)
+    if options.inner is not None:
+        text = "is not possible with normalize: how far a silo goes its own strategy decides"
         yield Violation("options.inner", text)

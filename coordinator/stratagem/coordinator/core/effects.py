@@ -185,6 +185,8 @@ class AggregateRound:
     """What each accepted update counts, where they have been judged."""
     privacy: RoundAccounted | None = None
     """The noise of the fold; None: it has none."""
+    num_steps: tuple[int, ...] = ()
+    """Steps that each client has applied; empty where changes are not divided by them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             metrics=done.metrics,
             traffic=traffic,
             loss_before=loss_before,
+            num_applied_steps=done.num_applied if _is_normalized(work.job) else None,
         )
     if work.admission is not None:
         work.admission.update(update.manifest, update.buffers, done.num_samples)
@@ -137,6 +138,11 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     result.num_history_parts, result.history_digest = history.end()
     failpoint("worker.round.trained")
     return result
+
+
+def _is_normalized(job: JobSpec) -> bool:
+    """Return True where the update is divided by how far its steps go."""
+    return isinstance(job.strategy, Federated) and job.strategy.options.normalize is not None
 
 
 def _loss_before(

@@ -54,6 +54,7 @@ class Disclosure:
     def _round(self, done: pb.ClientRoundResult) -> pb.ClientRoundResult:
         names = OWN_METRICS & set(done.metrics) if self.tells_loss else set()
         has_loss_before = done.HasField("loss_before")
+        has_num_applied = done.HasField("num_applied_steps")
         return pb.ClientRoundResult(
             num_samples=done.num_samples,
             loss=done.loss if self.tells_loss else 0.0,
@@ -63,6 +64,7 @@ class Disclosure:
             metrics={name: done.metrics[name] for name in sorted(names)},
             traffic=done.traffic,
             loss_before=done.loss_before if self.tells_loss and has_loss_before else None,
+            num_applied_steps=done.num_applied_steps if has_num_applied else None,
         )
 
     def _parts(self, done: pb.EvaluateResult) -> list[pb.EvaluationPart]:

@@ -90,6 +90,8 @@ class UpdateReceived(Value):
     """Steps of the client; 0 in journals of versions that took the newest update for all."""
     loss_before: float | None = None
     """Mean loss of the state that it began from, over its training rows; None: not asked for."""
+    num_applied_steps: int | None = None
+    """Steps that have changed the model; None: not asked for."""
 
 
 class UpdateRejected(Value):

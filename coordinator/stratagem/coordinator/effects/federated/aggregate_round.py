@@ -9,7 +9,7 @@ from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import Random
+from stratagem.common.strategy import FedProx, Random
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
@@ -34,6 +34,7 @@ from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
+from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
 from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
 
 Header = tuple[Manifest, int]
@@ -158,8 +159,8 @@ def _fold(
             entries, weights = [entries[i] for i in places], [1.0] * len(places)
             counted = [effect.weights[i] for i in places] if effect.weights else weights
             combined = combination(rule, counted, state)
-        elif spec_of(job).options.q is not None:
-            shares = _shares(effect, weights, env.numerics_of(effect.run_id))
+        elif spec_of(job).options.q is not None or spec_of(job).options.normalize is not None:
+            shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
             combined = ScaledChanges(shares, manifest, state)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
         writer = env.blobs.writer(len(header) + manifest.total_bytes)
@@ -180,11 +181,24 @@ def _fold(
     return folded, parse_header(io.BytesIO(header), folded.state), clip_norm
 
 
-def _shares(effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
-    """Return what the changes count, by losses; buffers by the same, in shares of one."""
+def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
+    """Return what the changes count: by losses, buffers by the same in shares of one; or by rows
+    and steps, buffers by rows."""
+    largest = rows.index(max(rows))
+    if spec_of(job).options.normalize is not None:
+        lengths = [_length(job, number) for number in effect.num_steps]
+        return Shares(nova_factors(rows, lengths), *mean_factors(rows, numerics), largest)
     factors = effect.weights
-    means, divisor = mean_factors(factors if any(factors) else [1.0] * len(factors), numerics)
-    return Shares(factors, means, divisor, rows.index(max(rows)))
+    means = mean_factors(factors if any(factors) else [1.0] * len(factors), numerics)
+    return Shares(factors, *means, largest)
+
+
+def _length(job: JobSpec, num_steps: int) -> float:
+    """Return how far so many steps of a client go under a gradient of one."""
+    assert job.optimizer is not None, "the job was checked"
+    aggregation = spec_of(job).aggregation
+    pull = job.optimizer.lr * aggregation.mu if isinstance(aggregation, FedProx) else 0.0
+    return length_of_steps(num_steps, job.optimizer.kwargs.get("momentum", 0.0), pull)
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:

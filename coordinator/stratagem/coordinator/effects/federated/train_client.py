@@ -153,6 +153,9 @@ async def _collect(
         metrics=of_training(result.metrics),
         num_steps=max(1, result.num_steps),
         loss_before=_loss_before(result),
+        num_applied_steps=(
+            result.num_applied_steps if result.HasField("num_applied_steps") else None
+        ),
     )
     await report_update(env, effect, received, histories)
 

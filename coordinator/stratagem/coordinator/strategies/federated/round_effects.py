@@ -115,8 +115,9 @@ def _fold(
     metrics = commit_metrics(job, trained)
     state, weights = value.server_state, value.weights
     noise = value.ledger.round if value.ledger is not None else None
+    steps = _applied_steps(value) if options.normalize is not None else ()
     return AggregateRound(
-        *(run_id, value.party, number, base, accepted, state, metrics, weights), privacy=noise
+        *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps)
     )
 
 
@@ -124,3 +125,9 @@ def _losses_before(value: FederatedRun) -> tuple[float, ...]:
     """Return the losses before training of the clients whose updates count, in their order."""
     found = (value.updates[accepted.client].loss_before for accepted in value.accepted)
     return tuple(loss for loss in found if loss is not None)
+
+
+def _applied_steps(value: FederatedRun) -> tuple[int, ...]:
+    """Return the steps of the clients whose updates count, in their order."""
+    found = (value.updates[accepted.client].num_applied_steps for accepted in value.accepted)
+    return tuple(number for number in found if number is not None)

@@ -63,6 +63,8 @@ class ClientRound:
     the means of what the step function has logged, and the latest of what on_step has."""
     trained: frozenset[str]
     """Names of the trainable parameters; tied ones under each of their names."""
+    num_applied: int
+    """Steps that were not left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,8 @@ class ClientRunner:
         num_samples = num_rows // self._strategy.options.local_epochs
         if is_ended:  # it weighs as it would have
             num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
-        return ClientRound(tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
+        done = (tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
+        return ClientRound(*done, num_steps - num_skipped)
 
     def loss_before(
         self,
