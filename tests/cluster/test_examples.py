@@ -128,6 +128,7 @@ strategy:
 """
 
 
+@pytest.mark.sweep
 def test_fairness_is_drawn_from_what_clients_measure() -> None:
     example = importlib.import_module("examples.fairness_curve")
     with example.cluster_of_clients() as client:
