@@ -9,16 +9,16 @@ from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import FedProx, Random
+from stratagem.common.strategy import FedProx
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
 from stratagem.coordinator.core.facts import RunFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
-from stratagem.coordinator.strategies.federated.federated_run import spec_of
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
-from stratagem.coordinator.strategies.federated.round_decisions import has_homes
+from stratagem.coordinator.strategies.federated.round_decisions import next_trainers
 from stratagem.coordinator.updates.folding.fold import (
     Combination,
     Folded,
@@ -84,27 +84,25 @@ async def _folded(
 
 
 def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> None:
-    """Send the new state to the run's workers while its fact is being journaled.
+    """Send the new state to the workers of the next round while its fact is being journaled.
 
-    It is content under its own name, so a worker that gets it for nothing has lost nothing.
+    It is content under its own name, so a worker that gets it for nothing has lost no more than the
+    time of its link; who is not guessed asks for it.
     """
     run = env.state.runs.get(effect.run_id)
     if run is None or run.ended is not None:
         return
     job = env.job_of(effect.run_id, effect.party)
-    if effect.round_num >= spec_of(job).rounds or _are_few_asked(job):
+    if effect.round_num >= spec_of(job).rounds:
         return
+    names = {member.worker_id for member in run.touched}
+    if isinstance(run.value, FederatedRun):
+        names &= next_trainers(job, run.value)
     for member in run.touched:
         worker = env.state.workers.get(member.worker_id)
-        if worker is not None and worker.member == member and worker.is_usable:
+        is_there = worker is not None and worker.member == member and worker.is_usable
+        if is_there and member.worker_id in names:
             env.start_push(member, effect.run_id, digest)
-
-
-def _are_few_asked(job: JobSpec) -> bool:
-    """Return True where most workers of a run have no part in its next round: each is one client,
-    and few are drawn."""
-    selection = spec_of(job).client_selection
-    return has_homes(job) and isinstance(selection, Random) and selection.fraction < 1
 
 
 def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) -> list[SpoolEntry]:

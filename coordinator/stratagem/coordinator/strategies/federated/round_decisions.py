@@ -174,6 +174,19 @@ def candidates_of(job: JobSpec, value: FederatedRun) -> tuple[int, ...]:
     return select(strategy.client_selection, roster, job.seed, value.round_num)
 
 
+def next_trainers(job: JobSpec, value: FederatedRun) -> frozenset[WorkerId]:
+    """Return the workers on which clients of the round after the open one are expected to train;
+    none where the draw is a secret. A guess: who comes or goes until then is not in it."""
+    strategy, number = spec_of(job), value.round_num + 1
+    if job.privacy is not None and job.privacy.sampling_rate(strategy) < 1:
+        return frozenset()
+    able = {b.client: b for b in value.roster if value.attendance.is_able(b.client, number)}
+    num_extra = strategy.options.over_select
+    drawn = select(strategy.client_selection, [*able.values()], job.seed, number, num_extra)
+    at = {client: member.worker_id for client, (member, _) in value.assigned.items()}
+    return frozenset(at.get(client, able[client].worker_id) for client in drawn)
+
+
 def open_round(
     job: JobSpec,
     value: FederatedRun,

@@ -1,0 +1,52 @@
+"""The new state of a round goes ahead to the workers that the next one is expected on, alone."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from stratagem.common.base.ids import Digest, Incarnation, WorkerId
+from stratagem.coordinator.core.effects import AggregateRound
+from stratagem.coordinator.core.facts import ROOT, ClientBinding, Member
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.federated.aggregate_round import _bring_ahead
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
+from tests.coordinator.core.jobs import FEDERATED, job_text
+from tests.coordinator.core.simulation import RUN, start
+
+NEW = Digest("n" * 64)
+MEMBERS = [Member(worker_id=WorkerId(n), incarnation=Incarnation("one")) for n in "abc"]
+ROSTER = tuple(
+    ClientBinding(client=number, worker_id=member.worker_id, tags=(member.worker_id,))
+    for number, member in enumerate(MEMBERS)
+)
+
+
+def brought(value: Any, round_num: int = 1) -> list[str]:
+    """The workers that get the state, of a job that selects those with the tag b."""
+    only_b = {"method": "ByCapability", "required_tags": ["b"]}
+    strategy = {**FEDERATED, "num_clients": 3, "client_selection": only_b}
+    job = start(job_text(strategy), "a").state.runs[RUN].job
+    run = SimpleNamespace(ended=None, touched=frozenset(MEMBERS), value=value)
+    usable = {m.worker_id: SimpleNamespace(member=m, is_usable=True) for m in MEMBERS}
+    names: list[str] = []
+    env = SimpleNamespace(
+        state=SimpleNamespace(runs={RUN: run}, workers=usable),
+        job_of=lambda _run_id, _party: job,
+        start_push=lambda member, _run_id, _digest: names.append(member.worker_id),
+    )
+    effect = SimpleNamespace(run_id=RUN, party=ROOT, round_num=round_num)
+    _bring_ahead(cast(EffectContext, env), cast(AggregateRound, effect), NEW)
+    return sorted(names)
+
+
+def test_only_workers_of_the_next_round_get_the_state() -> None:
+    """A model of 100 MB to a site that is not asked would take its link for seconds."""
+    assert brought(FederatedRun(party=ROOT, roster=ROSTER, round_num=1)) == ["b"]
+
+
+def test_all_workers_get_it_where_silos_or_populations_choose() -> None:
+    assert brought(object()) == ["a", "b", "c"]
+
+
+def test_nobody_gets_it_after_the_last_round() -> None:
+    value = FederatedRun(party=ROOT, roster=ROSTER, round_num=3)
+    assert brought(value, round_num=3) == []
