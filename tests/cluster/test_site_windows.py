@@ -28,6 +28,7 @@ entrypoints = ["tests.userland.*:*"]
 """
 NIGHTS = 'windows = ["Mon-Fri 19:00-06:00"]\ntimezone = "Europe/Vienna"'
 NOON = "2026-11-23T12:00:00+01:00"  # a Monday
+JUST_BEFORE_SEVEN = "2026-11-23T18:59:59+01:00"
 EVENING = "2026-11-23T20:00:00+01:00"
 JUST_BEFORE_SIX = "2026-11-24T05:59:59.8+01:00"
 CLOSED = "site site-1 is closed: opens {} 19:00 Europe/Vienna"
@@ -120,3 +121,27 @@ def test_a_run_waits_while_all_sites_are_closed(tmp_path: Path) -> None:
         clock.write_text(EVENING)
         outcome = outcome_of(run)
     assert len(outcome.of("UpdateReceived")) == 4
+
+
+def test_an_open_roster_asks_a_site_again_when_it_opens(tmp_path: Path) -> None:
+    """It says itself when that is; who has not said it is asked after five minutes."""
+    clock, num_rounds = tmp_path / "clock", 20
+    clock.write_text(JUST_BEFORE_SEVEN)
+    with sites(tmp_path, clock) as (_, client):
+        options = {"roster": {"open": True, "min_clients": 2}}
+        data = {"worker_local": "ward"}
+        spec = federated(num_clients=2, rounds=num_rounds, data=data, options=options)
+        run = client.submit(spec)
+        until(
+            lambda: f"2 sites; {CLOSED.format('Mon')} (client 1)" in run.status().reason,
+            "a round waits for the site",
+        )
+        clock.write_text(EVENING)
+        outcome = outcome_of(run)
+    refusals = outcome.of("UpdateRejected")
+    assert {(e.payload["client"], e.payload["opens_in_s"]) for e in refusals} == {(1, 1.0)}
+    answered = [e.payload["round_num"] for e in outcome.of("UpdateReceived") if e.payload["client"]]
+    without = [e.payload["round_num"] for e in refusals]
+    assert sorted(without + answered) == [*range(1, num_rounds + 1)]
+    assert answered
+    assert max(without) < min(answered)

@@ -90,6 +90,7 @@ class UserError(_message.Message):
     TRACEBACK_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
+    OPENS_IN_S_FIELD_NUMBER: _builtins.int
     type: _builtins.str
     """Qualified name of the exception's type, such as "ValueError" or "torch.OutOfMemoryError"."""
     message: _builtins.str
@@ -102,6 +103,8 @@ class UserError(_message.Message):
     """Worker on which it was raised."""
     activity: _builtins.str
     """What the worker was doing: "build model", "training step 17", "evaluate test"."""
+    opens_in_s: _builtins.float
+    """Of a site that is closed (SiteClosedError): seconds until it opens; 0 where that is not known."""
     def __init__(
         self,
         *,
@@ -110,10 +113,11 @@ class UserError(_message.Message):
         traceback: _builtins.str = ...,
         worker_id: _builtins.str = ...,
         activity: _builtins.str = ...,
+        opens_in_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "message", b"message", "traceback", b"traceback", "type", b"type", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "message", b"message", "opens_in_s", b"opens_in_s", "traceback", b"traceback", "type", b"type", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -360,6 +360,66 @@ def test_a_round_that_all_have_left_goes_on_when_somebody_is_back() -> None:
     assert selected(simulation)[-1] == (2, (0, 1))
 
 
+def closed_until(simulation: Simulation, client: int, opens_in_s: float) -> None:
+    fact = UpdateRejected(
+        party=ROOT,
+        round_num=round_num(simulation),
+        client=client,
+        reason=f"site {client} is closed: opens Mon 19:00",
+        cause=Cause.OUTSIDE_WINDOW,
+        opens_in_s=opens_in_s,
+    )
+    simulation.tell(Report(RUN, fact))
+    fold(simulation)
+
+
+def test_a_site_that_says_when_it_opens_is_asked_then() -> None:
+    roster = {"min_clients": 1, "wait_s": 90_000.0}
+    simulation = begun("a", "b", strategy=federation(roster=roster))
+    closed_until(simulation, 0, 40_000.0)
+    closed_until(simulation, 1, 50_000.0)
+    assert phase(simulation) is RunPhase.RECOVERING
+    assert reason(simulation) == (
+        "round 1: 0 of 2 clients have answered, 2 left; "
+        "site 0 is closed: opens Mon 19:00 (client 0); "
+        "site 1 is closed: opens Mon 19:00 (client 1); "
+        "that is too few: it waits for more clients"
+    )
+    assert next_deadline(simulation.state) == 40_000.0
+    later(simulation, 39_999.0)
+    assert not trained(simulation)
+    simulation.crash()
+    later(simulation, 1.0)
+    assert [e.client for e in trained(simulation)] == [0]
+    answer(simulation, 0)
+    assert selected(simulation)[-1] == (2, (0,)), "the other one is still closed"
+    assert reason(simulation) == (
+        "round 2: 0 of 1 clients have answered; site 1 is closed: opens Mon 19:00 (client 1)"
+    )
+    later(simulation, 10_000.0)
+    answer(simulation, 0)
+    assert selected(simulation)[-1] == (3, (0, 1))
+
+
+def test_a_run_that_waits_says_which_sites_are_closed_until_when() -> None:
+    simulation = begun("a", "b", "c", strategy=federation(roster={"min_clients": 3}))
+    answer(simulation, 0, 1)
+    closed_until(simulation, 2, 40_000.0)
+    assert reason(simulation) == (
+        "round 2: 2 of 3 sites; site 2 is closed: opens Mon 19:00 (client 2)"
+    )
+
+
+def test_a_few_of_many_closed_sites_are_named() -> None:
+    names = [f"s{number:02}" for number in range(12)]
+    roster = {"min_clients": 12}
+    simulation = begun(*names, strategy=federation(num_clients=12, roster=roster))
+    answer(simulation, 0, 1)
+    for client in range(2, 12):
+        closed_until(simulation, client, 40_000.0)
+    assert reason(simulation).endswith("(client 9); 2 more closed")
+
+
 def test_sites_that_are_closed_are_asked_again_after_a_while() -> None:
     simulation = begun("a", "b", strategy=federation(roster={"wait_s": 1000.0}))
     fail(simulation, 0, Cause.OUTSIDE_WINDOW)

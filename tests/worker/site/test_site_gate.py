@@ -111,8 +111,10 @@ def test_a_window_counts_by_the_sites_clock(tmp_path: Path) -> None:
     assert admission.open_s == 9 * 3600
     assert str(admission.closed) == "site st-anna is closed: opens Tue 19:00 Europe/Vienna"
     now[0] = datetime(2026, 11, 24, 5, 0, tzinfo=UTC)
-    with pytest.raises(SiteClosedError, match="opens Tue 19:00 Europe/Vienna"):
+    assert admission.closed.opens_in_s == 13 * 3600
+    with pytest.raises(SiteClosedError, match="opens Tue 19:00 Europe/Vienna") as caught:
         gate.admit(request_of(job), job)
+    assert caught.value.opens_in_s == 13 * 3600
 
 
 def test_nothing_is_let_in_while_the_audit_cannot_be_written(

@@ -116,7 +116,14 @@ class RefusedBySiteError(StratagemError):
 
 
 class SiteClosedError(RefusedBySiteError):
-    """The file of a site accepts it at other hours; the message says when these begin."""
+    """The file of a site accepts it at other hours; the message says when these begin.
+    `opens_in_s`: seconds until then, 0 where that is not known."""
+
+    opens_in_s: float
+
+    def __init__(self, message: str, opens_in_s: float = 0.0) -> None:
+        self.opens_in_s = opens_in_s
+        super().__init__(message)
 
 
 class UnavailableError(StratagemError):

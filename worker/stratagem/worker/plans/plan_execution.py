@@ -21,6 +21,7 @@ from stratagem.common.base.errors import (
     LimitError,
     NotFoundError,
     RefusedBySiteError,
+    SiteClosedError,
     StratagemError,
     UserCodeError,
 )
@@ -417,5 +418,6 @@ def _users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResu
             traceback=told.traceback,
             worker_id=work.host.worker_id,
             activity=told.activity or activity,
+            opens_in_s=error.opens_in_s if isinstance(error, SiteClosedError) else 0.0,
         )
     )

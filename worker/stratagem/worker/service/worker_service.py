@@ -21,6 +21,7 @@ from stratagem.common.base.errors import (
     NotFoundError,
     PermissionDeniedError,
     RefusedBySiteError,
+    SiteClosedError,
 )
 from stratagem.common.base.ids import check_party, check_run_id
 from stratagem.common.identity.authentication import Caller, current_caller
@@ -125,6 +126,7 @@ class WorkerServicer(WorkerServiceServicer):
             message=str(error),
             worker_id=self._host.worker_id,
             activity="asking the site",
+            opens_in_s=error.opens_in_s if isinstance(error, SiteClosedError) else 0.0,
         )
         return pb.ExecuteResult(error=told)
 

@@ -46,6 +46,8 @@ class FitsRule:
     """When the window ends in which it was accepted."""
     closed_text: str = ""
     """When the window after that one opens, as a sentence."""
+    closed_s: float = 0.0
+    """Seconds from the end of the window to the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def _at(rule: AcceptRule, number: int, at: datetime) -> FitsRule | tuple[datetim
         return FitsRule(number, rule)
     after = opening(windows, zone, now.changes)
     assert after.changes is not None
-    return FitsRule(number, rule, now.changes, f"opens {told(after.changes, zone)}")
+    closed_s = (after.changes - now.changes).total_seconds()
+    return FitsRule(number, rule, now.changes, f"opens {told(after.changes, zone)}", closed_s)
 
 
 def _against_everywhere(offer: Offer) -> Iterator[str]:

@@ -44,11 +44,13 @@ class SiteAdmission:
     """Seconds from the offer to the end of the site's window; None: no end."""
     closed_text: str = ""
     """When the next window begins."""
+    closed_s: float = 0.0
+    """Seconds from the end of the site's window to the next one."""
 
     @property
     def closed(self) -> SiteClosedError:
         """The error with which the plan ends when the window does."""
-        return SiteClosedError(f"site {self.site} is closed: {self.closed_text}")
+        return SiteClosedError(f"site {self.site} is closed: {self.closed_text}", self.closed_s)
 
     def update(self, manifest: Manifest, buffers: Sequence[memoryview], num_rows: int) -> None:
         """Write down an update before it can be fetched."""

@@ -100,8 +100,9 @@ class SiteGate:
                 self._note({**record, "kind": "offer"}, now)
                 return self._admission(site, verdict, job, record, now)
             self._note({**record, "kind": "refusal", "reason": verdict.reason}, now)
-            kind = RefusedBySiteError if verdict.opens is None else SiteClosedError
-            raise kind(verdict.reason)
+            if verdict.opens is None:
+                raise RefusedBySiteError(verdict.reason)
+            raise SiteClosedError(verdict.reason, (verdict.opens - now).total_seconds())
 
     def _newest(self) -> SiteFile:
         """Return the file as it is now. Raises RefusedBySiteError where it has become wrong."""
@@ -155,6 +156,7 @@ class SiteGate:
             write=lambda fields: self._audit.add({"at": _said(self._clock()), **fields}),
             open_s=None if closes is None else (closes - now).total_seconds(),
             closed_text=verdict.closed_text,
+            closed_s=verdict.closed_s,
         )
 
     def _record(self, site: SiteFile, request: pb.ExecuteRequest, job: JobSpec) -> dict[str, JSON]:

@@ -70,3 +70,5 @@ class ErrorRecord(Value):
     traceback: str
     worker_id: str
     activity: str
+    opens_in_s: float = 0.0
+    """Of a site that is closed: seconds until it opens; 0: not known."""

@@ -101,6 +101,8 @@ class UpdateRejected(Value):
     reason: str
     cause: Cause = Cause.UNKNOWN
     error: ErrorRecord | None = None
+    opens_in_s: float = 0.0
+    """Of a site that is closed: seconds until it opens; 0: not known."""
 
 
 class RoundWaits(Value):

@@ -40,6 +40,8 @@ MAX_PROFILES: Final = 4
 OnProgress = Callable[[worker_pb2.Progress], None]
 OnHistory = Callable[[worker_pb2.HistoryPart], None]
 Failed = Callable[[types_pb2.UserError], Awaitable[None]]
+LONGEST_CLOSED_S: Final = 8 * 86400.0
+"""The windows of a site come round every week; an hour more when the clocks change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,9 @@ async def fail_party(
 
 def record_of(error: types_pb2.UserError) -> ErrorRecord:
     """Return the error that a worker reports, as a value."""
-    return ErrorRecord.model_validate(error, from_attributes=True)
+    record = ErrorRecord.model_validate(error, from_attributes=True)
+    is_likely = 0 < record.opens_in_s <= LONGEST_CLOSED_S  # what a worker says is not checked else
+    return record if is_likely else record.model_copy(update={"opens_in_s": 0.0})
 
 
 def _line(line: worker_pb2.LogLine) -> RunLogLine:

@@ -28,6 +28,7 @@ async def reject(
     cause: Cause,
     reason: str,
     error: ErrorRecord | None = None,
+    opens_in_s: float = 0.0,
 ) -> None:
     """Report the rejection of a client's update."""
     fact = UpdateRejected(
@@ -37,6 +38,7 @@ async def reject(
         reason=reason,
         cause=cause,
         error=error,
+        opens_in_s=opens_in_s,
     )
     await report_update(env, effect, fact)
 
@@ -50,7 +52,8 @@ async def reject_for_error(env: EffectContext, effect: TrainClient, error: Error
         message = error.message[:MAX_JOURNALED_CHARS]
         traceback = error.traceback[-MAX_JOURNALED_TRACE:]
         kept = error.model_copy(update={"message": message, "traceback": traceback})
-    await reject(env, effect, cause_of(error), reason_of(error), kept)
+    cause, reason = cause_of(error), reason_of(error)
+    await reject(env, effect, cause, reason, kept, error.opens_in_s)
 
 
 def log_error(env: EffectContext, run_id: RunId, client: int, error: ErrorRecord) -> None:

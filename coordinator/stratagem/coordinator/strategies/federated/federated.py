@@ -208,7 +208,8 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
         case ClientLeft():
             return open_roster.with_left(value, fact.client, fact.reason, now_s)
         case UpdateRejected() if open_roster.is_refusal(job, fact):
-            return open_roster.with_left(value, fact.client, fact.reason, now_s, has_refused=True)
+            again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
+            return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:

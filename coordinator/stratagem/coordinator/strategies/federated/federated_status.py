@@ -73,6 +73,7 @@ def _of_round(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase
         count += f", {num_excused} not asked"
     if value.rejected:
         count += f", {len(value.rejected)} rejected ({said(job, value)})"
+    count += "".join(f"; {closed}" for closed in open_roster.closed_sites(value))
     if value.is_waiting and not lacking(value, world.holds):
         waits_for = (
             "more clients" if open_roster.roster_of(job) else "other workers of failed clients"

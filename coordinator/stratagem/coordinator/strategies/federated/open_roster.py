@@ -41,8 +41,9 @@ from stratagem.coordinator.strategies.federated.round_decisions import excused_b
 MAX_JOINS: Final = 1000
 """Clients that join with one fact."""
 ASK_AGAIN_S: Final = 300.0
-"""How long a client that has refused, as its site is closed, is left alone while its worker stays:
-a round that waits for clients over a night leaves some hundred facts of each."""
+"""How long a client that has refused, as its site is closed, is left alone while its worker stays,
+where it has not said when it opens: a round that waits for clients over a night leaves some hundred
+facts of each."""
 MAX_NAMED: Final = 8
 AWAY: Final = "away"
 STOPPED: Final = "its worker was stopped"
@@ -105,7 +106,20 @@ def lack(job: JobSpec, value: FederatedRun, world: World, workers: list[WorkerRe
         f"{excuse.reason}: {_named(value, excuse.clients)}"
         for excuse in excused(value, world, here)
     ]
-    return "; ".join([text, *others])
+    return "; ".join([text, *others, *closed_sites(value)])
+
+
+def closed_sites(value: FederatedRun) -> list[str]:
+    """Return what some sites say that are closed; not those that the open round has rejected for
+    it, which it names."""
+    said = {
+        departure.reason: client
+        for client, departure in sorted(value.attendance.left.items())
+        if departure.asked_again_s is not None and client not in value.rejected
+    }
+    shown = [f"{reason} (client {client})" for reason, client in [*said.items()][:MAX_NAMED]]
+    more = len(said) - len(shown)
+    return [*shown, f"{more} more closed"] if more else shown
 
 
 def wait(
@@ -265,10 +279,13 @@ def with_joined(
 
 
 def with_left(
-    value: FederatedRun, client: int, reason: str, now_s: float, has_refused: bool = False
+    value: FederatedRun,
+    client: int,
+    reason: str,
+    now_s: float,
+    asked_again_s: float | None = None,
 ) -> FederatedRun:
-    """Expect nothing of a client any more."""
-    asked_again_s = now_s + ASK_AGAIN_S if has_refused else None
+    """Expect nothing of a client any more; one that has refused is asked again at some time."""
     departure = Departure(reason, asked_again_s, since_s=now_s)
     left = {**value.attendance.left, client: departure}
     attendance = replace(value.attendance.here([client]), left=left)
