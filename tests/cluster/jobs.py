@@ -20,7 +20,7 @@ from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Event, RunStatus
 from stratagem.common.job import JobSpec
 from stratagem.worker.user_code.entrypoints import EntryPoints
-from tests.jobs import ALLOW, job
+from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S
 
 ALLOWED = EntryPoints([ALLOW])
@@ -28,6 +28,22 @@ ALLOWED = EntryPoints([ALLOW])
 MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5, "schedule": {"name": "cosine"}}
 METHODS = ("AllReduce", "ParameterServer")
+APART: dict[str, dict[str, Any]] = {
+    "momentum": {},
+    "adamw clip cosine": {"optimizer": ADAMW, "data": user_data("classes", num_rows=55)},
+    "dropout": {
+        "model": "dropout_mlp",
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "accumulation": {"steps": 2},
+    },
+    "batch norm": {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)},
+    "tied and frozen": {"model": "everything", "optimizer": ADAMW},
+}
+"""Jobs of each kind of model and optimizer, for models that are trained apart and meet.
+
+50 rows in batches of 16: the last batch of an epoch has 2 rows, fewer than there are models, some
+of which then only meet. 55 rows: the last one has 7. Batch norm refuses shards of one row.
+"""
 
 
 def data_parallel(num_replicas: int, method: str = "AllReduce") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from stratagem.common.base.errors import InvalidInputError
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
+    APART,
     Gates,
     Outcome,
     assert_same_bits,
@@ -32,19 +33,6 @@ from tests.reference.loops import sharded_loop
 
 pytestmark = pytest.mark.cluster
 
-# 50 rows in batches of 16: the last batch of an epoch has 2 rows, fewer than 3 or 4 nodes, so some
-# nodes only mix. 55 rows: the last one has 7. Batch norm refuses shards of one row.
-CASES: dict[str, dict[str, Any]] = {
-    "momentum": {},
-    "adamw clip cosine": {"optimizer": ADAMW, "data": user_data("classes", num_rows=55)},
-    "dropout": {
-        "model": "dropout_mlp",
-        "optimizer": {"name": "adam", "lr": 0.01},
-        "accumulation": {"steps": 2},
-    },
-    "batch norm": {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)},
-    "tied and frozen": {"model": "everything", "optimizer": ADAMW},
-}
 MATRIX = [
     ("momentum", 4, "ring"),
     ("momentum", 3, "star"),
@@ -85,7 +73,7 @@ def assert_is(outcome: Outcome, expected: GossipResult) -> None:
 def test_nodes_and_their_mean_have_the_bits_of_the_loop(
     client: Client, tmp_path: Path, case: str, num_nodes: int, topology: str
 ) -> None:
-    spec = job(**CASES[case], strategy=gossip(num_nodes, topology))
+    spec = job(**APART[case], strategy=gossip(num_nodes, topology))
     outcome = train(client, spec)
     expected = gossip_loop(spec, ALLOWED)
     assert_is(outcome, expected)

@@ -11,6 +11,7 @@ from stratagem.common.base.errors import InvalidInputError
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
+    APART,
     METHODS,
     Gates,
     Outcome,
@@ -26,19 +27,7 @@ from tests.reference.local_steps_loop import LocalStepsResult, local_steps_loop
 
 pytestmark = pytest.mark.cluster
 
-# 50 rows in batches of 16: the last batch of an epoch has 2 rows, fewer than replicas. Batch norm
-# refuses shards of one row. 10 steps in rounds of 3: the last round has one step.
-CASES: dict[str, dict[str, Any]] = {
-    "momentum": {},
-    "adamw clip cosine": {"optimizer": ADAMW, "data": user_data("classes", num_rows=55)},
-    "dropout": {
-        "model": "dropout_mlp",
-        "optimizer": {"name": "adam", "lr": 0.01},
-        "accumulation": {"steps": 2},
-    },
-    "batch norm": {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)},
-    "tied and frozen": {"model": "everything", "optimizer": ADAMW},
-}
+# 10 steps in rounds of 3: the last round has one step.
 MEAN = {"name": "mean"}
 MATRIX = [
     ("momentum", 4, 3, {}, "AllReduce"),
@@ -67,7 +56,8 @@ def local_steps(
 def spec_of(case: str, strategy: dict[str, Any], **sections: Any) -> Any:
     every = strategy["options"]["local_steps"]
     return job(
-        **{**CASES[case], "checkpoint": {"every": f"{every} steps"}, **sections}, strategy=strategy
+        **{**APART[case], "checkpoint": {"every": f"{every} steps"}, **sections},
+        strategy=strategy,
     )
 
 

@@ -1,59 +1,30 @@
 """The command line: exit codes, exact texts, JSON, and what Ctrl-C means."""
 
-import io
-import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 import yaml
-from rich.cells import cell_len
-from rich.text import Text
-from typer.testing import CliRunner, Result
 
-from stratagem.client.cli.main import app
 from stratagem.client.cli.options import tag_arguments
 from stratagem.client.cli.reporting import (
-    PlainConsole,
     complain_of_warnings,
     describe,
-    make_console,
 )
-from stratagem.client.cli.run_commands import LocalRun
+from stratagem.client.local.local_run import LocalRun
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
-from stratagem.client.sdk.views import run_status
-from stratagem.client.terminal.tables import amount_text, print_runs, print_status
+from stratagem.client.terminal.tables import amount_text
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec, entry_points
-from stratagem.v1 import coordinator_pb2 as pb
+from tests.client.cli.command_line import PROGRAM, invoke, json_lines
 from tests.client.fake_coordinator import JOB, FakeCoordinator
 from tests.patience import PATIENCE_S
-
-PROGRAM = [sys.executable, "-m", "stratagem.program"]
-
-
-@pytest.fixture
-def job_file(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(JOB))
-    return path
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments])
-
-
-def json_lines(text: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in text.splitlines()]
-
 
 # ---- run ----
 
@@ -248,234 +219,6 @@ def test_detach_needs_a_coordinator_that_stays(job_file: Path) -> None:
     done = invoke("run", job_file, "--local", "2", "--detach")
     assert done.exit_code == 1
     assert done.stderr == "error: --detach needs a coordinator that stays; leave out --local\n"
-
-
-# ---- questions ----
-
-
-def test_list_status_workers(address: str, job_file: Path) -> None:
-    assert invoke("list", "--coordinator", address).stdout == "no runs\n"
-    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    listed = invoke("list", "--coordinator", address).stdout
-    assert "mine" in listed
-    assert "COMPLETED" in listed
-    shown = invoke("status", "mine", "--coordinator", address).stdout
-    for text in ("engine    solo", "reason    1 epoch done", "/f", "best", "step 20/20"):
-        assert text in shown
-    workers = invoke("workers", "--coordinator", address).stdout
-    assert "silent for 40 s" in workers
-    assert "no heartbeat for 10 s" in workers
-
-
-def test_a_list_is_a_line_per_run_and_can_be_filtered(
-    address: str, job_file: Path, fake: FakeCoordinator
-) -> None:
-    options = ("--coordinator", address)
-    for run_id in ("one", "two", "three"):
-        invoke("run", job_file, *options, "--run-id", run_id, "--detach")
-    fake.runs["two"].say("RunFailed", "a reason\nof two lines", pb.RUN_PHASE_FAILED)
-
-    def listed(*filters: str) -> list[str]:
-        shown = invoke("list", *options, *filters)
-        assert shown.exit_code == 0, shown.output
-        return [line.split()[0] for line in shown.stdout.splitlines()]
-
-    assert listed() == ["run", "three", "two", "one"]
-    assert listed("--limit", "2") == ["run", "three", "two"]
-    assert listed("--phase", "failed") == ["run", "two"]
-    assert listed("--phase", "failed", "--phase", "completed", "--limit", "0") == listed()
-    assert listed("--name", "t*") == ["run", "three", "two"]
-    assert listed("--name", "digits") == listed()
-    assert listed("--strategy", "local") == listed()
-    assert listed("--strategy", "Fed") == ["no"]
-    assert "a reason\\x0aof two lines" in invoke("list", *options).stdout
-    failed = next(line for line in invoke("list", *options).stdout.splitlines() if "two" in line)
-    assert "committed to step 20 of 20" in failed
-    assert "step 20/20" in invoke("list", *options, "--phase", "completed").stdout
-    assert invoke("list", *options, "--phase", "over").exit_code == 2
-
-
-def test_a_list_on_a_terminal_is_cut(client: Client) -> None:
-    status = client.submit(JOB, "mine").status()
-    out = io.StringIO()
-    print_runs(PlainConsole(file=out, force_terminal=True, width=40), [status])
-    assert all(cell_len(Text.from_ansi(line).plain) <= 40 for line in out.getvalue().splitlines())
-    assert len(out.getvalue().splitlines()) == 2
-
-
-def test_the_first_sign_of_a_run_comes_before_anything_is_imported(
-    address: str, job_file: Path
-) -> None:
-    ours, theirs = pty.openpty()
-    program = [sys.executable, "-X", "importtime", *PROGRAM[1:], "run", str(job_file)]
-    process = subprocess.Popen(
-        [*program, "--coordinator", address, "--run-id", "mine"], stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    shown = b""
-    with process, suppress(OSError), open(ours, "rb", buffering=0) as terminal:
-        while part := terminal.read(4096):  # an OSError, or nothing, once it has ended
-            shown += part
-    assert process.returncode == 0
-    before, _, after = shown.decode().partition("loading stratagem")
-    assert "grpc" not in before
-    assert "grpc" in after
-    assert "mine  Local" in after
-    assert "COMPLETED  1 epoch done" in after
-
-
-def test_answers_as_json(address: str, job_file: Path) -> None:
-    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    options = ("--coordinator", address, "--format", "json")
-    assert json.loads(invoke("list", *options).stdout)[0]["run_id"] == "mine"
-    assert json.loads(invoke("status", "mine", *options).stdout)["commits"][1]["path"] == "/f"
-    assert json.loads(invoke("workers", *options).stdout)[0]["worker_id"] == "worker-0"
-    assert json_lines(invoke("logs", "mine", *options).stdout)[1]["text"] == "hello"
-
-
-def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoordinator) -> None:
-    fake.ending = "never"
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
-    lines = invoke("logs", "mine", *options, "--worker", "worker-0", "-f").stdout.splitlines()
-    assert [line.split()[1:] for line in lines] == [["worker-0", "info", "hello"]] * 2
-    stopped = invoke("stop", "mine", *options)
-    assert stopped.exit_code == 0
-    assert "stratagem resume mine" in stopped.stderr
-    resumed = invoke("resume", "mine", *options)
-    assert resumed.exit_code == 0
-    assert resumed.stdout.startswith("mine  resumed\n")
-    nowhere = job_file.with_name("none") / "best.safetensors"
-    refused = invoke("download", "mine", *options, "--output", nowhere)
-    assert (refused.exit_code, refused.stderr) == (
-        1,
-        f"error: {nowhere}: No such file or directory\n",
-    )
-    output = job_file.with_name("best.safetensors")
-    done = invoke("download", "mine", *options, "--which", "best", "--output", output)
-    assert (done.stdout, output.exists()) == (f"{output}\n", True)
-
-
-def test_a_run_is_deleted(address: str, job_file: Path, fake: FakeCoordinator) -> None:
-    options = ("--coordinator", address)
-    assert invoke("run", str(job_file), "--run-id", "mine", *options).exit_code == 0
-    deleted = invoke("delete", "mine", *options)
-    assert (deleted.exit_code, deleted.stderr) == (0, "run mine is deleted\n")
-    assert "mine" not in fake.runs
-    assert invoke("delete", "mine", *options).exit_code == 1
-
-
-def test_a_run_that_has_ended_cannot_be_stopped(address: str, job_file: Path) -> None:
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine")
-    stopped = invoke("stop", "mine", *options)
-    assert (stopped.exit_code, stopped.stderr) == (0, "run mine has ended already: COMPLETED\n")
-
-
-def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None:
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
-    done = invoke("watch", "mine", *options, "--from-index", "2")
-    assert done.stdout.splitlines() == [
-        "    2  RUNNING     segment 1 committed",
-        "    3  COMPLETED   1 epoch done",
-    ]
-    done = invoke("watch", "mine", *options, "--kind", "RunSubmitted", "--kind", "ModelBuilt")
-    assert done.stdout.splitlines() == [
-        "    0  PENDING     submitted",
-        "    1  RUNNING     model built",
-    ]
-
-
-def test_an_unknown_run_is_one_line(address: str) -> None:
-    for verb in ("status", "attach", "watch", "logs", "stop", "resume", "delete", "download"):
-        done = invoke(verb, "nope", "--coordinator", address)
-        assert (done.exit_code, done.stderr) == (1, "error: no run 'nope'\n")
-
-
-def test_a_filter_that_no_run_passes_says_what_there_is(address: str, job_file: Path) -> None:
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
-    done = invoke("list", *options, "--strategy", "Nope")
-    assert (done.exit_code, done.stdout) == (0, "no runs\n")
-    assert done.stderr == "of 1 run none is so; phases: COMPLETED; strategies: Local\n"
-    assert json.loads(invoke("list", *options, "--name", "x", "--format", "json").stdout) == []
-
-
-def test_the_environment_names_the_coordinator(address: str) -> None:
-    done = CliRunner().invoke(app, ["list"], env={"STRATAGEM_COORDINATOR": address})
-    assert (done.exit_code, done.stdout) == (0, "no runs\n")
-
-
-def test_a_path_is_not_folded_where_the_output_is_no_terminal(
-    address: str, job_file: Path, fake: FakeCoordinator
-) -> None:
-    fake.folder = "/data" + "/a-folder-with-a-long-name" * 20
-    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    assert f"{fake.folder}/f" in invoke("status", "mine", "--coordinator", address).stdout.split()
-
-
-def test_a_table_has_no_blank_lines_or_ends_where_the_output_is_no_terminal(
-    address: str, job_file: Path
-) -> None:
-    invoke("run", job_file, "--coordinator", address, "--run-id", "mine", "--detach")
-    lines = invoke("status", "mine", "--coordinator", address).stdout.splitlines()
-    assert [line for line in lines if line != line.rstrip() or not line] == []
-    assert any(line.startswith(" segment   step") for line in lines)
-
-
-def test_states_are_listed_with_short_paths_and_say_who_has_measured_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    digests = ["a" * 64, "b" * 64]
-    commits = [
-        pb.CommitInfo(segment=0, step=60, digest=digests[0], path=str(tmp_path / "blobs" / "a")),
-        pb.CommitInfo(segment=1, step=90, digest=digests[1], path="/elsewhere/b", is_final=True),
-    ]
-    commits[1].metrics.update({"test.loss": 0.5, "train.grad_norm": 7.0})
-    resumed = {**JOB, "initial": {"digest": digests[0], "resume": True}}
-    run = pb.RunInfo(
-        run_id="mine", phase=pb.RUN_PHASE_COMPLETED, job_json=json.dumps(resumed), commits=commits
-    )
-    print_status(make_console(), run_status(run))
-    begun, final = capsys.readouterr().out.splitlines()[-2:]
-    assert " ".join(begun.split()) == "0 60 of the run that it went on from blobs/a"
-    assert final.split() == ["1", "90", "final", "test.loss", "0.5", "/elsewhere/b"]
-
-
-def test_a_path_is_in_one_piece_on_a_terminal() -> None:
-    path = f"/data/blobs/{'ab' * 60}.safetensors"
-    commit = pb.CommitInfo(segment=12, step=90, digest="b" * 64, path=path, is_final=True)
-    commit.metrics.update({"test.loss": 0.5, "train.loss_std": 7.0})
-    run = pb.RunInfo(
-        run_id="mine",
-        phase=pb.RUN_PHASE_FAILED,
-        job_json=json.dumps(JOB),
-        commits=[commit],
-        reason="word " * 30,
-    )
-    out = io.StringIO()
-    terminal = PlainConsole(file=out, force_terminal=True, width=60, color_system=None)
-    print_status(terminal, run_status(run))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert f"state 12  {path}" in lines
-    assert [line for line in lines if line.startswith("          word word")]
-    assert [line.split() for line in lines if "test.loss" in line] == [
-        ["12", "90", "final", "test.loss", "0.5"]
-    ]
-
-
-def test_a_worker_without_a_line_is_told_of_those_that_have_some(
-    address: str, job_file: Path
-) -> None:
-    options = ("--coordinator", address)
-    invoke("run", job_file, *options, "--run-id", "mine", "--detach")
-    done = invoke("logs", "mine", *options, "--worker", "nope")
-    assert (done.exit_code, done.stdout, done.stderr) == (
-        *(0, ""),
-        "no line of worker 'nope'; there are lines of worker-0, worker-1\n",
-    )
 
 
 # ---- Ctrl-C ----

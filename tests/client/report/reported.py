@@ -3,8 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from stratagem.client.history.step_history import StepSeries
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.sdk.views import Commit, Phase, RunStatus
+from stratagem.common.history import Columns
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import describe
 from tests.client.course.recorded import golden, job_of
@@ -49,3 +53,13 @@ def reported(run_id: str, **changes: Any) -> ReportedRun:
         submitted_by="client alice",
     )
     return ReportedRun.of(replace(status, **changes), events)
+
+
+def recorded(stride: int, values: list[float], certain: int) -> StepSeries:
+    """A series with rows of this stride, of which the first ones are certain."""
+    last = np.array(values)
+    step = stride * np.arange(1, len(values) + 1)
+    count, nonfinite = np.isfinite(last).astype(int), (~np.isfinite(last)).astype(int)
+    columns = Columns(step, last, last / 2, last * 2, count, nonfinite)
+    provisional = np.arange(len(values)) >= certain
+    return StepSeries("train.loss", "", stride, False, columns, provisional)

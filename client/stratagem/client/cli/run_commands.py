@@ -5,11 +5,10 @@ a run on someone else's coordinator goes on without us.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -43,6 +42,7 @@ from stratagem.client.cli.query_commands import client_of, connected
 from stratagem.client.cli.reporting import complain, make_console, reporting
 from stratagem.client.dashboard.page_start import page_beside
 from stratagem.client.local.local_cluster import LocalCluster, threads_each
+from stratagem.client.local.local_run import LocalRun
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.run_handle import RunHandle
@@ -53,7 +53,7 @@ from stratagem.client.sinks.run_outlets import LogOutlets, sinks_of
 from stratagem.client.terminal import tables
 from stratagem.client.terminal.completion import event_kinds
 from stratagem.client.terminal.followed_run import FollowedRun
-from stratagem.common.base.errors import InvalidInputError, NotFoundError, RunFailedError
+from stratagem.common.base.errors import InvalidInputError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id
 from stratagem.common.base.wording import counted
 from stratagem.common.job import entry_points, load_job, with_fields
@@ -403,47 +403,6 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
         resume = f"stratagem resume {handle.run_id} --local {local}{where}"
         complain(f"stopped; {kept}; go on with: {resume}")
         raise
-
-
-# ---- local runs ----
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRun:
-    """Settings with which a local cluster runs a job; they are saved so that `resume --local` knows
-    them."""
-
-    allow: tuple[str, ...]
-    import_path: tuple[str, ...]
-    tags: tuple[str, ...] = ()
-    allow_code: str = "none"
-    threads: int | None = None
-    """Of each worker, however many there are when it goes on: the bits depend on it. None: unknown,
-    of an earlier version."""
-
-    def save(self, data_dir: Path, run_id: str) -> None:
-        path = _local_run_file(data_dir, run_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, data_dir: Path, run_id: str) -> "LocalRun":
-        path = _local_run_file(data_dir, run_id)
-        try:
-            kept = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
-        lists = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
-        return cls(**{**kept, **lists})
-
-    def with_code_in(self, overrides: list[str]) -> "LocalRun":
-        """The settings of a run whose job names further code of the user's in these overrides."""
-        named = re.findall(r"[\w.]+:[A-Za-z_][\w.]*", " ".join(overrides))
-        return replace(self, allow=tuple(dict.fromkeys((*self.allow, *named))))
-
-
-def _local_run_file(data_dir: Path, run_id: str) -> Path:
-    return data_dir / "runs" / f"{run_id}.json"
 
 
 @contextmanager
