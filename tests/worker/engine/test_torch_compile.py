@@ -58,7 +58,6 @@ def assert_compiled_alike(model: str, execution: dict[str, Any], num_shards: int
     [
         ("dropout_mlp", LAZY),
         ("counting_layers", LAZY),
-        ("counting_layers", HYBRID),
         ("everything", LAZY),
         ("batch_norm_mlp", {**HYBRID, "fusion": True}),
         ("counting_layers", {**LAZY, "gradient": {"Checkpointed": 1}, "precision": "Half"}),
