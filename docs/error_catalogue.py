@@ -33,6 +33,7 @@ AGAIN: Mapping[str, str] = {
     "PermissionDeniedError": "no: someone else must call, or grant it",
     "RefusedBySiteError": "no: change the job, or have the site change its file",
     "SiteClosedError": "yes, once the site has opened; its coordinator does so by itself",
+    "BudgetSpentError": "no: what is spent stays spent; more noise would have cost less",
     "UnavailableError": "yes; SDK and command line do so by themselves after a first answer",
     "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
     "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
@@ -140,6 +141,12 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "SiteClosedError": (
         ("site … is closed: …", "nothing: the site takes part again when its window opens"),
+    ),
+    "BudgetSpentError": (
+        (
+            "privacy budget: … spent in … rounds, and one more would cost …",
+            "nothing: the run goes on with the other clients, and ends when none has budget left",
+        ),
     ),
     "UnavailableError": (
         ("no coordinator answers at …", "`stratagem doctor` says what it can see"),

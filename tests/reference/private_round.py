@@ -34,6 +34,30 @@ def clipped(change: Change, length: float, norm: float, world: Mapping[str, Tens
         factor = min(1.0, norm / length) * (1 - shorter)
 
 
+def uniforms(seed: int, names: Sequence[str], num: int) -> NDArray[np.float64]:
+    """Of the seeded noise that has these names: two in each row."""
+    info = b"".join(len(n).to_bytes(8, "big") + n.encode() for n in names)
+    secret = sha256(f"not private/{seed}".encode()).digest()
+    key = HKDF(SHA256(), 32, b"stratagem noise", info).derive(secret)
+    blocks = b"".join(index.to_bytes(16, "big") for index in range(num))
+    stream = Cipher(algorithms.AES256(key), modes.ECB()).encryptor().update(blocks)
+    bits = np.frombuffer(stream, "<u8").reshape(num, 2) >> np.uint64(11)
+    return bits.astype(np.float64) / 2.0**53
+
+
+def normals(pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+    first, second = pairs.T
+    normal: NDArray[np.float64] = np.sqrt(-2 * np.log(1 - first)) * np.cos(2 * math.pi * second)
+    return normal
+
+
+def noised(
+    total: NDArray[np.float64], sigma: float, noise: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    grid = 2.0 ** (math.floor(math.log2(sigma)) - 20)
+    return np.rint((total + sigma * noise) / grid) * grid
+
+
 class PrivateRounds:
     """The clients and the mean of each round of a job whose noise is seeded."""
 
@@ -52,18 +76,10 @@ class PrivateRounds:
 
     def uniforms(self, what: str, round_num: int, name: str, num: int) -> NDArray[np.float64]:
         names = [what, str(round_num), name] if name else [what, str(round_num)]
-        info = b"".join(len(n).to_bytes(8, "big") + n.encode() for n in names)
-        secret = sha256(f"not private/{self.seed}".encode()).digest()
-        key = HKDF(SHA256(), 32, b"stratagem noise", info).derive(secret)
-        blocks = b"".join(index.to_bytes(16, "big") for index in range(num))
-        stream = Cipher(algorithms.AES256(key), modes.ECB()).encryptor().update(blocks)
-        bits = np.frombuffer(stream, "<u8").reshape(num, 2) >> np.uint64(11)
-        return bits.astype(np.float64) / 2.0**53
+        return uniforms(self.seed, names, num)
 
     def normal(self, what: str, round_num: int, name: str, num: int) -> NDArray[np.float64]:
-        first, second = self.uniforms(what, round_num, name, num).T
-        normal: NDArray[np.float64] = np.sqrt(-2 * np.log(1 - first)) * np.cos(2 * math.pi * second)
-        return normal
+        return normals(self.uniforms(what, round_num, name, num))
 
     def clients_of(self, round_num: int) -> list[int]:
         drawn = self.uniforms("draw", round_num, "", self.num_clients)[:, 0]
@@ -72,8 +88,7 @@ class PrivateRounds:
     def noised(
         self, total: NDArray[np.float64], sigma: float, noise: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        grid = 2.0 ** (math.floor(math.log2(sigma)) - 20)
-        return np.rint((total + sigma * noise) / grid) * grid / self.num_expected
+        return noised(total, sigma, noise) / self.num_expected
 
     def means(
         self, round_num: int, world: Mapping[str, Tensor], states: Sequence[Mapping[str, Tensor]]

@@ -370,6 +370,7 @@ class ClientRoundPlan(_message.Message):
     LOCAL_EPOCHS_FIELD_NUMBER: _builtins.int
     NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
     CLIP_NORM_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     num_clients: _builtins.int
     local_epochs: _builtins.int
@@ -379,6 +380,10 @@ class ClientRoundPlan(_message.Message):
     """The update is the change to the base, as one vector of at most this 2-norm; 0: it is the state."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
+    @_builtins.property
+    def rows(self) -> Global___RowPrivacy:
+        """Where rows are protected."""
+
     def __init__(
         self,
         *,
@@ -388,14 +393,51 @@ class ClientRoundPlan(_message.Message):
         local_epochs: _builtins.int = ...,
         num_lr_reductions: _builtins.int = ...,
         clip_norm: _builtins.float = ...,
+        rows: Global___RowPrivacy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClientRoundPlan: _TypeAlias = ClientRoundPlan  # noqa: Y015
+
+@_typing.final
+class RowPrivacy(_message.Message):
+    """What the noise of a client's round on its rows depends on, besides the job and the rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    num_rounds: _builtins.int
+    """Rounds that this client was asked for before this one."""
+    name: _builtins.str
+    """Name of the round, which no other one has; the same each time that the round is begun."""
+    fingerprint: _builtins.str
+    """Fingerprint of the secret that the client's noise came from; empty where none is known."""
+    secret: _builtins.bytes
+    """32 bytes, of this round and client alone, where its rows may be on any worker. Empty where they
+    are on one, which has a secret of its own.
+    """
+    def __init__(
+        self,
+        *,
+        num_rounds: _builtins.int = ...,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "num_rounds", b"num_rounds", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowPrivacy: _TypeAlias = RowPrivacy  # noqa: Y015
 
 @_typing.final
 class EvaluatePlan(_message.Message):
@@ -1138,6 +1180,7 @@ class ClientRoundResult(_message.Message):
     IS_LOSS_WITHHELD_FIELD_NUMBER: _builtins.int
     LOSS_BEFORE_FIELD_NUMBER: _builtins.int
     NUM_APPLIED_STEPS_FIELD_NUMBER: _builtins.int
+    SPENT_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
@@ -1160,6 +1203,10 @@ class ClientRoundResult(_message.Message):
     def traffic(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """As in TrainResult, of this update."""
 
+    @_builtins.property
+    def spent(self) -> Global___RowsSpent:
+        """Where rows are protected."""
+
     def __init__(
         self,
         *,
@@ -1174,10 +1221,11 @@ class ClientRoundResult(_message.Message):
         is_loss_withheld: _builtins.bool = ...,
         loss_before: _builtins.float | None = ...,
         num_applied_steps: _builtins.int | None = ...,
+        spent: Global___RowsSpent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "loss_before", b"loss_before", "num_applied_steps", b"num_applied_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "loss_before", b"loss_before", "num_applied_steps", b"num_applied_steps", "spent", b"spent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "spent", b"spent", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss_before: _TypeAlias = _typing.Literal["loss_before"]  # noqa: Y015
     _WhichOneofArgType__loss_before: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before"]  # noqa: Y015
@@ -1189,6 +1237,39 @@ class ClientRoundResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_applied_steps) -> _WhichOneofReturnType__num_applied_steps | None: ...
 
 Global___ClientRoundResult: _TypeAlias = ClientRoundResult  # noqa: Y015
+
+@_typing.final
+class RowsSpent(_message.Message):
+    """What a client's rows have spent of their privacy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPSILON_FIELD_NUMBER: _builtins.int
+    NEXT_EPSILON_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ACCOUNTANT_FIELD_NUMBER: _builtins.int
+    epsilon: _builtins.float
+    """With this round, and with one more."""
+    next_epsilon: _builtins.float
+    fingerprint: _builtins.str
+    """As in RowPrivacy, of this round."""
+    accountant: _builtins.str
+    """Name and version of what has computed them."""
+    def __init__(
+        self,
+        *,
+        epsilon: _builtins.float = ...,
+        next_epsilon: _builtins.float = ...,
+        fingerprint: _builtins.str = ...,
+        accountant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accountant", b"accountant", "epsilon", b"epsilon", "fingerprint", b"fingerprint", "next_epsilon", b"next_epsilon"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowsSpent: _TypeAlias = RowsSpent  # noqa: Y015
 
 @_typing.final
 class EvaluateResult(_message.Message):

@@ -6,7 +6,8 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import Federated
+from stratagem.common.job.privacy.row_rules import AFTER_THE_NOISE
+from stratagem.common.strategy import Federated, FederatedOptions
 from tests.jobs import document
 
 pytestmark = pytest.mark.core
@@ -136,3 +137,131 @@ def test_another_strategy_has_no_clients_to_protect() -> None:
 def test_a_job_that_trains_nothing_protects_nobody() -> None:
     with pytest.raises(InvalidInputError, match="there are no clients to protect"):
         job_with(section(), execution={"gradient": "None"}, evaluation={"batch_size": 3})
+
+
+def rows(**changes: Any) -> dict[str, Any]:
+    return section(unit="row", **changes)
+
+
+def test_protected_rows_are_read_back() -> None:
+    spec = job_with(rows(target={"epsilon": 8.0, "delta": 1e-5}))
+    assert JobSpec.from_json(spec.canonical_json()) == spec
+
+
+def test_what_sees_protected_updates_alone_goes_with_protected_rows() -> None:
+    options = {
+        "quorum": 0.5,
+        "round_deadline_s": 9.0,
+        "server_optimizer": {"name": "fedadam"},
+        "on_missing_quorum": "wait",
+        "local_epochs": 3,
+    }
+    job_with(rows(), {"options": options})
+    job_with(rows(), {"options": {"robust": {"name": "median"}}})
+    job_with(rows(), {"aggregation": {"method": "FedProx", "mu": 0.1}})
+    job_with(rows(), loss={"entrypoint": "tests.userland.losses:tiny"})
+    job_with(rows(), execution={"precision": "Full"}, compression="none")
+
+
+WRONG_WITH_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "noise to be computed": (
+        {"privacy": rows(noise_multiplier=None, target={"epsilon": 1.0, "delta": 1e-5})},
+        "privacy.noise_multiplier",
+        "they have different numbers of rows",
+    ),
+    "adaptive clipping": (
+        {"privacy": rows(clip={"norm": 1.0, "adaptive": {}})},
+        "privacy.clip.adaptive",
+        "for the changes of clients",
+    ),
+    "a fixed draw": ({"privacy": rows(sampling="fixed")}, "privacy.sampling", '"poisson"'),
+    "a step of one's own": (
+        {"step": "tests.userland.steps:plain", "loss": None},
+        "step",
+        "sees all rows of a batch at once",
+    ),
+    "callbacks": ({"callbacks": "tests.userland.hooks:make"}, "callbacks", "without noise"),
+    "accumulation": ({"accumulation": {"micro_batch_size": 4}}, "accumulation", "is clipped"),
+    "a codec": ({"compression": "int8"}, "compression", "codec"),
+    "a batch of several rows": (
+        {"data": {"entrypoint": "tests.userland.data:noisy_rows", "collate": "a.b:c"}},
+        "data.collate",
+        "of other rows",
+    ),
+    "a stream": (
+        {"data": {"entrypoint": "tests.userland.data:noisy_rows", "shuffle_rows": 8}},
+        "data.streams",
+        "out of a known number",
+    ),
+    "compiled code": ({"execution": {"mode": "Lazy"}}, "execution.mode", "compiles"),
+    "16 bits": ({"execution": {"precision": "Mixed"}}, "execution.precision", "Mixed"),
+    "recomputed activations": (
+        {"execution": {"gradient": {"Checkpointed": 2}}},
+        "execution.gradient",
+        "use Full",
+    ),
+    "micro-batches": (
+        {"execution": {"gradient": {"Accumulated": 2}}},
+        "execution.gradient",
+        "use Full",
+    ),
+    "a loss of tokens": (
+        {"loss": "token_cross_entropy"},
+        "loss",
+        "is not the mean of a loss of each row",
+    ),
+    "a loss of the model's": ({"loss": "model"}, "loss", "use an entry point, or one of bce"),
+    "late updates": (
+        {"strategy": {"options": LATE}},
+        "strategy.options.late_updates",
+        "protected updates alone",
+    ),
+    "silos": (
+        {"strategy": {"options": {"inner": {"type": "Local"}}}},
+        "strategy.options.inner",
+        "protected updates alone",
+    ),
+    "an open roster": (
+        {"strategy": {"options": {"roster": {"open": True}}}},
+        "strategy.options.roster",
+        "protected updates alone",
+    ),
+    "steps of clients": (
+        {"recording": {"client_steps": True}},
+        "recording.client_steps",
+        "not published",
+    ),
+    "evaluation at clients": (
+        {"data": {"worker_local": "ward"}, "evaluation": {"metrics": []}},
+        "evaluation",
+        "without noise",
+    ),
+    "resumed": (
+        {"initial": {"digest": "0" * 64, "resume": True, "step": 0}},
+        "initial.resume",
+        "not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WITH_ROWS)
+def test_what_would_show_a_row_is_refused(case: str) -> None:
+    sections, field, text = WRONG_WITH_ROWS[case]
+    with pytest.raises(InvalidInputError) as refused:
+        job_with(**{"privacy": rows(), **sections})
+    found = {violation.field: violation.message for violation in refused.value.violations}
+    assert text in found[field]
+
+
+def test_batch_norm_in_a_graph_is_refused_at_submit() -> None:
+    node = {"id": "norm", "module": "BatchNorm1d", "kwargs": {"num_features": 4}}
+    with pytest.raises(InvalidInputError) as refused:
+        job_with(rows(), model={"graph": {"nodes": [node], "edges": []}})
+    (violation,) = refused.value.violations
+    assert violation.field == "model.graph.nodes[0].module"
+    assert '"norm" is BatchNorm1d, which mixes the rows of a batch' in violation.message
+
+
+def test_an_option_that_is_not_known_to_be_harmless_is_refused() -> None:
+    """Each new option of a round is, until it is listed as one that sees protected updates."""
+    assert set(vars(FederatedOptions())) > AFTER_THE_NOISE

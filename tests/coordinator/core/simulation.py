@@ -24,6 +24,7 @@ from stratagem.coordinator.core.effects import (
     EvaluateState,
     JudgeUpdates,
     Release,
+    RowsAsked,
     RunSegment,
     TrainClient,
 )
@@ -36,6 +37,7 @@ from stratagem.coordinator.core.facts import (
     Member,
     ModelBuilt,
     RoundAccounted,
+    RowsSpent,
     RunReleased,
     SegmentCommitted,
     SegmentFinished,
@@ -162,6 +164,14 @@ class Simulation:
         self.seen = set(due)
 
 
+def _spent(asked: RowsAsked | None) -> RowsSpent | None:
+    """Epsilon 1 for each round that a client was asked for."""
+    if asked is None:
+        return None
+    epsilon = float(asked.num_rounds + 1)
+    return RowsSpent(epsilon=epsilon, next_epsilon=epsilon + 1, fingerprint="f", accountant="one")
+
+
 def do(effect: Effect) -> list[Fact]:
     """The fact that an effect ends with when nothing goes wrong."""
     match effect:
@@ -218,6 +228,7 @@ def do(effect: Effect) -> list[Fact]:
                     loss=0.5,
                     seconds=1.0,
                     num_steps=3,
+                    spent=_spent(effect.rows),
                 )
             ]
         case AccountRound():

@@ -13,7 +13,8 @@
     ├── UnauthenticatedError    one side did not prove to the other who it is
     ├── PermissionDeniedError   it is known who calls, and that one may not
     ├── RefusedBySiteError  a site's own file does not accept the job
-    │   └── SiteClosedError     it would at another hour
+    │   ├── SiteClosedError     it would at another hour
+    │   └── BudgetSpentError    the rows there have no privacy left to spend on it
     ├── UnavailableError    the other side cannot be reached now; a retry may help
     │   └── StandbyError        this coordinator does not lead; another one may
     ├── UserCodeError       the user's model, data, loss or optimizer raised
@@ -124,6 +125,10 @@ class SiteClosedError(RefusedBySiteError):
     def __init__(self, message: str, opens_in_s: float = 0.0) -> None:
         self.opens_in_s = opens_in_s
         super().__init__(message)
+
+
+class BudgetSpentError(RefusedBySiteError):
+    """The privacy budget of the rows that are asked for is spent; the message has the numbers."""
 
 
 class UnavailableError(StratagemError):

@@ -1,4 +1,4 @@
-"""The section `privacy`: differential privacy of the clients of a federation.
+"""The section `privacy`: differential privacy of the clients of a federation, or of their rows.
 
 Checks itself, and what a job with it may not say besides. Knows no accountant and no noise.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
+from stratagem.common.job.privacy.row_rules import check_rows_protected
 from stratagem.common.privacy.adaptive_clipping import sum_noise_multiplier
 from stratagem.common.schema.document import Section, refuse
 from stratagem.common.schema.field_types import Positive
@@ -29,16 +30,17 @@ class AdaptiveClipSpec(Section):
 
 
 class ClipSpec(Section):
-    """The 2-norm that a client's change has at most, all its numbers taken as one vector; with
-    `adaptive`, of the first round."""
+    """The 2-norm that a client's change, or a row's gradient, has at most, all its numbers taken as
+    one vector; with `adaptive`, of the first round."""
 
     norm: Positive
     adaptive: AdaptiveClipSpec | None = None
 
 
 class PrivacyTargetSpec(Section):
-    """The budget: the run ends before the round that would spend more than epsilon at delta;
-    without epsilon, what is spent is only counted."""
+    """The budget: the run ends before the round that would spend more than epsilon at delta, and a
+    client whose rows are protected takes part in no such round; without epsilon, what is spent is
+    only counted."""
 
     epsilon: Positive | None = None
     delta: BelowOne
@@ -47,15 +49,17 @@ class PrivacyTargetSpec(Section):
 class PrivacySpec(Section):
     """Settings of differential privacy.
 
-    unit: what is protected, a client with all its rows. noise_multiplier: the noise's standard
+    unit: what is protected, a "client" with all its rows, by noise of the coordinator; or each
+    "row", by noise in each step of its client (DP-SGD). noise_multiplier: the noise's standard
     deviation over the clipping norm; None: the least with which all rounds stay within the target.
     sampling: "poisson" draws each client by itself and secretly, with the probability
     client_selection.fraction, and counts on that; "fixed" draws as without privacy, which everybody
-    can foresee, and counts each client in every round. noise: "seeded" draws noise that everybody
-    can compute, for tests; it protects nobody.
+    can foresee, and counts each client in every round. Rows are drawn by "poisson" with the
+    probability batch_size / rows of the client. noise: "seeded" draws noise that everybody can
+    compute, for tests; it protects nobody.
     """
 
-    unit: Literal["client"] = "client"
+    unit: Literal["client", "row"] = "client"
     clip: ClipSpec
     noise_multiplier: Annotated[float, Field(ge=0.1, le=1000)] | None = None
     target: PrivacyTargetSpec
@@ -85,10 +89,13 @@ def check_privacy(job: "JobSpec") -> Iterator[Violation]:
         kind = type(strategy).__name__
         yield Violation("privacy", f"belongs to Federated only; the strategy is {kind}")
         return
-    yield from _of_the_rounds(spec, strategy)
-    if job.compression is not None and job.compression.codec != "none":
-        text = "is not possible with privacy: what a codec makes of a clipped change may be longer"
-        yield Violation("compression", text)
+    if spec.unit == "row":
+        yield from check_rows_protected(job, strategy)
+    else:
+        yield from _of_the_rounds(spec, strategy)
+        if job.compression is not None and job.compression.codec != "none":
+            text = "is not possible with privacy: what a codec makes of a clipped change may be "
+            yield Violation("compression", f"{text}longer")
     if job.evaluation is not None and job.data.worker_local is not None:
         text = (
             "is not possible with privacy and data.worker_local: each client's numbers would be "

@@ -1,5 +1,6 @@
-"""Differential privacy: what rounds of noised sums cost, and the noise itself, drawn from a key.
+"""Differential privacy: what rounds of noised sums cost, the noise, drawn from a key, and the
+secret that keys come from.
 
-Pure functions of numbers and keys, shared by the coordinator, which adds the noise for clients,
+Shared by the coordinator, which adds the noise for clients,
 and the worker, which adds it for rows. Nothing here knows of runs.
 """

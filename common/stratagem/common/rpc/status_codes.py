@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 
 from stratagem.common.base.errors import (
     AlreadyExistsError,
+    BudgetSpentError,
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -52,6 +53,7 @@ TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     (UnauthenticatedError, Code.UNAUTHENTICATED),
     (PermissionDeniedError, Code.PERMISSION_DENIED),
     (SiteClosedError, Code.FAILED_PRECONDITION),
+    (BudgetSpentError, Code.RESOURCE_EXHAUSTED),
     (RefusedBySiteError, Code.PERMISSION_DENIED),
     (StandbyError, Code.UNAVAILABLE),
     (UnavailableError, Code.UNAVAILABLE),

@@ -15,6 +15,7 @@ import structlog
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.observe.logs import identify
+from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.malloc import give_back
 from stratagem.common.rpc.channel import Proof
@@ -74,7 +75,6 @@ from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME
-from stratagem.coordinator.updates.privacy.privacy_secret import PrivacySecret
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0

@@ -100,6 +100,16 @@ class CommitSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsAsked:
+    """What the worker of a client whose rows are protected is told of the rounds before."""
+
+    num_rounds: int
+    """Rounds that were opened with the client, without this one."""
+    fingerprint: str
+    """Fingerprint of the secret that its noise came from; empty where none is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainClient:
     """Train one client's part of a round on its worker, and pull the update into the spool."""
 
@@ -116,6 +126,8 @@ class TrainClient:
     """See RunSegment."""
     clip_norm: float = 0.0
     """The 2-norm that the client's change has at most; 0: its update is its state."""
+    rows: RowsAsked | None = None
+    """Where rows are protected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,8 +176,9 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
 
 
 def _check_privacy(app: App, job: JobSpec) -> None:
-    """Check that this coordinator can account a private run, and has a secret for its noise."""
-    if job.privacy is None:
+    """Check that this coordinator can account a private run, and has a secret for its noise. A site
+    accounts its own rows, and has a secret of its own."""
+    if job.privacy is None or (job.privacy.unit == "row" and job.data.worker_local is not None):
         return
     if not accountant.is_installed():
         raise InvalidInputError.at("privacy", f"the coordinator {accountant.NEEDED}")

@@ -24,11 +24,13 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import rows_to_compare
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy.clip_update import clipped_change
+from stratagem.worker.engine.privacy.row_checks import check_rows_apart
 from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
-from stratagem.worker.engine.trainers.federated_client import ClientRound
+from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
 from stratagem.worker.plans.client_history import ClientHistory
 from stratagem.worker.plans.client_update_codec import coded_update
+from stratagem.worker.plans.row_round import begin_rows
 from stratagem.worker.plans.structural_fields import structural
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.profiling import StepRecorder
@@ -50,6 +52,7 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
     built = make(fresh=initial is None)
     check_built(work.job, built.model, built.setup.num_rows)
+    check_rows_apart(work.job, built.model)
     if initial is not None:
         metadata = _begin_from(work, initial, built.model)
         if initial.resume:
@@ -106,6 +109,9 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             work.host.last_words.step(number)
 
         runner = _runner(work)
+        own = None
+        if work.job.privacy is not None and work.job.privacy.unit == "row":
+            own = begin_rows(work, plan, runner.num_rows(plan.client, plan.num_clients))
         history = ClientHistory(work, runner.steps_in_round(plan.client, plan.num_clients))
         done = runner.run(
             base,
@@ -114,12 +120,14 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             work.segment,
             before_step,
             after_step=history.add,
-            num_lr_reductions=plan.num_lr_reductions,
+            settings=RoundSettings(plan.num_lr_reductions, None if own is None else own.noise),
         )
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
     if plan.clip_norm:
         update, result = _private(done, base, plan, work.segment), _nothing_of(done)
+    elif own is not None:
+        update, result = _plain(work, done, plan), own.result(done)
     else:
         update, traffic = _coded(work, done, base, plan.client) or (_plain(work, done, plan), {})
         result = pb.ClientRoundResult(

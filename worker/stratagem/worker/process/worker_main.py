@@ -30,6 +30,7 @@ from stratagem.common.base.ids import new_incarnation
 from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
+from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
 from stratagem.common.process.process_exit import PREEMPTED
 from stratagem.common.process.settings_rules import told
@@ -363,10 +364,24 @@ def _host(
         thread=thread,
         loop=asyncio.get_running_loop(),
         last_words=last_words,
+        privacy_secret=_privacy_secret(settings),
         site=site,
         clock=CoordinatorClock(),
         readers=WorkerReaders(settings.max_readers),
     )
+
+
+_NO_SECRET: Final = (
+    "rows that lie on this worker are protected by a secret that stays here: start it with "
+    "--data-dir, where one is made, or with --privacy-secret FILE"
+)
+
+
+def _privacy_secret(settings: WorkerSettings) -> PrivacySecret:
+    if settings.privacy_secret is not None or settings.data_dir is None:
+        return PrivacySecret(settings.privacy_secret, missing=_NO_SECRET)
+    own = settings.data_dir / f"privacy-secret-{settings.worker_id}"
+    return PrivacySecret(own, may_make=True)
 
 
 def _user_code(settings: WorkerSettings) -> UserCode:

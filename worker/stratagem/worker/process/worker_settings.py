@@ -152,6 +152,11 @@ class WorkerSettings(BaseSettings):
         description="site.toml, by which this worker decides what it takes part in and what leaves "
         "it, in place of --allow, --allow-code and --local-data",
     )
+    privacy_secret: Path | None = Field(
+        None,
+        description="32 random bytes that protect the rows of this worker in jobs with "
+        "privacy.unit row; made in --data-dir unless set",
+    )
     import_path: Strings = Field([], description="directories of the users' modules")
     data_root: Strings = Field(
         [], description="folders that data.path of a job must be in; --import-path if unset"

@@ -8,12 +8,14 @@ from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.numerics_rules import check_numerics
+from stratagem.common.privacy.gaussian_noise import SECRET_BYTES
 from stratagem.common.schema.field_types import MAX_COUNT
 from stratagem.common.strategy.kinds import MAX_CLIENTS, MAX_REPLICAS
 from stratagem.v1 import worker_pb2 as pb
 
 MAX_MEMBERS: Final = 16_384
 MAX_SPLITS: Final = 64
+MAX_NAME_CHARS: Final = 4096
 
 
 def check_plan(request: pb.ExecuteRequest) -> None:
@@ -28,6 +30,7 @@ def check_plan(request: pb.ExecuteRequest) -> None:
             _within("client_round.num_clients", plan.num_clients, 1, MAX_CLIENTS)
             _within("client_round.client", plan.client, 0, plan.num_clients - 1)
             _within("client_round.local_epochs", plan.local_epochs, 1, MAX_CLIENTS)
+            _check_rows(plan.rows)
         case "evaluate":
             size = max(request.evaluate.size, 1)
             _within("evaluate.size", size, 1, MAX_MEMBERS)
@@ -39,6 +42,14 @@ def check_plan(request: pb.ExecuteRequest) -> None:
             _within("show.step", request.show.step, 0, MAX_COUNT)
         case None:
             raise InvalidInputError.at("plan", "is missing")
+
+
+def _check_rows(rows: pb.RowPrivacy) -> None:
+    _within("client_round.rows.name", len(rows.name), 0, MAX_NAME_CHARS)
+    _within("client_round.rows.num_rounds", rows.num_rounds, 0, MAX_CLIENTS)
+    if rows.secret and len(rows.secret) != SECRET_BYTES:
+        text = f"has {len(rows.secret)} bytes and must have {SECRET_BYTES}"
+        raise InvalidInputError.at("client_round.rows.secret", text)
 
 
 def _check_train(plan: pb.TrainPlan) -> None:

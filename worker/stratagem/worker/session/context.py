@@ -21,6 +21,7 @@ from stratagem.common.code import bundle
 from stratagem.common.history import Recorder
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
+from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.strategy import local_steps_of
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import DataSources
@@ -94,6 +95,8 @@ class Host:
     thread: TorchThread
     loop: asyncio.AbstractEventLoop
     last_words: LastWords
+    privacy_secret: PrivacySecret
+    """Protects rows that are on this worker only."""
     site: SiteGate | None = None
     """Decides by the site's own file, where there is one."""
     clock: CoordinatorClock = field(default_factory=CoordinatorClock)

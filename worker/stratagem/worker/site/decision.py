@@ -124,7 +124,8 @@ def _against_everywhere(offer: Offer) -> Iterator[str]:
         yield f"the plan {offer.plan or 'without a name'} is none of {', '.join(PLANS)}"
     if job.data.worker_local is None:
         yield "data: a site's worker reads its own data only; name them as data.worker_local"
-    if job.privacy is not None and offer.plan == "client_round" and not offer.clip_norm > 0:
+    is_clipped = offer.clip_norm > 0 or job.privacy is None or job.privacy.unit == "row"
+    if offer.plan == "client_round" and not is_clipped:
         yield "privacy: the plan asks for an update that is not clipped, and the job has privacy"
     if job.execution.profiling:
         yield "execution.profiling: a site records nothing of what it does; leave it out"
@@ -189,10 +190,16 @@ def _selected(job: JobSpec, spec: Federated, num_clients: int) -> int:
     match spec.client_selection:
         case All():
             return num_clients
-        case Random(fraction=fraction) if job.privacy is None or job.privacy.sampling == "fixed":
+        case Random(fraction=fraction) if not _draws_clients(job):
             return max(1, math.floor(fraction * num_clients + 1e-9))
         case _:
             return 1  # each is drawn by itself, or has the tags: that may be one
+
+
+def _draws_clients(job: JobSpec) -> bool:
+    """Return whether each client is drawn by itself."""
+    spec = job.privacy
+    return spec is not None and spec.unit == "client" and spec.sampling == "poisson"
 
 
 def epsilon_of(job: JobSpec) -> float | None:

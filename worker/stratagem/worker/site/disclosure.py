@@ -56,6 +56,7 @@ class Disclosure:
         has_loss_before = done.HasField("loss_before")
         has_num_applied = done.HasField("num_applied_steps")
         return pb.ClientRoundResult(
+            spent=done.spent if done.HasField("spent") else None,
             num_samples=done.num_samples,
             loss=done.loss if self.tells_loss else 0.0,
             is_loss_withheld=done.is_loss_withheld or not self.tells_loss,

@@ -35,6 +35,7 @@ from stratagem.coordinator.core.facts.federated_facts import Excused as Excused
 from stratagem.coordinator.core.facts.federated_facts import RosterFormed as RosterFormed
 from stratagem.coordinator.core.facts.federated_facts import RoundClosed as RoundClosed
 from stratagem.coordinator.core.facts.federated_facts import RoundWaits as RoundWaits
+from stratagem.coordinator.core.facts.federated_facts import RowsSpent as RowsSpent
 from stratagem.coordinator.core.facts.federated_facts import UpdateReceived as UpdateReceived
 from stratagem.coordinator.core.facts.federated_facts import UpdateRejected as UpdateRejected
 from stratagem.coordinator.core.facts.federated_facts import UpdatesJudged as UpdatesJudged

@@ -73,6 +73,19 @@ class ClientsAssigned(Value):
     assignments: tuple[Assignment, ...]
 
 
+class RowsSpent(Value):
+    """What the rows of one client have spent of their privacy with an update."""
+
+    epsilon: float
+    """With all rounds that it was asked for, this one included."""
+    next_epsilon: float
+    """With one more round."""
+    fingerprint: str
+    """Fingerprint of the secret that its noise comes from; empty for noise that is none."""
+    accountant: str
+    """Name and version of what has computed epsilon."""
+
+
 class UpdateReceived(Value):
     party: Party
     round_num: int
@@ -92,6 +105,8 @@ class UpdateReceived(Value):
     """Mean loss of the state that it began from, over its training rows; None: not asked for."""
     num_applied_steps: int | None = None
     """Steps that have changed the model; None: not asked for."""
+    spent: RowsSpent | None = None
+    """Where rows are protected."""
 
 
 class UpdateRejected(Value):

@@ -29,6 +29,8 @@ class Cause(StrEnum):
     """The client's worker does not allow an entry point that the job names."""
     OUTSIDE_WINDOW = "outside_window"
     """The client's site takes part at certain times only, and this is none of them: no failure."""
+    BUDGET = "budget"
+    """The privacy budget of the client's rows is spent: no failure."""
     LATE = "late"
     """The round was closed without the client; never journaled."""
     UNKNOWN = "unknown"
@@ -45,5 +47,5 @@ class Cause(StrEnum):
     def is_fault(self) -> bool:
         """True when the client's data, code or machine has failed; False when it was not willing,
         came too late, or nothing is known."""
-        no_fault = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.LATE, Cause.UNKNOWN)
-        return self not in no_fault
+        unwilling = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
+        return self not in (*unwilling, Cause.LATE, Cause.UNKNOWN)

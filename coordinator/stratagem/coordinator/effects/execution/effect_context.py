@@ -14,6 +14,7 @@ from stratagem.common.base.errors import StaleError
 from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
+from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import push_frames
 from stratagem.common.tensors.manifest import Manifest, to_proto
@@ -36,7 +37,6 @@ from stratagem.coordinator.runtime.tasks.chores import Chores
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
-from stratagem.coordinator.updates.privacy.privacy_secret import PrivacySecret
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.v1 import worker_pb2

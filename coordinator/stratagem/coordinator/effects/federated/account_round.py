@@ -12,6 +12,11 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec, PrivacySpec
 from stratagem.common.job.privacy_section import too_few
 from stratagem.common.privacy import accountant, adaptive_clipping
+from stratagem.common.privacy.privacy_secret import (
+    SecretLostError,
+    fingerprint_of,
+    seeded_secret,
+)
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import WITHIN_NORM, Manifest
 from stratagem.common.tensors.safetensors_file import parse_header
@@ -19,11 +24,6 @@ from stratagem.coordinator.core.effects import AccountRound, AggregateRound
 from stratagem.coordinator.core.facts import RoundAccounted, RunFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
-from stratagem.coordinator.updates.privacy.privacy_secret import (
-    SecretLostError,
-    fingerprint_of,
-    seeded_secret,
-)
 from stratagem.coordinator.updates.privacy.private_mean import PrivateMean
 from stratagem.coordinator.updates.privacy.round_noise import (
     TensorNoise,

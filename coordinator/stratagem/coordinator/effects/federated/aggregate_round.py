@@ -8,6 +8,7 @@ from dataclasses import replace
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec
+from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import FedProx
 from stratagem.common.tensors.manifest import Manifest
@@ -29,7 +30,6 @@ from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.folding.server_step import ServerStep
-from stratagem.coordinator.updates.privacy.privacy_secret import SecretLostError
 from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state

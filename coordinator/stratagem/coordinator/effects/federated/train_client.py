@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
+from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.coordinator.core.effects import TrainClient
-from stratagem.coordinator.core.facts import UpdateReceived
+from stratagem.coordinator.core.facts import RunFailed, UpdateReceived
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, record_of
@@ -26,6 +27,7 @@ from stratagem.coordinator.effects.federated.client_failures import (
     reject,
     reject_for_error,
 )
+from stratagem.coordinator.effects.federated.client_rows import row_privacy, spent_of
 from stratagem.coordinator.effects.federated.client_steps import RecordedRound, party_of
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
@@ -51,6 +53,13 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         num_lr_reductions=effect.num_lr_reductions,
         clip_norm=effect.clip_norm,
     )
+    if effect.rows is not None:
+        try:
+            plan.rows.CopyFrom(await env.in_thread(lambda: row_privacy(env, effect)))
+        except (SecretLostError, InvalidInputError) as error:
+            reason = f"round {effect.round_num}: {error}"
+            await env.report(effect.run_id, RunFailed(reason=reason))
+            return
     request = env.request(effect.party, _session(effect), effect.round_num, client_round=plan)
     looked, steps = _look(env, effect), RecordedRound(env, effect, request)
     try:
@@ -156,6 +165,7 @@ async def _collect(
         num_applied_steps=(
             result.num_applied_steps if result.HasField("num_applied_steps") else None
         ),
+        spent=spent_of(result),
     )
     await report_update(env, effect, received, histories)
 

@@ -95,7 +95,7 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
 )
 from stratagem.coordinator.strategies.federated.round_effects import pending
 from stratagem.coordinator.strategies.federated.update_rejections import forbidden, in_closed_rounds
-from stratagem.coordinator.strategies.privacy import privacy_ledger
+from stratagem.coordinator.strategies.privacy import privacy_ledger, row_ledger
 
 
 def decide(job: JobSpec, value: FederatedRun, world: World, now_s: float) -> Fact | None:
@@ -294,6 +294,7 @@ def rebase(
         committed=base,
         round_num=base.segment + 1,
         ledger=privacy_ledger.returned(value.ledger),
+        rows=value.rows,
     )
 
 
@@ -358,7 +359,9 @@ def check(job: JobSpec, _strategies: Strategies) -> list[Violation]:
 
 STRATEGY = Strategy(
     version=VERSION,
-    init=lambda job, party, _strategies: FederatedRun(party, ledger=privacy_ledger.begun(job)),
+    init=lambda job, party, _strategies: FederatedRun(
+        party, ledger=privacy_ledger.begun(job), rows=row_ledger.begun(job)
+    ),
     decide=decide,
     transition=transition,
     reject_reason=reject_reason,

@@ -31,8 +31,9 @@ from stratagem.coordinator.core.facts import (
     UpdatesJudged,
 )
 from stratagem.coordinator.strategies.federated.attendance import Attendance
-from stratagem.coordinator.strategies.privacy import privacy_ledger
+from stratagem.coordinator.strategies.privacy import privacy_ledger, row_ledger
 from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger
+from stratagem.coordinator.strategies.privacy.row_ledger import RowLedger
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
 
 
@@ -75,7 +76,9 @@ class FederatedRun:
     """The clients of the round are selected; of a private one perhaps none."""
     is_closed: bool = False
     ledger: PrivacyLedger | None = None
-    """What a private run has spent."""
+    """What a run whose clients are protected has spent."""
+    rows: RowLedger | None = None
+    """What each client has spent of a run whose rows are protected."""
     selected: tuple[int, ...] = ()
     assigned: Mapping[int, tuple[Member, int]] = field(default_factory=dict)
     """Client -> (worker, membership of the assignment)."""
@@ -198,6 +201,8 @@ def evaluates_at_clients(job: JobSpec) -> bool:
 
 def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
     """Fold what happens between the opening of a round and its closing."""
+    if value.rows is not None:
+        value = replace(value, rows=row_ledger.with_fact(value.rows, fact))
     match fact:
         case RoundAccounted() if value.ledger is not None:
             return replace(value, ledger=privacy_ledger.with_fact(value.ledger, fact))

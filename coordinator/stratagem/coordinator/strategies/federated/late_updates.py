@@ -30,6 +30,7 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     due_clients,
     spec_of,
 )
+from stratagem.coordinator.strategies.privacy import row_ledger
 
 
 def max_staleness(job: JobSpec) -> int:
@@ -181,6 +182,7 @@ def training(
         base=own.base,
         num_lr_reductions=own.num_lr_reductions,
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
+        rows=None if value.rows is None else row_ledger.asked(value.rows, client),
     )
 
 

@@ -28,6 +28,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
     said,
 )
 from stratagem.coordinator.strategies.privacy.privacy_ledger import privacy_metrics
+from stratagem.coordinator.strategies.privacy.row_ledger import row_metrics
 
 WAIT = "wait"
 
@@ -83,6 +84,8 @@ def _is_noised_secretly(job: JobSpec) -> bool:
 def _metrics(value: FederatedRun) -> dict[str, float]:
     if value.ledger is not None:  # a mean over few clients would tell of each of them
         return privacy_metrics(value.ledger)
+    if value.rows is not None:  # a mean loss would tell of rows
+        return row_metrics(value.rows)
     num_skipped = value.trained.get(SKIPPED_STEPS, 0.0)
     return round_metrics(value.updates, late_updates.received(value), num_skipped=num_skipped)
 

@@ -37,6 +37,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
     in_all,
     in_closed_rounds,
 )
+from stratagem.coordinator.strategies.privacy import row_ledger
 from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger, beyond_budget
 
 
@@ -140,12 +141,18 @@ def excused_by_bench(value: FederatedRun) -> tuple[Excused, ...]:
     )
 
 
-def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected:
-    """Open the next round with the clients of a roster that stays, without those on the bench."""
+def next_round(job: JobSpec, value: FederatedRun, now_s: float) -> ClientsSelected | StoppedEarly:
+    """Open the next round with the clients of a roster that stays, without those on the bench and
+    those whose rows have spent their privacy; end the run where none is left."""
     attendance, number = value.attendance, value.round_num
     able = [binding for binding in value.roster if attendance.is_able(binding.client, number)]
     excused = excused_by_bench(value) if attendance.benched else ()
+    if value.rows is not None:
+        able, spent = row_ledger.with_budget(job, value.rows, able)
+        excused += spent
     opened = open_round(job, value, able, excused, now_s)
+    if opened is None and value.rows is not None:
+        return row_ledger.budget_spent(job, value.rows, number - 1)
     assert opened is not None, "whose updates closed the round before are not on the bench"
     return opened
 

@@ -28,6 +28,7 @@ _VERBS: Final = {
     Cause.TIMEOUT: "timed out:",
     Cause.REFUSED_BY_SITE: "refused:",
     Cause.OUTSIDE_WINDOW: "closed:",
+    Cause.BUDGET: "refused:",
     Cause.NOT_FINITE: "not finite:",
     Cause.NOT_FINITE_LOSS: "not finite:",
 }
@@ -40,8 +41,9 @@ _NOT_ALLOWED: Final = ("is not allowed on this worker", "which this worker does 
 _BY_THE_SITE: Final = {
     "RefusedBySiteError": Cause.REFUSED_BY_SITE,
     "SiteClosedError": Cause.OUTSIDE_WINDOW,
+    "BudgetSpentError": Cause.BUDGET,
 }
-"""The answers that a site's own file gives, by their types."""
+"""The answers of those who keep the rows, by their types."""
 
 
 def cause_of(error: ErrorRecord) -> Cause:

@@ -40,8 +40,8 @@ class PrivacyLedger:
 
 
 def begun(job: JobSpec) -> PrivacyLedger | None:
-    """Return the ledger of a run that has spent nothing; None for one without privacy."""
-    if job.privacy is None:
+    """Return the ledger of a run that has spent nothing; None where no clients are protected."""
+    if job.privacy is None or job.privacy.unit != "client":
         return None
     return PrivacyLedger(job.privacy.clip.norm, job.privacy.noise_multiplier)
 

@@ -1,1 +1,1 @@
-"""The noise of private rounds: its secret, the draw of the clients, and the noised mean."""
+"""The noise of private rounds: the draw of the clients, and the noised mean."""

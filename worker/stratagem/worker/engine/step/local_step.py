@@ -43,6 +43,8 @@ class LocalStep:
     numerics: int
     """Version of the rules that decide the bits; see stratagem.common.numerics.numerics_rules."""
     callbacks: Callbacks
+    protected: Callable[[Rows, Window], Counted] | None = None
+    """Makes gradients in place of the turn's passes, where rows are protected."""
 
     def run(
         self,
@@ -62,7 +64,10 @@ class LocalStep:
         policy = self.turn.policy
         policy.begin()
         try:
-            counted = self.turn.passes.add_mean(rows, window, must_divide=self.must_divide)
+            if self.protected is None:
+                counted = self.turn.passes.add_mean(rows, window, must_divide=self.must_divide)
+            else:
+                counted = self.protected(rows, window)
             pull()
             summary = after_hook(
                 self._summary(counted),

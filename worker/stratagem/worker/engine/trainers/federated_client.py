@@ -30,6 +30,10 @@ from stratagem.worker.engine.optim.learning_rate import learning_rate_factor
 from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule, shadow_schedule
 from stratagem.worker.engine.optim.turn_parameters import make_optimizer_of
+from stratagem.worker.engine.privacy.row_budget import RowCosts
+from stratagem.worker.engine.privacy.row_checks import check_rows_apart
+from stratagem.worker.engine.privacy.row_gradients import RowGradients
+from stratagem.worker.engine.privacy.row_noise import RowNoise
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.callbacks import make_callbacks
@@ -79,6 +83,16 @@ class ClientStep:
     """What on_step has logged of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """What a round of a client depends on besides the job and the global state."""
+
+    num_lr_reductions: int = 0
+    """How often a plateau has lowered the rates."""
+    row_noise: RowNoise | None = None
+    """Draws and noises the steps of a job whose rows are protected."""
+
+
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
     """The order of a client's rows in an epoch, counted over all rounds from 0."""
     return epoch_order(num_rows, (seed + client * _CLIENT_STRIDE + epoch) & _SEED_BITS)
@@ -102,6 +116,7 @@ class ClientRunner:
         self._data = ClientData(job, entrypoints, sources, numerics)
         self._model = build_model(job, entrypoints, device=device, fresh=False)
         check_optimizer_of(job, self._model, entrypoints)
+        check_rows_apart(job, self._model)
         self._callbacks = make_callbacks(job, entrypoints)
         self._callbacks.built(self._model)
         self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
@@ -126,17 +141,20 @@ class ClientRunner:
         check: Callable[[], None] = lambda: None,
         *,
         after_step: Callable[[ClientStep], None] = lambda _: None,
-        num_lr_reductions: int = 0,
+        settings: RoundSettings | None = None,
     ) -> ClientRound:
         """Trains from the global state `base`; the update is on the CPU.
 
         `check` is called before each step and may raise to end the round; `after_step` gets each
-        step. num_lr_reductions: how often a plateau has lowered the rates.
+        step.
         """
+        settings = settings or RoundSettings()
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
         anchors = [param.detach().clone() for param in self._params] if self._mu else []
-        local_steps = self._fresh_steps(data, num_lr_reductions)
+        noise = settings.row_noise
+        protected = None if noise is None else self._protected(len(data), noise)
+        local_steps = self._fresh_steps(data, settings.num_lr_reductions, protected)
         self._model.train()
         self._execution.scale.load({})
         loss_sum = weight_sum = max_norm = 0.0
@@ -146,12 +164,12 @@ class ClientRunner:
         is_ended = False
         self._passes.gather.expect(
             batch
-            for rows, key in self._steps(data, client, round_num)
+            for rows, key in self._steps(data, client, round_num, protected)
             for local_step in local_steps
             for batch in micro_batches(rows, self._cuts(rows), _keys(key, local_step.turn))
         )
         try:
-            for rows, key in self._steps(data, client, round_num):
+            for rows, key in self._steps(data, client, round_num, protected):
                 check()
                 num_steps, num_rows = num_steps + 1, num_rows + len(rows.indices)
                 report = self._step(local_steps, round_num, anchors, rows, key)
@@ -183,7 +201,7 @@ class ClientRunner:
         skipped = {"skipped_steps": float(num_skipped)} if may_skip else {}
         metrics = {"max_grad_norm": max_norm, **skipped, **means(logged), **shown}
         num_samples = num_rows // self._strategy.options.local_epochs
-        if is_ended:  # it weighs as it would have
+        if is_ended or protected is not None:  # it weighs as it would have, or without a draw
             num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
         done = (tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
         return ClientRound(*done, num_steps - num_skipped)
@@ -200,6 +218,20 @@ class ClientRunner:
         state_format.load_model_state(self._model, base)
         return loss_before(self._model, self._passes, data, self._job.batch_size, check)
 
+    def num_rows(self, client: int, num_clients: int) -> int:
+        """Return the training rows of a client. Raises InvalidInputError for a stream."""
+        rows = self._rows(ClientShare(client, num_clients))
+        if isinstance(rows, StreamDataset):
+            text = "comes as a stream, and privacy.unit row draws rows one by one of a known number"
+            raise InvalidInputError.at("data.train", text)
+        return len(rows)
+
+    def _protected(self, num_rows: int, noise: RowNoise) -> RowGradients:
+        assert self._job.privacy is not None
+        costs = RowCosts.of(self._job, num_rows)
+        norm = self._job.privacy.clip.norm
+        return RowGradients(self._passes, self._named, norm, costs, noise)
+
     def steps_in_round(self, client: int, num_clients: int) -> int | None:
         """Return the steps of one round of a client; None where its rows come as a stream."""
         return self._num_steps(self._rows(ClientShare(client, num_clients)))
@@ -209,8 +241,17 @@ class ClientRunner:
             return None
         return self._strategy.options.local_epochs * -(-len(data) // self._job.batch_size)
 
-    def _steps(self, data: Dataset, client: int, round_num: int) -> Iterator[tuple[Rows, Key]]:
+    def _steps(
+        self, data: Dataset, client: int, round_num: int, protected: RowGradients | None = None
+    ) -> Iterator[tuple[Rows, Key]]:
         """The rows of each step of a client's round, and the key of what it draws at random."""
+        num_rounds_before, first = round_num - 1, f"round {round_num}, client {client}"
+        if protected is not None:
+            row_key = (self._job.seed, "row", "client", client, num_rounds_before)
+            for step, drawn in enumerate(protected.drawn_rows()):
+                key = (self._job.seed, "client", client, round_num, step)
+                yield Rows(data, drawn, f"{first}, step {step + 1}", row_key), key
+            return
         local_epochs, num_steps = self._strategy.options.local_epochs, 0
         for local_epoch in range(local_epochs):
             epoch = (round_num - 1) * local_epochs + local_epoch
@@ -218,7 +259,7 @@ class ClientRunner:
             for dataset, indices in self._batches(data, client, epoch):
                 key = (self._job.seed, "client", client, round_num, num_steps)
                 num_steps += 1
-                activity = f"round {round_num}, client {client}, step {num_steps}"
+                activity = f"{first}, step {num_steps}"
                 yield Rows(dataset, indices, activity, row_key), key
 
     def _cuts(self, rows: Rows) -> Sequence[range]:
@@ -263,7 +304,9 @@ class ClientRunner:
             raise InvalidInputError.at("optimizer.schedule.entrypoint", text)
         return shadow_schedule(self._job.optimizer, num_steps, self._entrypoints)
 
-    def _fresh_steps(self, data: Dataset, num_lr_reductions: int) -> list[LocalStep]:
+    def _fresh_steps(
+        self, data: Dataset, num_lr_reductions: int, protected: RowGradients | None
+    ) -> list[LocalStep]:
         """Returns the steps of one round, one for each turn, with optimizers and a schedule of
         their own."""
         job = self._job
@@ -278,7 +321,7 @@ class ClientRunner:
         for turn in turns:
             turn.policy.lower_rates(num_lr_reductions)
         must_divide, hooks = job.window.must_divide, self._callbacks
-        return [LocalStep(turn, must_divide, self._numerics, hooks) for turn in turns]
+        return [LocalStep(turn, must_divide, self._numerics, hooks, protected) for turn in turns]
 
     def _step(
         self,

@@ -18,6 +18,10 @@ from stratagem.common.files.private_file import check_private
 from stratagem.common.privacy.gaussian_noise import SECRET_BYTES, derived_key
 
 SETTING: Final = "privacy_secret"
+_OF_ALL: Final = (
+    "with a journal in PostgreSQL every coordinator needs the same secret: start them with "
+    "--privacy-secret FILE, made by head -c 32 /dev/urandom"
+)
 
 
 class SecretLostError(StratagemError):
@@ -27,20 +31,18 @@ class SecretLostError(StratagemError):
 class PrivacySecret:
     """The secret in a file, which is read when it is needed, in a thread."""
 
-    def __init__(self, path: Path | None, *, may_make: bool = False) -> None:
-        """path: None where none is named and none may be made."""
+    def __init__(
+        self, path: Path | None, *, may_make: bool = False, missing: str = _OF_ALL
+    ) -> None:
+        """path: None where none is named and none may be made, with what is to be done then."""
         self._path = path
-        self._may_make = may_make
+        self._may_make, self._missing = may_make, missing
         self._making = threading.Lock()
 
     def check_usable(self) -> None:
         """Raise InvalidInputError where a private run could not have its secret."""
         if self._path is None:
-            text = (
-                "missing; with a journal in PostgreSQL every coordinator needs the same secret: "
-                "start them with --privacy-secret FILE, made by head -c 32 /dev/urandom"
-            )
-            raise InvalidInputError.at(SETTING, text)
+            raise InvalidInputError.at(SETTING, f"missing; {self._missing}")
         if self._path.exists() or not self._may_make:
             self._read()
 

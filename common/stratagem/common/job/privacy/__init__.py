@@ -1,0 +1,1 @@
+"""What goes together with the section `privacy` of a job."""
