@@ -1,7 +1,9 @@
 """What privacy costs: accuracy on handwritten digits against epsilon, for several amounts of noise.
 
-Trains examples/digits_private.yaml with each, and draws a line for each: one point per round.
+Trains examples/digits_private.yaml with each, or another job, and draws a line for each: one point
+per round.
     python examples/privacy_curve.py privacy.svg
+    python examples/privacy_curve.py rows.svg examples/digits_rows.yaml
 Runs on a cluster inside this machine; needs the extras local, examples and privacy.
 """
 
@@ -18,6 +20,7 @@ from stratagem.client.pictures.picture import Picture
 from stratagem.common.job import load_job
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+PRIVATE: Final = ROOT / "examples" / "digits_private.yaml"
 NOISE: Final = (1.0, 2.0, 4.0)
 """Standard deviations of the noise, over the clipping norm."""
 
@@ -31,10 +34,12 @@ class Trained:
     accuracy: list[float]
 
 
-def trained(client: Client, noise: float, changes: Sequence[str] = ()) -> Trained:
+def trained(
+    client: Client, noise: float, changes: Sequence[str] = (), job: Path = PRIVATE
+) -> Trained:
     """Train with this much noise, without a limit of epsilon."""
     own = [f"privacy.noise_multiplier={noise}", "privacy.target={delta: 1.0e-3}"]
-    run = client.submit(load_job(ROOT / "examples" / "digits_private.yaml", [*own, *changes]))
+    run = client.submit(load_job(job, [*own, *changes]))
     run.result()
     spent, measured = by_round(run, "SegmentCommitted"), by_round(run, "Evaluated")
     rounds = sorted(spent.keys() & measured.keys())
@@ -60,7 +65,8 @@ def picture_of(runs: Sequence[Trained]) -> Picture:
 def main() -> None:
     local = LocalCluster(workers=2, import_path=[ROOT], allow=["examples.*:*"], threads=1)
     with local as cluster, cluster.client() as client:
-        runs = [trained(client, noise) for noise in NOISE]
+        job = Path(sys.argv[2]) if len(sys.argv) > 2 else PRIVATE
+        runs = [trained(client, noise, job=job) for noise in NOISE]
     for run in runs:
         print(f"noise {run.noise:g}: epsilon {run.epsilon[-1]:.2f}, {run.accuracy[-1]:.1%} right")
     Path(sys.argv[1]).write_text(picture_of(runs).svg_file + "\n")

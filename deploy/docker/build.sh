@@ -4,7 +4,7 @@
 #   BASE_IMAGE       what they stand on (python:3.11-slim-bookworm)
 #   TAG              of both images (the version in pyproject.toml)
 #   TORCH_INDEX_URL  where torch comes from (PyTorch's index of CPU builds; empty: as all others)
-#   WORKER_EXTRAS    extras of the worker image (worker,s3,examples)
+#   WORKER_EXTRAS    extras of the worker image (worker,s3,examples,privacy)
 #   WHEELS_FROM      a Python whose pip fetches all packages here first, with the settings of this
 #                    machine (mirrors, certificates); the engine then needs no network. It must
 #                    have the version of the base image's Python.
@@ -12,13 +12,13 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 base=${BASE_IMAGE:-python:3.11-slim-bookworm}
 tag=${TAG:-$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)}
-extras=${WORKER_EXTRAS:-worker,s3,examples}
+extras=${WORKER_EXTRAS:-worker,s3,examples,privacy}
 index=${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}
 options=()
 
 fetch_wheels() {
     local wheels=deploy/docker/wheels needed what
-    needed=$("$WHEELS_FROM" deploy/docker/requirements.py pyproject.toml "coordinator,s3,postgres,$extras")
+    needed=$("$WHEELS_FROM" deploy/docker/requirements.py pyproject.toml "coordinator,s3,postgres,privacy,$extras")
     what=$(cat <(echo "$needed $index $WHEELS_FROM") constraints.txt | sha256sum)
     if [ "$(cat "$wheels/.fetched" 2> /dev/null)" = "$what" ]; then
         return

@@ -66,7 +66,7 @@ REACHED_BY = {
     "worker.batch.evaluated": ("Evaluation", "FedAvg"),
     "worker.metrics.measured": ("Evaluation", "AllReduce"),
     "worker.evaluation.shown": ("Stopped", "FedAvg"),
-    "worker.client_round.after_training": ("FedAvg",),
+    "worker.client_round.after_training": ("FedAvg", "Rows"),
     "worker.execute.accepted": ("Local", "AllReduce", "FedAvg", "ParameterServer"),
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
@@ -75,7 +75,7 @@ REACHED_BY = {
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
     "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
-    "worker.round.trained": ("FedAvg", "Private"),
+    "worker.round.trained": ("FedAvg", "Private", "Rows"),
 }
 AFTER_ANOTHER = {
     "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),

@@ -130,6 +130,7 @@ PRIVACY: Job = {
     "target": {"delta": 1e-5},
     "noise": "seeded",
 }
+ROW_PRIVACY: Job = {**PRIVACY, "unit": "row", "clip": {"norm": 0.5}}
 # Predictions of small batches are bad; here they are taken all the same.
 PHASES: Job = {
     "full_steps": 2,
@@ -227,6 +228,7 @@ JOBS: dict[str, Job] = {
     "Fair": crash_job(federated() | {"options": {"q": 0.5}}),
     "Nova": crash_job(federated() | {"options": {"normalize": "fednova"}}),
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
+    "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},
     "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))

@@ -14,7 +14,7 @@ from stratagem.coordinator.core.effects import AccountRound
 from stratagem.coordinator.core.facts import RoundAccounted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import account_round
-from stratagem.coordinator.runtime.chores import Chores
+from stratagem.coordinator.runtime.tasks.chores import Chores
 from tests.jobs import document
 
 JOB = JobSpec.parse(

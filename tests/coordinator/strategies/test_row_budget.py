@@ -7,6 +7,7 @@ import pytest
 
 from stratagem.coordinator.core.commands import CancelRun, Report, ResumeRun
 from stratagem.coordinator.core.effects import AccountRound, RowsAsked
+from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
     ClientsSelected,
     RoundClosed,
@@ -111,6 +112,10 @@ def test_seeded_noise_can_be_made_again() -> None:
 def test_a_client_whose_next_round_costs_too_much_is_excused() -> None:
     simulation = open_round(protected(3.0))
     answer(simulation, 0, next_epsilon=3.1)
+    text = sentence(simulation.facts(UpdateReceived)[0])
+    assert text == (
+        "round 1: client 0 sent its update over 10 samples, loss 0.5, privacy.epsilon 1"
+    )
     answer(simulation, 1, next_epsilon=3.0)
     answer(simulation, 2)
     commit(simulation)
@@ -187,6 +192,8 @@ def test_an_old_journal_has_no_costs_and_a_fact_of_costs_is_read_back() -> None:
         '"loss": 1.0, "seconds": 1.0}'
     )
     assert fact.spent is None
+    withheld = fact.model_copy(update={"loss": float("nan")})
+    assert sentence(withheld) == "round 1: client 0 sent its update over 3 samples"
     costs = RowsSpent(epsilon=1.0, next_epsilon=float("inf"), fingerprint="f", accountant="a")
     written = fact.model_copy(update={"spent": costs}).model_dump_json()
     assert UpdateReceived.model_validate_json(written).spent == costs

@@ -115,3 +115,18 @@ def test_workers_of_a_site_may_share_it(tmp_path: Path) -> None:
         other.join()
         assert other.exitcode == 0
     assert len(records(path)) == 40
+
+
+def test_rounds_of_protected_rows_are_counted_by_their_noise(tmp_path: Path) -> None:
+    """A round that was done again counts once; one that was asked for again from another state, or
+    under a number that had been, counts as one more."""
+    audit = AuditFile(tmp_path / "audit.jsonl")
+    for noise in ("a", "b", "b", "c"):
+        audit.add({**promise("r", 1.0), "noise": noise})
+    audit.add({**promise("r", 1.0, data="other"), "noise": "d"})
+    audit.add({**promise("s", 1.0), "noise": "e"})
+    audit.add({**promise("r", 1.0), "kind": "offer", "noise": "f"})
+    audit.add(promise("r", 1.0))
+    assert audit.noises("r", "xray") == {"a", "b", "c"}
+    assert AuditFile(tmp_path / "audit.jsonl").noises("s", "xray") == {"e"}
+    assert audit.noises("unknown", "xray") == frozenset()

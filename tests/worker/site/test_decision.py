@@ -348,3 +348,24 @@ def test_clients_that_are_drawn_one_by_one_may_be_few(tmp_path: Path) -> None:
     job = private(1.0, strategy=drawn, options={"quorum": 3})
     told = said(tmp_path, f"{ANY}\nmin_clients = 2", job, clip_norm=1.0)
     assert told.startswith("min_clients: a round of the job may be made of 1 update")
+
+
+def rows(**privacy: Any) -> JobSpec:
+    """A job that protects each row, and draws a part of the clients in the open."""
+    section = {"unit": "row", "clip": {"norm": 1.0}, "noise_multiplier": 1.0, **privacy}
+    section = {"target": {"epsilon": 3.0, "delta": 1e-5}, **section}
+    return offered(privacy=section)
+
+
+def test_protected_rows_are_privacy_without_a_clipped_update(
+    tmp_path: Path,
+) -> None:
+    rule = f'{ANY}\nrequire = ["privacy"]\nmax_epsilon = 8.0'
+    assert said(tmp_path, rule, rows()) == ""
+    assert said(tmp_path, rule, rows(), spent={"xray": 4.9}) == ""
+    told = said(tmp_path, rule, rows(), spent={"xray": 5.1})
+    assert told == "max_epsilon: privacy.target.epsilon 3 with 5.1 of other runs is more than 8"
+    told = said(tmp_path, rule, rows(noise="seeded"))
+    assert told == "require: privacy.noise: seeded noise protects nobody"
+    told = said(tmp_path, rule, rows(target={"delta": 1e-5}))
+    assert told == "max_epsilon: the job names no privacy.target.epsilon"

@@ -1,5 +1,6 @@
 """Format a fact as a sentence; log, CLI, SDK and status show the same one."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,16 @@ def _evaluated(fact: f.Evaluated) -> str:
 
 def _client(binding: f.ClientBinding) -> str:
     return f"client {binding.client} ({binding.worker_id})"
+
+
+def _received(fact: f.UpdateReceived) -> str:
+    """A loss that is not told is no number, and is left out."""
+    told = {} if math.isnan(fact.loss) else {"loss": fact.loss}
+    if fact.spent is not None:
+        told["privacy.epsilon"] = fact.spent.epsilon
+    who = f"round {fact.round_num}: client {fact.client}"
+    text = f"{who} sent its update over {fact.num_samples} samples"
+    return ", ".join(filter(None, (text, metrics_text({**told, **fact.metrics}))))
 
 
 def _selected(fact: f.ClientsSelected) -> str:
@@ -176,10 +187,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     ),
     "ClientsSelected": _selected,
     "ClientsAssigned": _assigned,
-    "UpdateReceived": lambda e: (
-        f"round {e.round_num}: client {e.client} sent its update over {e.num_samples} samples, "
-        f"{metrics_text({'loss': e.loss, **e.metrics})}"
-    ),
+    "UpdateReceived": _received,
     "UpdateRejected": lambda e: (
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
     ),

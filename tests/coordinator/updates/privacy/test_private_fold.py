@@ -1,6 +1,8 @@
 """The fold of a private round against plain numpy, for all types and any windows."""
 
+import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.privacy.private_mean import PrivateMean
 from stratagem.coordinator.updates.privacy.round_noise import (
+    FROZEN_KEY,
     TensorNoise,
     drawn_clients,
     noised_share,
@@ -108,6 +111,26 @@ def test_the_sum_of_changes_is_noised_divided_by_the_expected_number_and_added_t
         raw = np.empty(world.size, storage(spec.dtype))
         narrow(spec.dtype, expected, raw)
         assert data[at] == raw.tobytes(), spec.name
+
+
+@pytest.mark.parametrize("window", [3, 1 << 18])
+def test_frozen_parameters_get_no_noise_and_nothing_that_clients_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """A backbone that nobody trains would else drift away from what it has learned."""
+    monkeypatch.setattr(folding, "WINDOW_ELEMENTS", window)
+    plain = Round(tmp_path / "plain").manifest
+    floats = [s for s in plain.stored() if dtype_named(s.dtype).is_floating and s.size_bytes]
+    frozen = [spec.name for spec in floats[::2]]
+    marked = replace(plain, metadata={**plain.metadata, FROZEN_KEY: json.dumps(frozen)})
+    noised, kept = Round(tmp_path / "all", plain), Round(tmp_path / "some", marked)
+    base, before = base_of(kept)
+    data, others = private_fold(kept, 2, base), private_fold(noised, 2, base_of(noised)[0])
+    assert len(frozen) < len(floats)
+    for spec in floats:
+        at = slice(spec.offset, spec.offset + spec.size_bytes)
+        assert data[at] == (before[at] if spec.name in frozen else others[at]), spec.name
+        assert before[at] != others[at]
 
 
 def test_a_fold_that_is_done_again_has_the_same_noise(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A client's round whose rows are protected: its noise, what it costs, and what is told of it."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
@@ -10,6 +11,7 @@ from stratagem.common.privacy.privacy_secret import (
     fingerprint_of,
     seeded_secret,
 )
+from stratagem.common.schema.json_text import JSON
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.privacy.row_budget import RowCosts, check_budget
 from stratagem.worker.engine.privacy.row_noise import RowNoise
@@ -25,6 +27,11 @@ class RowRound:
     epsilon: float
     next_epsilon: float
     fingerprint: str
+
+    @property
+    def costs(self) -> Mapping[str, JSON]:
+        """What the audit of a site says of the round."""
+        return {"epsilon": self.epsilon, "noise": self.noise.digest_of_names}
 
     def result(self, done: ClientRound) -> pb.ClientRoundResult:
         """Return what is told of the round: nothing that its rows decide."""
@@ -50,9 +57,11 @@ def begin_rows(work: ExecutionContext, plan: pb.ClientRoundPlan, num_rows: int) 
     if not plan.HasField("rows"):
         text = "is missing, and the job protects rows (privacy.unit)"
         raise InvalidInputError.at("client_round.rows", text)
-    costs, num_before = RowCosts.of(work.job, num_rows), plan.rows.num_rounds
-    epsilon = check_budget(costs, spec.target.epsilon, num_before)
     noise, fingerprint = _noise(work, plan)
+    costs, num_before = RowCosts.of(work.job, num_rows), plan.rows.num_rounds
+    if work.admission is not None:  # a site counts by itself what has left it
+        num_before = max(num_before, len(work.admission.noises - {noise.digest_of_names}))
+    epsilon = check_budget(costs, spec.target.epsilon, num_before)
     return RowRound(noise, epsilon, costs.epsilon_after(num_before + 2), fingerprint)
 
 

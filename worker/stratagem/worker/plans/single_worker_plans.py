@@ -60,6 +60,8 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     tensors, metadata = built.copy_state()
     if isinstance(work.job.strategy, Federated):
         metadata |= averaged(built.model)
+        if work.job.privacy is not None and work.job.privacy.unit == "client":
+            metadata |= frozen(built.model)
     work.post(work.states.keep, work.segment, freeze(tensors, metadata))
     failpoint("worker.build.done")
     return pb.BuildResult(
@@ -141,7 +143,8 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             num_applied_steps=done.num_applied if _is_normalized(work.job) else None,
         )
     if work.admission is not None:
-        work.admission.update(update.manifest, update.buffers, done.num_samples)
+        costs = {} if own is None else own.costs
+        work.admission.update(update.manifest, update.buffers, done.num_samples, costs)
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
     result.num_history_parts, result.history_digest = history.end()
     failpoint("worker.round.trained")
@@ -237,6 +240,18 @@ def averaged(model: nn.Module) -> dict[str, str]:
         if tensor.is_floating_point() and name not in trained and not tensor.requires_grad
     ]
     return {"averaged": json.dumps(sorted(names))} if names else {}
+
+
+def frozen(model: nn.Module) -> dict[str, str]:
+    """Return metadata that name the parameters that no client changes: they get no noise. Empty
+    where there are none."""
+    live = model.state_dict(keep_vars=True)
+    names = [
+        f"{_MODEL}{name}"
+        for name, tensor in live.items()
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    ]
+    return {"frozen": json.dumps(sorted(names))} if names else {}
 
 
 def layout_digest(tensors: Mapping[str, Tensor]) -> str:

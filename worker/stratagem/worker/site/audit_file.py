@@ -34,6 +34,7 @@ class AuditFile:
         self._lock = Lock()
         self._read_to = 0
         self._epsilon: dict[tuple[str, str], float] = {}  # by data set and run
+        self._noises: dict[tuple[str, str], set[str]] = {}  # likewise
         try:
             with self._opened() as file:
                 _end_of(file)
@@ -75,6 +76,13 @@ class AuditFile:
                     totals[data] = totals.get(data, 0.0) + epsilon
             return totals
 
+    def noises(self, run_id: str, data: str) -> frozenset[str]:
+        """Return what names the noise of the rounds of a run whose rows of a data set were
+        protected: one for each that has left, however often it was done."""
+        with self._lock:
+            self._read_on()
+            return frozenset(self._noises.get((data, run_id), ()))
+
     def _read_on(self) -> None:
         with self._opened() as file:
             file.seek(self._read_to)
@@ -89,6 +97,10 @@ class AuditFile:
                 if record.get("kind") == "round" and record.get("epsilon") is not None:
                     key = (record["data"], record["run"])
                     self._epsilon[key] = max(self._epsilon.get(key, 0.0), record["epsilon"])
+                if record.get("kind") == "round" and record.get("noise"):
+                    self._noises.setdefault((record["data"], record["run"]), set()).add(
+                        record["noise"]
+                    )
 
     def _opened(self) -> BinaryIO:
         """Open and lock the file; closing it unlocks it."""

@@ -40,6 +40,8 @@ class SiteAdmission:
     record: Mapping[str, JSON]
     """What all lines about the plan have in common."""
     write: Write
+    noises: frozenset[str] = frozenset()
+    """What names the noise of the run's rounds that have left before, where rows are protected."""
     open_s: float | None = None
     """Seconds from the offer to the end of the site's window; None: no end."""
     closed_text: str = ""
@@ -52,14 +54,27 @@ class SiteAdmission:
         """The error with which the plan ends when the window does."""
         return SiteClosedError(f"site {self.site} is closed: {self.closed_text}", self.closed_s)
 
-    def update(self, manifest: Manifest, buffers: Sequence[memoryview], num_rows: int) -> None:
-        """Write down an update before it can be fetched."""
+    def update(
+        self,
+        manifest: Manifest,
+        buffers: Sequence[memoryview],
+        num_rows: int,
+        costs: Mapping[str, JSON],
+    ) -> None:
+        """Write down an update before it can be fetched. costs: of protected rows, what has been
+        spent with it in place of what the job may spend."""
         digest = hashlib.sha256(header_bytes(manifest))
         for buffer in buffers:
             digest.update(buffer)
         update: JSON = digest.hexdigest()
         num_bytes = manifest.total_bytes
-        self._write({"kind": "round", "rows": num_rows, "bytes": num_bytes, "update": update})
+        line: dict[str, JSON] = {
+            "kind": "round",
+            "rows": num_rows,
+            "bytes": num_bytes,
+            "update": update,
+        }
+        self._write({**line, **costs})
 
     def told(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
         """Return what leaves of a result, once it is written down; of an update that is done

@@ -154,6 +154,7 @@ class SiteGate:
             ),
             record=record,
             write=lambda fields: self._audit.add({"at": _said(self._clock()), **fields}),
+            noises=self._audit.noises(str(record["run"]), job.data.worker_local or ""),
             open_s=None if closes is None else (closes - now).total_seconds(),
             closed_text=verdict.closed_text,
             closed_s=verdict.closed_s,

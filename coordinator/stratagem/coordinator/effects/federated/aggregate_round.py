@@ -30,6 +30,7 @@ from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.folding.server_step import ServerStep
+from stratagem.coordinator.updates.privacy.round_noise import FROZEN_KEY
 from stratagem.coordinator.updates.robust.rules import combination, places_read
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
@@ -131,6 +132,8 @@ def _fold(
     metadata = {"format": "1", "round": str(effect.round_num)}
     if AVERAGED_KEY in manifest.metadata:
         metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
+    if FROZEN_KEY in manifest.metadata:
+        metadata[FROZEN_KEY] = manifest.metadata[FROZEN_KEY]
     manifest = replace(manifest, metadata=metadata)
     header = header_bytes(manifest)
     job = env.job_of(effect.run_id, effect.party)

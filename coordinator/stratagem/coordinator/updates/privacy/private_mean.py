@@ -38,8 +38,10 @@ class PrivateMean:
             source.read(offset, raw)
             widen(dtype, raw, change)
             out += change
-        out += self._sigma * self._noise.read(dtype, offset, out.size)
+        noise = self._noise.read(dtype, offset, out.size)
+        out += self._sigma * noise
         out[:] = rounded_to_grid(out, self._sigma)
+        out[np.isnan(noise)] = 0.0  # whatever clients send of what is frozen
         out /= self._num_expected
         raw[:] = self._base.read_raw(dtype, offset, raw.size)
         widen(dtype, raw, change)

@@ -9,7 +9,10 @@ that of the round's folder in the spool, which no other round has: neither one o
 the same id, nor the same round after the run has gone back to an earlier commit.
 """
 
+import json
+import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +25,9 @@ from stratagem.common.privacy.gaussian_noise import (
 )
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
+
+FROZEN_KEY: Final = "frozen"
+"""Metadata of a state: the names of its frozen parameters, as JSON, in a private run."""
 
 
 def drawn_clients(
@@ -42,16 +48,20 @@ def noised_share(
 
 
 class TensorNoise:
-    """The noise of a round on the elements of a model, found by their place in its data."""
+    """The noise of a round on the elements of a model, found by their place in its data.
+
+    Frozen parameters have none: no client changes them, whatever its rows are.
+    """
 
     def __init__(self, secret: bytes, round_name: str, manifest: Manifest) -> None:
         self._secret, self._round_name = secret, round_name
         self._specs = [spec for spec in manifest.stored() if spec.size_bytes]
+        self._frozen = frozenset(json.loads(manifest.metadata.get(FROZEN_KEY, "[]")))
         self._ends = np.array([spec.offset + spec.size_bytes for spec in self._specs])
 
     def read(self, dtype: str, offset: int, num: int) -> Floats:
         """Return standard normal noise for elements of neighbouring tensors of one type, from a
-        byte of the data on."""
+        byte of the data on; NaN for those of frozen parameters."""
         item_bytes = dtype_named(dtype).item_bytes
         noise = np.empty(num)
         index, done = int(np.searchsorted(self._ends, offset, side="right")), 0
@@ -59,7 +69,10 @@ class TensorNoise:
             spec = self._specs[index]
             first = 0 if done else (offset - spec.offset) // item_bytes
             here = min(num - done, spec.size_bytes // item_bytes - first)
-            key = derived_key(self._secret, ["sum", self._round_name, spec.name])
-            noise[done : done + here] = standard_normal(key, first, here)
+            if spec.name in self._frozen:
+                noise[done : done + here] = math.nan
+            else:
+                key = derived_key(self._secret, ["sum", self._round_name, spec.name])
+                noise[done : done + here] = standard_normal(key, first, here)
             done, index = done + here, index + 1
         return noise

@@ -38,6 +38,11 @@ class RowNoise:
     digest: str = ""
     """SHA-256 of the rows of the steps so far."""
 
+    @property
+    def digest_of_names(self) -> str:
+        """What tells this round from every other one, in an audit."""
+        return hashlib.sha256(derived_key(self.secret, ["name", *self.names])).hexdigest()[:32]
+
     def drawn(self, step: int, num_rows: int, rate: float) -> Tensor:
         """Return the rows of a step (from 0), in order, each drawn by itself; perhaps none."""
         if rate >= 1.0:
