@@ -26,8 +26,8 @@ from stratagem.common.observe.scrape_guard import Guard
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.leader_channel import split_addresses
-from stratagem.common.rpc.relay_copy import SocketFolder
 from stratagem.common.rpc.server import make_server
+from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.common.rpc.status_codes import from_rpc_error, name_of
 from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.tools.doctor.worker_findings import local_findings
