@@ -91,6 +91,11 @@ ONLY_AT_A_SITE = {
     "worker.audit.after_line",
 }
 """Reached by workers with a file of their own; see test_audit.py."""
+WITH_CLIENT_STATE = {
+    "worker.client_state.before_sync",
+    "worker.client_state.after_sync",
+}
+"""Reached by workers whose clients keep something to themselves; see test_client_states.py."""
 LATER_HITS = {
     "coordinator.segment.trained": (3,),
     "coordinator.commit.pulled": (2,),

@@ -258,7 +258,7 @@ def federated_loop(
             if strategy.options.q is not None:
                 losses_before.append(loss_before(job, entrypoints, model, randomness, client))
             prepared = (model, execution, randomness, hooks)
-            rows, loss, has_learned = (train_client or _train_client)(
+            rows, loss, has_learned = (train_client or train_one_client)(
                 job, entrypoints, prepared, client, of_round, numerics, set_rates
             )
             if not has_learned:
@@ -319,7 +319,7 @@ def _late(
     return Update(weight, {**state, **rebased}, staleness)
 
 
-def _train_client(
+def train_one_client(
     job: JobSpec,
     entrypoints: EntryPoints,
     prepared: Prepared,

@@ -371,6 +371,8 @@ class ClientRoundPlan(_message.Message):
     NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
     CLIP_NORM_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    KEPT_ROUNDS_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     num_clients: _builtins.int
     local_epochs: _builtins.int
@@ -384,6 +386,14 @@ class ClientRoundPlan(_message.Message):
     def rows(self) -> Global___RowPrivacy:
         """Where rows are protected."""
 
+    @_builtins.property
+    def state(self) -> Global___ClientStateRef:
+        """What the client has kept from an earlier round, at its worker; digest "": nothing yet."""
+
+    @_builtins.property
+    def kept_rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds whose states the client keeps beside this one: the earlier one, and those to be evaluated."""
+
     def __init__(
         self,
         *,
@@ -394,10 +404,12 @@ class ClientRoundPlan(_message.Message):
         num_lr_reductions: _builtins.int = ...,
         clip_norm: _builtins.float = ...,
         rows: Global___RowPrivacy | None = ...,
+        state: Global___ClientStateRef | None = ...,
+        kept_rounds: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rows", b"rows", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "kept_rounds", b"kept_rounds", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "rows", b"rows", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,6 +452,31 @@ class RowPrivacy(_message.Message):
 Global___RowPrivacy: _TypeAlias = RowPrivacy  # noqa: Y015
 
 @_typing.final
+class ClientStateRef(_message.Message):
+    """What a client keeps to itself, by the round that has made it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    digest: _builtins.str
+    """SHA-256 of the file."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientStateRef: _TypeAlias = ClientStateRef  # noqa: Y015
+
+@_typing.final
 class EvaluatePlan(_message.Message):
     """Evaluates a committed state; the member takes the batches congruent to rank, or to one of the
     count - 1 numbers after it, modulo size.
@@ -452,14 +489,20 @@ class EvaluatePlan(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    CLIENT_STATE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     size: _builtins.int
     count: _builtins.int
     """0 is 1."""
+    client: _builtins.int
+    """Where a client evaluates with what it has kept of a round: which client, and what."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     @_builtins.property
     def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def client_state(self) -> Global___ClientStateRef: ...
     def __init__(
         self,
         *,
@@ -468,10 +511,12 @@ class EvaluatePlan(_message.Message):
         rank: _builtins.int = ...,
         size: _builtins.int = ...,
         count: _builtins.int = ...,
+        client: _builtins.int = ...,
+        client_state: Global___ClientStateRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client_state", b"client_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "count", b"count", "rank", b"rank", "size", b"size", "splits", b"splits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "client_state", b"client_state", "count", b"count", "rank", b"rank", "size", b"size", "splits", b"splits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1181,6 +1226,8 @@ class ClientRoundResult(_message.Message):
     LOSS_BEFORE_FIELD_NUMBER: _builtins.int
     NUM_APPLIED_STEPS_FIELD_NUMBER: _builtins.int
     SPENT_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    STATE_LOST_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
@@ -1195,6 +1242,10 @@ class ClientRoundResult(_message.Message):
     """Mean loss of the base over the client's training rows, where the job weighs updates by it."""
     num_applied_steps: _builtins.int
     """Steps that have changed the model, where the job divides the update by how far they go."""
+    state_digest: _builtins.str
+    """SHA-256 of what the client keeps to itself; durable at its worker. "": it keeps nothing."""
+    state_lost: _builtins.str
+    """Why it did not begin from the state that the plan names. "": it did."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
@@ -1222,10 +1273,12 @@ class ClientRoundResult(_message.Message):
         loss_before: _builtins.float | None = ...,
         num_applied_steps: _builtins.int | None = ...,
         spent: Global___RowsSpent | None = ...,
+        state_digest: _builtins.str = ...,
+        state_lost: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "loss_before", b"loss_before", "num_applied_steps", b"num_applied_steps", "spent", b"spent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "spent", b"spent", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "spent", b"spent", "state_digest", b"state_digest", "state_lost", b"state_lost", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss_before: _TypeAlias = _typing.Literal["loss_before"]  # noqa: Y015
     _WhichOneofArgType__loss_before: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before"]  # noqa: Y015

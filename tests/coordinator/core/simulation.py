@@ -229,6 +229,7 @@ def do(effect: Effect) -> list[Fact]:
                     seconds=1.0,
                     num_steps=3,
                     spent=_spent(effect.rows),
+                    client_state=digest(f"state{effect.round_num}/{effect.client}"),
                 )
             ]
         case AccountRound():

@@ -25,8 +25,15 @@ VARIABLE: Final = "_STRATAGEM_COMPLETE"
 
 
 EVENT_KINDS: Final = (
-    *("BuildFailed", "ClientBenched", "ClientEvaluated", "ClientLeft", "ClientsAssigned"),
-    *("ClientsJoined", "ClientsSelected", "Evaluated", "GenerationClosed", "MemberEvolved"),
+    *("BuildFailed", "ClientBenched", "ClientEvaluated", "ClientLeft", "ClientStateLost"),
+    *(
+        "ClientsAssigned",
+        "ClientsJoined",
+        "ClientsSelected",
+        "Evaluated",
+        "GenerationClosed",
+        "MemberEvolved",
+    ),
     *("MembersFormed", "ModelBuilt", "Noted", "PartyFailed", "PopulationFormed", "ProcessDied"),
     *("RosterFormed", "RoundClosed", "RoundWaits", "RunCancelled", "RunCompleted", "RunFailed"),
     *("RunReleased", "RunResumed", "RunSubmitted", "SegmentCommitted", "SegmentFinished"),

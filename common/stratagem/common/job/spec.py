@@ -22,6 +22,7 @@ from stratagem.common.job.compression_section import (
 from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
 from stratagem.common.job.execution_section import ExecutionSpec
+from stratagem.common.job.federation.client_state_rules import check_client_state
 from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
@@ -185,6 +186,11 @@ class JobSpec(Section):
                 *_local_steps(self),
                 *check_privacy(self),
                 *_weighing(self),
+                *check_client_state(
+                    self.strategy,
+                    is_at_workers=self.data.worker_local is not None,
+                    is_private=self.privacy is not None,
+                ),
                 *(against_streams(self) if says_stream(self) else ()),
             ]
         )

@@ -53,6 +53,8 @@ FAILPOINTS: Final = (
     "worker.metrics.measured",
     "worker.evaluation.shown",
     "worker.client_round.after_training",
+    "worker.client_state.before_sync",
+    "worker.client_state.after_sync",
     "worker.execute.accepted",
     "worker.blob.committed",
     "worker.code.unpacked",

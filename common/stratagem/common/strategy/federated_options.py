@@ -10,7 +10,14 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.schema.document import DocumentValue
-from stratagem.common.schema.field_types import MAX_UNSIGNED, NotNegative, Positive, SharedCount
+from stratagem.common.schema.field_types import (
+    MAX_UNSIGNED,
+    NonEmptyItems,
+    NonEmptyText,
+    NotNegative,
+    Positive,
+    SharedCount,
+)
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
 from stratagem.common.strategy.membership_options import Roster, Strikes
 from stratagem.common.strategy.robust import RobustRule, fewest_updates
@@ -69,6 +76,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     keeps failing is left alone for some rounds; never unless given. q: how much more a
     client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
     "fednova" divides the change of a client by how far its steps can go; undivided unless given.
+    personal: patterns of the names of tensors that each client trains for itself, and that are
+    never sent.
     """
 
     local_epochs: SharedCount = 1
@@ -87,6 +96,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     strikes: Strikes | None = None
     q: NotNegative | None = None
     normalize: Literal["fednova"] | None = None
+    personal: NonEmptyItems[NonEmptyText] | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:
@@ -106,6 +116,11 @@ class FederatedOptions(DocumentValue, is_extras=True):
         if self.strikes is not None and self.on_client_error == "fail":
             text = 'no client fails twice: on_client_error is "fail"; use "reject"'
             raise InvalidInputError.at("strikes", text)
+        if self.personal is not None and self.inner is not None:
+            text = (
+                "a silo trains as one model on several workers, and a client's own part lies on one"
+            )
+            raise InvalidInputError.at("personal", f"{text}; leave inner out")
         self._check_open_roster()
 
     def _check_open_roster(self) -> None:
@@ -122,6 +137,11 @@ class FederatedOptions(DocumentValue, is_extras=True):
         if fewest > roster.min_clients:
             text = f"{roster.min_clients} is less than the {fewest} updates that robust needs"
             raise InvalidInputError.at("roster.min_clients", text)
+
+    @property
+    def has_client_state(self) -> bool:
+        """Whether clients keep something of their own from one round to the next."""
+        return self.personal is not None
 
     @property
     def open_roster(self) -> Roster | None:

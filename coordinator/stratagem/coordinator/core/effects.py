@@ -36,6 +36,14 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptState:
+    """What a client of a federation keeps to itself, at its worker, by the round that made it."""
+
+    round_num: int
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class Build:
     """Build the model on one worker and commit its state as segment 0."""
 
@@ -128,6 +136,8 @@ class TrainClient:
     """The 2-norm that the client's change has at most; 0: its update is its state."""
     rows: RowsAsked | None = None
     """Where rows are protected."""
+    state: KeptState | None = None
+    """What the client has kept from an earlier round; None: it begins anew, or keeps nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +224,8 @@ class EvaluateState:
     num_shards: int = 1
     client: int | None = None
     """Set where one member does so on a client's own rows, for all clients' metrics."""
+    client_state: KeptState | None = None
+    """With what that client has kept; None where clients keep nothing."""
 
     @property
     def member(self) -> Member | None:

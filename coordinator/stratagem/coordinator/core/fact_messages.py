@@ -188,6 +188,10 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "ClientsSelected": _selected,
     "ClientsAssigned": _assigned,
     "UpdateReceived": _received,
+    "ClientStateLost": lambda e: (
+        f"round {e.round_num}: what client {e.client} had kept is lost, so it begins anew: "
+        f"{e.reason}"
+    ),
     "UpdateRejected": lambda e: (
         f"round {e.round_num}: the update of client {e.client} is rejected: {e.reason}"
     ),

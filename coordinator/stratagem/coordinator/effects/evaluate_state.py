@@ -21,6 +21,7 @@ from stratagem.coordinator.effects.execution.execute_plan import (
     record_of,
 )
 from stratagem.coordinator.effects.federated.client_failures import log_error
+from stratagem.coordinator.effects.federated.client_states import client_state_ref
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
@@ -114,6 +115,8 @@ async def _evaluate(
         rank=owned.start,
         count=len(owned),
         size=effect.num_shards,
+        client=effect.client or 0,
+        client_state=client_state_ref(effect.client_state),
     )
     at = _session(effect, member)
     request = env.request(effect.party, at, effect.base.segment, evaluate=plan)

@@ -13,6 +13,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Batch, Inference
 from stratagem.worker.engine.step.model_buffers import constant_buffers
+from stratagem.worker.plans.client_state import state_to_evaluate
 from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.train_plan import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.session.context import ExecutionContext
@@ -30,7 +31,7 @@ def evaluate_state(
     """
     membership = work.control.view.membership
     work.set_activity("evaluating")
-    inference = _inference(work, plan.base.digest)
+    inference = _inference(work, plan)
     evaluator = inference.evaluator
     share = evaluator.share(plan.splits, plan.rank, max(plan.size, 1), max(plan.count, 1))
     left = [batch for batch in share if batch not in segment.evaluated]
@@ -75,18 +76,20 @@ def _named(
     }
 
 
-def _inference(work: ExecutionContext, digest: str) -> Inference:
-    """Return the model with the weights of that state."""
+def _inference(work: ExecutionContext, plan: pb.EvaluatePlan) -> Inference:
+    """Return the model with the weights of the plan's state, and those that its client keeps."""
+    digest = f"{plan.base.digest} {plan.client_state.digest}"
     held = work.holding.inference
     is_other = work.holding.data_version != work.data_version
     if held is not None and (is_other or held[1].job != work.job):
         held = work.holding.inference = None
     if held is not None and held[0] == digest:
         return held[1]
-    tensors, _ = work.blob(digest)
+    tensors, _ = work.blob(plan.base.digest)
+    own = state_to_evaluate(work, plan.client, plan.client_state)
     work.holding.inference = None  # one that fails to load is not kept
     inference = work.new_inference(fresh=False) if held is None else held[1]
-    inference.load_state(tensors)
+    inference.load_state({**tensors, **own})
     work.holding.inference, work.holding.data_version = (digest, inference), work.data_version
     return inference
 

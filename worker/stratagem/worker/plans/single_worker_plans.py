@@ -25,10 +25,15 @@ from stratagem.worker.data.data_sources import rows_to_compare
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy.clip_update import clipped_change
 from stratagem.worker.engine.privacy.row_checks import check_rows_apart
-from stratagem.worker.engine.step.state_format import given_model_state, load_model_state
+from stratagem.worker.engine.step.state_format import (
+    given_model_state,
+    load_model_state,
+    model_state,
+)
 from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
 from stratagem.worker.plans.client_history import ClientHistory
+from stratagem.worker.plans.client_state import check_personal, keep, kept_state, personal, shared
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.row_round import begin_rows
 from stratagem.worker.plans.structural_fields import structural
@@ -53,13 +58,15 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     built = make(fresh=initial is None)
     check_built(work.job, built.model, built.setup.num_rows)
     check_rows_apart(work.job, built.model)
+    check_personal(work.job, built.model)
     if initial is not None:
         metadata = _begin_from(work, initial, built.model)
         if initial.resume:
             check_resumed_state(work.job, initial, metadata, built.num_steps)
     tensors, metadata = built.copy_state()
     if isinstance(work.job.strategy, Federated):
-        metadata |= averaged(built.model)
+        tensors = shared(work.job, tensors)
+        metadata |= averaged(built.model, tensors)
         if work.job.privacy is not None and work.job.privacy.unit == "client":
             metadata |= frozen(built.model)
     work.post(work.states.keep, work.segment, freeze(tensors, metadata))
@@ -80,6 +87,8 @@ def _begin_from(
     assert initial.digest is not None  # the client has found it
     tensors, metadata = work.blob(initial.digest)
     given = given_model_state(tensors, model)
+    if lacking := personal(work.job, model_state(model)):
+        given = {**lacking, **given}  # the result of such a run has none of them
     try:
         load_model_state(model, given, where="initial")
     except InvalidInputError as error:
@@ -100,6 +109,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     work.set_activity("training")
     base, _ = work.blob(plan.base.digest)
     loss_before = _loss_before(work, base, plan)
+    kept = kept_state(work, plan.client, plan.state)
     with StepRecorder(work) as recorder:
         steps, timer = count(1), ClientSteps(work.host.stats)
 
@@ -116,7 +126,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             own = begin_rows(work, plan, runner.num_rows(plan.client, plan.num_clients))
         history = ClientHistory(work, runner.steps_in_round(plan.client, plan.num_clients))
         done = runner.run(
-            base,
+            {**base, **kept.tensors},
             plan.client,
             plan.num_clients,
             work.segment,
@@ -126,6 +136,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         )
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
+    done, state_digest = keep(work, done, plan)
     if plan.clip_norm:
         update, result = _private(done, base, plan, work.segment), _nothing_of(done)
     elif own is not None:
@@ -146,6 +157,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         costs = {} if own is None else own.costs
         work.admission.update(update.manifest, update.buffers, done.num_samples, costs)
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
+    result.state_digest, result.state_lost = state_digest, kept.lost
     result.num_history_parts, result.history_digest = history.end()
     failpoint("worker.round.trained")
     return result
@@ -228,8 +240,9 @@ def _runner(work: ExecutionContext) -> ClientRunner:
     return runners[text]
 
 
-def averaged(model: nn.Module) -> dict[str, str]:
-    """Return metadata that name the floating-point tensors that no server optimizer may change.
+def averaged(model: nn.Module, sent: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return metadata that name the floating-point tensors of those that are sent that no server
+    optimizer may change.
 
     These are buffers and frozen parameters. Empty where there are none.
     """
@@ -239,6 +252,7 @@ def averaged(model: nn.Module) -> dict[str, str]:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if tensor.is_floating_point() and name not in trained and not tensor.requires_grad
     ]
+    names = [name for name in names if name in sent]
     return {"averaged": json.dumps(sorted(names))} if names else {}
 
 

@@ -46,6 +46,7 @@ from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from stratagem.worker.data.reader.worker_readers import WorkerReaders
+from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
@@ -368,6 +369,7 @@ def _host(
         site=site,
         clock=CoordinatorClock(),
         readers=WorkerReaders(settings.max_readers),
+        client_states=_client_states(settings),
     )
 
 
@@ -382,6 +384,13 @@ def _privacy_secret(settings: WorkerSettings) -> PrivacySecret:
         return PrivacySecret(settings.privacy_secret, missing=_NO_SECRET)
     own = settings.data_dir / f"privacy-secret-{settings.worker_id}"
     return PrivacySecret(own, may_make=True)
+
+
+def _client_states(settings: WorkerSettings) -> ClientStateStore | None:
+    if settings.data_dir is None:
+        return None
+    folder = settings.data_dir / f"clients-{settings.worker_id}"
+    return ClientStateStore(folder, settings.worker_id)
 
 
 def _user_code(settings: WorkerSettings) -> UserCode:

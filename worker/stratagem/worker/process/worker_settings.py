@@ -176,8 +176,8 @@ class WorkerSettings(BaseSettings):
     ready_file: Path | None = Field(None, description="written once the worker serves")
     data_dir: Path | None = Field(
         None,
-        description="blobs that exceed the memory limit go here, and what tells the next process "
-        "how this one has ended",
+        description="blobs that exceed the memory limit go here, what clients of federations keep "
+        "to themselves, and what tells the next process how this one has ended",
     )
     previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
         "",

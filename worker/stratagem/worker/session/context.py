@@ -41,6 +41,7 @@ from stratagem.worker.engine import (
 from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
+from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
@@ -106,6 +107,8 @@ class Host:
     thread."""
     readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
     """Used by the torch thread."""
+    client_states: ClientStateStore | None = None
+    """What federated clients keep to themselves here; None without a data folder."""
 
 
 @dataclass(slots=True)

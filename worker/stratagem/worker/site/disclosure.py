@@ -66,6 +66,8 @@ class Disclosure:
             traffic=done.traffic,
             loss_before=done.loss_before if self.tells_loss and has_loss_before else None,
             num_applied_steps=done.num_applied_steps if has_num_applied else None,
+            state_digest=done.state_digest,
+            state_lost=done.state_lost,
         )
 
     def _parts(self, done: pb.EvaluateResult) -> list[pb.EvaluationPart]:

@@ -31,6 +31,7 @@ from stratagem.coordinator.core.facts.federated_facts import ClientBinding as Cl
 from stratagem.coordinator.core.facts.federated_facts import ClientEvaluated as ClientEvaluated
 from stratagem.coordinator.core.facts.federated_facts import ClientsAssigned as ClientsAssigned
 from stratagem.coordinator.core.facts.federated_facts import ClientsSelected as ClientsSelected
+from stratagem.coordinator.core.facts.federated_facts import ClientStateLost as ClientStateLost
 from stratagem.coordinator.core.facts.federated_facts import Excused as Excused
 from stratagem.coordinator.core.facts.federated_facts import RosterFormed as RosterFormed
 from stratagem.coordinator.core.facts.federated_facts import RoundClosed as RoundClosed
@@ -99,6 +100,7 @@ Fact = (
     | RoundAccounted
     | ClientsSelected
     | ClientsAssigned
+    | ClientStateLost
     | UpdateReceived
     | UpdateRejected
     | RoundWaits

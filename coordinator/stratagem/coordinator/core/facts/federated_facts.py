@@ -107,6 +107,19 @@ class UpdateReceived(Value):
     """Steps that have changed the model; None: not asked for."""
     spent: RowsSpent | None = None
     """Where rows are protected."""
+    client_state: Digest = Digest("")
+    """Of what the client keeps to itself from this round on, at its worker; "" where it keeps
+    nothing."""
+
+
+class ClientStateLost(Value):
+    """What a client has kept from an earlier round is not at its worker any more, so it begins
+    anew; its next update says what it keeps then."""
+
+    party: Party
+    round_num: int
+    client: int
+    reason: str
 
 
 class UpdateRejected(Value):

@@ -13,6 +13,7 @@ from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     TRAIN_LOSS,
     ClientsJoined,
+    ClientStateLost,
     DataUploaded,
     Evaluated,
     Fact,
@@ -205,7 +206,7 @@ def _needs_its_journal(fact: Fact) -> bool:
         case UpdateRejected():
             return not fact.cause.is_of_the_job
         case _:
-            return isinstance(fact, RoundWaits | ClientsJoined)
+            return isinstance(fact, RoundWaits | ClientsJoined | ClientStateLost)
 
 
 def _with_results(record: RunRecord, fact: Fact) -> RunRecord:

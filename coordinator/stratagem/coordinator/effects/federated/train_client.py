@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
+from stratagem.common.base.ids import Digest
 from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
@@ -28,6 +29,12 @@ from stratagem.coordinator.effects.federated.client_failures import (
     reject_for_error,
 )
 from stratagem.coordinator.effects.federated.client_rows import row_privacy, spent_of
+from stratagem.coordinator.effects.federated.client_states import (
+    client_state_ref,
+    kept_rounds,
+    report_lost_state,
+    state_defect,
+)
 from stratagem.coordinator.effects.federated.client_steps import RecordedRound, party_of
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
@@ -52,6 +59,8 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         local_epochs=effect.local_epochs,
         num_lr_reductions=effect.num_lr_reductions,
         clip_norm=effect.clip_norm,
+        state=client_state_ref(effect.state),
+        kept_rounds=kept_rounds(env, effect),
     )
     if effect.rows is not None:
         try:
@@ -75,6 +84,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
                     _close(env, effect)
                     await reject(env, effect, *wrong)
                 else:
+                    await report_lost_state(env, effect, done)
                     await _collect(env, effect, done, looked, steps)
             case _:
                 await env.end_early(effect.run_id, effect.member, result)
@@ -88,7 +98,7 @@ def _defect(
     """Return why the update cannot count."""
     q = spec_of(env.job_of(effect.run_id, effect.party)).options.q
     wrong = defect(done.loss, done.num_steps, of_training(done.metrics))
-    return wrong or defect_before(q, _loss_before(done))
+    return wrong or defect_before(q, _loss_before(done)) or state_defect(env, effect, done)
 
 
 def _loss_before(done: worker_pb2.ClientRoundResult) -> float | None:
@@ -166,6 +176,7 @@ async def _collect(
             result.num_applied_steps if result.HasField("num_applied_steps") else None
         ),
         spent=spent_of(result),
+        client_state=Digest(result.state_digest),
     )
     await report_update(env, effect, received, histories)
 

@@ -35,6 +35,7 @@ def with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> Federate
     metrics = with_course(job, value.metrics, fact.metrics)
     return replace(
         value,
+        client_states=value.client_states and value.client_states.evaluated(segment),
         to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
         evaluators={n: members for n, members in value.evaluators.items() if n != segment},
         evaluations={n: received for n, received in value.evaluations.items() if n != segment},
@@ -51,6 +52,7 @@ def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> Federa
 
     return replace(
         fresh,
+        client_states=before.client_states and before.client_states.returned(segment),
         to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
         evaluators=staying(before.evaluators),
         evaluations=staying(before.evaluations),

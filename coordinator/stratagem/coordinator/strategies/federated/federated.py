@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Digest
+from stratagem.common.base.ids import Digest, Party
 from stratagem.common.job import JobSpec
 from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
 from stratagem.coordinator.core.effects import (
@@ -32,6 +32,7 @@ from stratagem.coordinator.core.facts import (
     ClientsAssigned,
     ClientsJoined,
     ClientsSelected,
+    ClientStateLost,
     Evaluated,
     Fact,
     Member,
@@ -51,6 +52,7 @@ from stratagem.coordinator.core.metric_course import course_of
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
+from stratagem.coordinator.strategies.client_states.client_states import ClientStates
 from stratagem.coordinator.strategies.evaluation.commit_metrics import (
     is_evaluated,
 )
@@ -168,6 +170,8 @@ def _next_round(
 
 def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> FederatedRun:
     """Fold one fact."""
+    if isinstance(fact, UpdateReceived) and value.client_states is not None:
+        value = replace(value, client_states=value.client_states.with_update(fact))
     if late_updates.is_late(value, fact):
         return late_updates.with_late(value, fact)
     match fact:
@@ -227,6 +231,11 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             return "" if is_next else f"round {fact.round_num} does not wait to be accounted"
         case UpdateReceived() | UpdateRejected():
             return _is_update_welcome(value, fact)
+        case ClientStateLost():
+            answer = UpdateRejected(
+                party=fact.party, round_num=fact.round_num, client=fact.client, reason=fact.reason
+            )
+            return _is_update_welcome(value, answer)
         case SegmentCommitted():
             is_next = value.is_closed and fact.segment == value.round_num
             return "" if is_next else f"round {value.round_num} is to be committed next"
@@ -243,6 +252,13 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
             return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
         case _:
             return f"no round waits for {type(fact).__name__}"
+
+
+def begun(job: JobSpec, party: Party) -> FederatedRun:
+    """Return the value of a run before its first fact."""
+    states = ClientStates() if spec_of(job).options.has_client_state else None
+    ledger, rows = privacy_ledger.begun(job), row_ledger.begun(job)
+    return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
 
 
 def own_deadline(value: FederatedRun) -> float | None:
@@ -274,7 +290,12 @@ def progress(value: FederatedRun) -> NestedProgress:
         value.num_rows,
         loss,
         is_idle=not value.to_evaluate,
-        keeps_more=bool(value.server_state or value.late or value.attendance.has_history),
+        keeps_more=bool(
+            value.server_state
+            or value.late
+            or value.attendance.has_history
+            or value.client_states is not None
+        ),
         rejected=in_closed_rounds(value),
     )
 
@@ -295,6 +316,7 @@ def rebase(
         round_num=base.segment + 1,
         ledger=privacy_ledger.returned(value.ledger),
         rows=value.rows,
+        client_states=value.client_states and value.client_states.returned(base.segment),
     )
 
 
@@ -359,9 +381,7 @@ def check(job: JobSpec, _strategies: Strategies) -> list[Violation]:
 
 STRATEGY = Strategy(
     version=VERSION,
-    init=lambda job, party, _strategies: FederatedRun(
-        party, ledger=privacy_ledger.begun(job), rows=row_ledger.begun(job)
-    ),
+    init=lambda job, party, _strategies: begun(job, party),
     decide=decide,
     transition=transition,
     reject_reason=reject_reason,

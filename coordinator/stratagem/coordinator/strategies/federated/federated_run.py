@@ -30,6 +30,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
     UpdatesJudged,
 )
+from stratagem.coordinator.strategies.client_states.client_states import ClientStates
 from stratagem.coordinator.strategies.federated.attendance import Attendance
 from stratagem.coordinator.strategies.privacy import privacy_ledger, row_ledger
 from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger
@@ -119,6 +120,8 @@ class FederatedRun:
     deaths: Mapping[str, Deaths] = field(default_factory=dict)
     """By task: the worker processes that ended in this round while they had it to do."""
     attendance: Attendance = field(default_factory=Attendance)
+    client_states: ClientStates | None = None
+    """What the clients keep to themselves; None where they keep nothing."""
 
     def left_unanswered(self) -> set[int]:
         """Return the selected clients that have left without an answer."""
@@ -316,13 +319,16 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
     has_strikes = spec_of(job).options.strikes is not None
     due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
     evaluators, took_part = dict(value.evaluators), value.took_part
+    states = value.client_states
     if evaluates_at_clients(job):
         clients = tuple(accepted.client for accepted in value.accepted)
         took_part = {**took_part, **dict.fromkeys(clients, fact.segment)}
         if due:
             evaluators[fact.segment] = clients
+            states = states and states.with_evaluation(fact.segment, clients)
     return replace(
         value,
+        client_states=states,
         took_part=took_part,
         committed=base,
         evaluators=evaluators,

@@ -169,7 +169,7 @@ def training(
     run_id: RunId, job: JobSpec, value: FederatedRun, client: int, own: Late
 ) -> TrainClient:
     """Return the training of one client; own: its round, base and worker, late or not."""
-    strategy = spec_of(job)
+    strategy, states = spec_of(job), value.client_states
     return TrainClient(
         run_id=run_id,
         party=value.party,
@@ -183,6 +183,7 @@ def training(
         num_lr_reductions=own.num_lr_reductions,
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
         rows=None if value.rows is None else row_ledger.asked(value.rows, client),
+        state=None if states is None else states.newest.get(client),
     )
 
 

@@ -96,10 +96,15 @@ def _evaluating(
         yield EvaluateState(run_id, value.party, 0, base, splits, value.helper[:1])
         return
     here = {member.worker_id: member for member in value.helper}
+    states = value.client_states
     for client in evaluators_left(value, base.segment):
         member = here.get(value.roster[client].worker_id)
         if member is not None:
-            yield EvaluateState(run_id, value.party, 0, base, splits, (member,), client=client)
+            at_client = EvaluateState(
+                run_id, value.party, 0, base, splits, (member,), client=client
+            )
+            own = None if states is None else states.of_evaluation(base.segment, client)
+            yield replace(at_client, client_state=own)
 
 
 def _fold(

@@ -1,0 +1,1 @@
+"""Rules of jobs about what the clients of a federation do."""

@@ -1,0 +1,37 @@
+"""What goes together with state that the clients of a federation keep from round to round."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.strategy import Federated, PopulationBased, Strategy
+
+_WHERE: Final = "strategy.options.personal"
+
+
+def check_client_state(
+    strategy: Strategy, *, is_at_workers: bool, is_private: bool
+) -> Iterator[Violation]:
+    """Yield what does not go together with the state of clients in a job.
+
+    is_at_workers: its rows never leave a worker.
+    """
+    if isinstance(strategy, PopulationBased):
+        inner = strategy.options.inner
+        if isinstance(inner, Federated) and inner.options.has_client_state:
+            text = (
+                "a member that copies another one cannot copy what its clients keep; leave it out"
+            )
+            yield Violation("strategy.options.inner.options.personal", text)
+        return
+    if not isinstance(strategy, Federated) or not strategy.options.has_client_state:
+        return
+    if not is_at_workers:
+        text = "lies where a client's rows do, and only data.worker_local binds these to a worker"
+        yield Violation(_WHERE, f"{text}; use it, or leave this out")
+    if strategy.options.q is not None:
+        text = "is not possible with q, which weighs clients by the loss of one model for all"
+        yield Violation(_WHERE, f"{text}; leave one out")
+    if is_private:
+        text = "is not possible with privacy: no accountant here counts what a client keeps"
+        yield Violation(_WHERE, text)

@@ -1,0 +1,135 @@
+"""Sites that are killed around what their clients keep: the run ends with the same bits, and they
+keep the same. Where it is lost, its client begins anew, and the run says so."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.common.job import JobSpec
+from tests.cluster.jobs import ALLOWED, assert_same_bits, gates_in
+from tests.crash.failpoint_table import WITH_CLIENT_STATE
+from tests.crash.jobs import Job, crash_job, federated
+from tests.crash.rig import WORKER_TTL_S, Rig, events_of, outcome_of
+from tests.jobs import user_data
+from tests.patience import PATIENCE_S
+from tests.reference.personal_rounds import personal_rounds
+from tests.repository import ROOT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * PATIENCE_S)]
+
+NUM_SITES, ROUNDS = 2, 4
+HEAD = ["3.*"]
+FILE = """
+site = "site-{number}"
+[data.ward]
+entrypoint = "tests.userland.data:gated_clients"
+kwargs = {{folder = "{folder}", client_id = {number}, num_clients = 2}}
+[[accept]]
+data = ["ward"]
+entrypoints = ["tests.userland.*:*"]
+metrics = ["accuracy"]
+"""
+
+
+@dataclass
+class SiteRig:
+    rig: Rig
+    gates: Path
+
+    def kept(self, run_id: str, number: int) -> Path:
+        """The folder of what the client of a site keeps of a run."""
+        name = f"worker-{number}"
+        folder = self.rig.cluster.folder / name / f"clients-{name}"
+        return folder / run_id / f"client-{number}"
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteRig]:
+    folder = tmp_path_factory.mktemp("sites")
+    arguments = {}
+    for number in range(NUM_SITES):
+        file = folder / f"site-{number}" / "site.toml"
+        file.parent.mkdir()
+        file.write_text(FILE.format(number=number, folder=folder))
+        arguments[f"worker-{number}"] = ["--site", str(file)]
+    cluster = LocalCluster(
+        workers=NUM_SITES,
+        threads=1,
+        failpoints=True,
+        import_path=(ROOT,),
+        allow=[],
+        allow_code="none",
+        worker_arguments=arguments,
+        environment={
+            "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
+            "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
+        },
+    )
+    with cluster, cluster.client() as client:
+        yield SiteRig(Rig(cluster, client), folder)
+
+
+def ward_job(**sections: Any) -> Job:
+    strategy = federated(NUM_SITES, ROUNDS) | {"options": {"personal": HEAD}}
+    return {**crash_job(strategy), "data": {"worker_local": "ward"}, **sections}
+
+
+def test_no_crash_changes_what_clients_keep(sites: SiteRig) -> None:
+    """Every kill is in a round of its own."""
+    rig, job = sites.rig, ward_job(evaluation={"split": "train", "metrics": ["accuracy"]})
+    rig.settle()
+    assert {
+        "worker.client_state.before_sync",
+        "worker.client_state.after_sync",
+    } == WITH_CLIENT_STATE
+
+    def trained() -> tuple[Any, Any, list[bytes]]:
+        with rig.running(job) as run:
+            outcome = outcome_of(run)
+            files = [sites.kept(run.run_id, n) / f"round-{ROUNDS}.safetensors" for n in (0, 1)]
+            assert run.status().reproducible
+            return outcome.digests, outcome.metrics, [_tensors(file) for file in files]
+
+    expected = trained()
+    with (
+        rig.armed("worker-1", "worker.client_state.before_sync", 1),
+        rig.armed("worker-0", "worker.client_state.after_sync", 2),
+        rig.armed("coordinator", "coordinator.round.pulled", 6),
+    ):
+        disturbed = trained()
+    assert disturbed == expected
+
+
+def _tensors(file: Path) -> bytes:
+    """The file behind its header, which names the run."""
+    data = file.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def test_a_client_that_has_lost_its_state_begins_anew(sites: SiteRig) -> None:
+    rig, job = sites.rig, ward_job(evaluation=None)
+    rig.settle()
+    plain = {**job, "data": user_data("gated_clients", folder="nowhere")}
+    plain["strategy"] = federated(NUM_SITES, ROUNDS)
+    spec = JobSpec.parse({name: each for name, each in plain.items() if each is not None})
+    expected, _ = personal_rounds(spec, ALLOWED, HEAD, forgets=lambda *at: at == (3, 1))
+    in_round_3 = "client1-8"  # three batches of 23 rows in each round
+    with gates_in(sites.gates) as gates, rig.running({**job, "evaluation": None}) as run:
+        gates.close(in_round_3)
+        gates.wait_reached(in_round_3)
+        shutil.rmtree(sites.kept(run.run_id, 1))
+        num_starts = rig.cluster.processes["worker-1"].num_starts
+        rig.cluster.kill("worker-1")
+        rig.cluster.wait_restarted("worker-1", num_starts, timeout_s=PATIENCE_S)
+        gates.open()
+        events = list(events_of(run))
+        assert_same_bits(run.state_dict(), expected.state)
+        assert not run.status().reproducible
+    lost = [event for event in events if event.kind == "ClientStateLost"]
+    assert [(each.payload["round_num"], each.payload["client"]) for each in lost] == [(3, 1)]
+    assert "worker-1 has nothing of round 2 as it was kept" in lost[0].sentence

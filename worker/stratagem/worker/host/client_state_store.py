@@ -1,0 +1,110 @@
+"""What federated clients keep to themselves on this worker, by run, client and round.
+
+A state is a safetensors file, on the disk before its name is told to anybody, and read by the
+digest that was told. The states of one client that are needed no more go when it writes the next
+one; those of a run stay when it ends, for they are what the site has of it. Of more than MAX_RUNS
+runs, that which was written longest ago is forgotten. Knows nothing of models.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.ids import check_run_id
+from stratagem.common.files.atomic_file import whole_file
+from stratagem.common.process.failpoints import failpoint
+
+MAX_RUNS: Final = 256
+_SUFFIX: Final = ".safetensors"
+
+
+class ClientStateStore:
+    """The states of all clients that are trained here. Used by the torch thread."""
+
+    def __init__(self, folder: Path, worker_id: str) -> None:
+        """folder: of the worker, which outlives its process."""
+        self._folder, self._worker_id = folder, worker_id
+
+    def path(self, run_id: str, client: int, round_num: int) -> Path:
+        """Return the file of a state."""
+        folder = self._folder / check_run_id(run_id) / f"client-{client}"
+        return folder / f"round-{round_num}{_SUFFIX}"
+
+    def load(self, run_id: str, client: int, round_num: int, digest: str) -> dict[str, Tensor]:
+        """Return the tensors of a state. Raises NotFoundError where it is not here as it was
+        written."""
+        try:
+            data = self.path(run_id, client, round_num).read_bytes()
+        except OSError as error:
+            why = error.strerror
+        else:
+            if hashlib.sha256(data).hexdigest() == digest:
+                return self._parsed(data, round_num)
+            why = "its content is another"
+        text = f"worker {self._worker_id} has nothing of round {round_num} as it was kept: {why}"
+        raise NotFoundError(text)
+
+    def save(
+        self,
+        run_id: str,
+        client: int,
+        round_num: int,
+        tensors: Mapping[str, Tensor],
+        kept_rounds: Collection[int] = (),
+    ) -> str:
+        """Write a state and drop those of all rounds that are not kept; return its digest, once it
+        is durable. Raises InvalidInputError where the disk does not take it."""
+        path = self.path(run_id, client, round_num)
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        # One entry alone: several would stand in any order, and equal states have equal digests.
+        data = save(own, {"kept_by": f"client {client} of run {run_id}, round {round_num}"})
+        try:
+            self._make_room(path.parent.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path, mode=0o600) as file:
+                file.write(data)
+                failpoint("worker.client_state.before_sync")
+            os.utime(path.parent.parent)
+            for folder in (path.parent, path.parent.parent, self._folder):
+                _sync(folder)
+        except OSError as error:
+            text = f"worker {self._worker_id} cannot write what its client keeps: {error.strerror}"
+            raise InvalidInputError.at("strategy.options", text) from None
+        failpoint("worker.client_state.after_sync")
+        kept = {self.path(run_id, client, number) for number in (*kept_rounds, round_num)}
+        for other in path.parent.iterdir():
+            if other not in kept:
+                other.unlink(missing_ok=True)
+        return hashlib.sha256(data).hexdigest()
+
+    def _parsed(self, data: bytes, round_num: int) -> dict[str, Tensor]:
+        try:
+            return load(data)
+        except SafetensorError as error:  # it was told so, and by another program
+            raise NotFoundError(
+                f"what is kept of round {round_num} cannot be read: {error}"
+            ) from None
+
+    def _make_room(self, folder: Path) -> None:
+        """Forget the runs written longest ago before the first state of another one."""
+        if folder.exists() or not self._folder.exists():
+            return
+        runs = sorted(self._folder.iterdir(), key=lambda run: run.stat().st_mtime_ns)
+        for run in runs[: max(0, len(runs) - MAX_RUNS + 1)]:
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

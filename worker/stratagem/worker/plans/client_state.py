@@ -1,0 +1,144 @@
+"""What a federated client keeps to itself: read before its round, written before its update goes.
+
+Says which tensors of the model these are, and where they begin. How they are stored is the
+business of host.client_state_store.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.job import JobSpec
+from stratagem.common.job.optimizer.optimizer_section import is_matched
+from stratagem.common.strategy import Federated
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine.step.state_format import MODEL, given_model_state, model_state
+from stratagem.worker.engine.trainers.federated_client import ClientRound
+from stratagem.worker.host.client_state_store import ClientStateStore
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.session.context import ExecutionContext
+
+_FIELD: Final = "strategy.options.personal"
+_NUM_NAMES: Final = 5
+
+
+def is_personal(job: JobSpec, name: str) -> bool:
+    """Return whether a tensor of the model, by its name in a state, is never sent."""
+    strategy = job.strategy
+    if not isinstance(strategy, Federated) or strategy.options.personal is None:
+        return False
+    return is_matched(name.removeprefix(MODEL), strategy.options.personal)
+
+
+def shared(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are sent."""
+    return {name: tensor for name, tensor in tensors.items() if not is_personal(job, name)}
+
+
+def personal(job: JobSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are never sent."""
+    return {name: tensor for name, tensor in tensors.items() if is_personal(job, name)}
+
+
+def check_personal(job: JobSpec, model: nn.Module) -> None:
+    """Check that each pattern fits something, that something to train is left to share, and that
+    nothing is both. Raises InvalidInputError."""
+    strategy = job.strategy
+    if not isinstance(strategy, Federated) or strategy.options.personal is None:
+        return
+    state = model.state_dict(keep_vars=True)
+    for i, pattern in enumerate(strategy.options.personal):
+        if not any(is_matched(name, (pattern,)) for name in state):
+            first = ", ".join(list(state)[:_NUM_NAMES])
+            text = f"{pattern!r} fits no tensor of the model; the first are {first}"
+            raise InvalidInputError.at(f"{_FIELD}[{i}]", text)
+    kinds: dict[int, tuple[bool, str]] = {}
+    for name, tensor in state.items():
+        own = is_personal(job, name)
+        other = kinds.setdefault(id(tensor), (own, name))
+        if other[0] != own:
+            text = f"{name} and {other[1]} are one tensor, and only one of the names fits a pattern"
+            raise InvalidInputError.at(_FIELD, text)
+    if not any(t.requires_grad and not is_personal(job, n) for n, t in state.items()):
+        text = "fits all that is trained, so the clients would share nothing"
+        raise InvalidInputError.at(_FIELD, text)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStart:
+    """What a client begins its round with, beside the global state."""
+
+    tensors: Mapping[str, Tensor]
+    lost: str = ""
+    """Why this is not what the plan has named."""
+
+
+def kept_state(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> RoundStart:
+    """Return what a client has kept; where that is not here or nothing yet, what it begins with."""
+    if not _keeps(work.job):
+        return RoundStart({})
+    if not ref.digest:
+        return RoundStart(_beginning(work))
+    try:
+        return RoundStart(_load(work, client, ref))
+    except NotFoundError as error:
+        return RoundStart(_beginning(work), lost=str(error))
+
+
+def state_to_evaluate(
+    work: ExecutionContext, client: int, ref: pb.ClientStateRef
+) -> Mapping[str, Tensor]:
+    """Return what a client evaluates with beside the global state. Raises InvalidInputError where
+    it is lost."""
+    if not _keeps(work.job) or not ref.digest:
+        return {}
+    try:
+        return _load(work, client, ref)
+    except NotFoundError as error:
+        raise InvalidInputError.at(_FIELD, str(error)) from None
+
+
+def keep(
+    work: ExecutionContext, done: ClientRound, plan: pb.ClientRoundPlan
+) -> tuple[ClientRound, str]:
+    """Write what the client keeps to itself; return the round without it, and its digest. Raises
+    InvalidInputError where it cannot be written."""
+    job = work.job
+    if not _keeps(job):
+        return done, ""
+    own, run_id = personal(job, done.tensors), work.key.run_id
+    digest = _store(work).save(run_id, plan.client, work.segment, own, plan.kept_rounds)
+    trained = frozenset(name for name in done.trained if name not in own)
+    return replace(done, tensors=shared(job, done.tensors), trained=trained), digest
+
+
+def _keeps(job: JobSpec) -> bool:
+    return isinstance(job.strategy, Federated) and job.strategy.options.has_client_state
+
+
+def _store(work: ExecutionContext) -> ClientStateStore:
+    if work.host.client_states is None:
+        text = f"worker {work.host.worker_id} keeps nothing for its clients: it has no --data-dir"
+        raise InvalidInputError.at(_FIELD, text)
+    return work.host.client_states
+
+
+def _load(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> dict[str, Tensor]:
+    return _store(work).load(work.key.run_id, client, ref.round, ref.digest)
+
+
+def _beginning(work: ExecutionContext) -> dict[str, Tensor]:
+    """Return what every client of the job begins with: of the given state, or of the model as the
+    seed makes it."""
+    _store(work)  # refuses before anything is trained
+    model = build_model(work.job, work.entrypoints, device=torch.device("cpu"), fresh=True)
+    own = personal(work.job, model_state(model))
+    initial = work.job.initial
+    if initial is not None and initial.digest is not None:
+        given = given_model_state(work.blob(initial.digest)[0], model)
+        own |= {name: given[name] for name in own.keys() & given.keys()}
+    return own
