@@ -262,7 +262,8 @@ def _object_rows(
     for name, info in own.items():
         sort, allowed = _said(info)
         allowed = "any that can be nested" if sort == "strategy" else allowed
-        yield (f"`{owner}`", f"`{prefix}{name}`", sort, default_text(info), allowed)
+        key = name.removesuffix("_")  # of a key that is a word of Python's
+        yield (f"`{owner}`", f"`{prefix}{key}`", sort, default_text(info), allowed)
         if (section := _untagged(info.annotation)) is not None:
             yield from _object_rows(section, f"{prefix}{name}.", owner)
     if options is not None:

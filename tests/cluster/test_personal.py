@@ -1,7 +1,9 @@
-"""Layers that each client keeps to itself: the same bits as the plain rounds, and nothing of them
-leaves a site."""
+"""Layers and models that each client keeps to itself: the same bits as the plain rounds, and
+nothing of them leaves a site."""
 
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.models.model_builder import build_model
-from tests.cluster.jobs import ALLOWED, assert_same_bits, federated, outcome_of, train
+from tests.cluster.jobs import (
+    ALLOWED,
+    Outcome,
+    assert_same_bits,
+    federated,
+    outcome_of,
+    train,
+)
 from tests.jobs import ALLOW, user_data
+from tests.reference.ditto_rounds import ditto_rounds
 from tests.reference.personal_rounds import Own, personal_rounds
 from tests.repository import ROOT
 from tests.userland.data import per_client, rows_of
@@ -46,15 +57,60 @@ def sites_of(folder: Path) -> dict[str, list[str]]:
     return arguments
 
 
-def personal_job(*patterns: str, **options: Any) -> JobSpec:
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Three sites, and all that has left them."""
+
+    folder: Path
+    client: Client
+
+    def received(self) -> bytes:
+        files = sorted((self.folder / "wire").iterdir())
+        return b"".join(path.read_bytes() for path in files)
+
+    def kept(self, outcome: Outcome, number: int) -> Own:
+        """What a client keeps after the last round, by the names of its model."""
+        name = f"worker-{number}"
+        states = self.folder / "cluster" / name / f"clients-{name}"
+        newest = states / outcome.run.run_id / f"client-{number}" / f"round-{ROUNDS}.safetensors"
+        return {name.removeprefix("model/"): t for name, t in load_file(newest).items()}
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
+    folder = tmp_path_factory.mktemp("sites")
+    (folder / "wire").mkdir()
+    cluster = LocalCluster(
+        workers=NUM_CLIENTS,
+        threads=1,
+        data_dir=folder / "cluster",
+        import_path=[ROOT],
+        allow=[ALLOW],
+        programs={
+            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+            "worker": [sys.executable, str(RECORDED_WORKER)],
+        },
+        environment={"TEST_WIRE": str(folder / "wire")},
+        worker_arguments=sites_of(folder),
+    )
+    with cluster, cluster.client() as client:
+        yield Sites(folder, client)
+
+
+def ward_job(**options: Any) -> JobSpec:
     return federated(
         MODEL,
         num_clients=NUM_CLIENTS,
         rounds=ROUNDS,
         data={"worker_local": "ward"},
         evaluation=EVALUATION,
-        options={"personal": patterns, **options},
+        options=options,
     )
+
+
+def plain_job() -> JobSpec:
+    """The same without anything of the clients' own, for the references."""
+    return federated(MODEL, num_clients=NUM_CLIENTS, rounds=ROUNDS, data=user_data("per_client"))
 
 
 def accuracy(job: JobSpec, shared: Any, own: list[Own]) -> float:
@@ -68,47 +124,45 @@ def accuracy(job: JobSpec, shared: Any, own: list[Own]) -> float:
     return torch.cat(right).double().mean().item()
 
 
-def test_personal_layers_have_the_bits_of_plain_rounds_and_stay(tmp_path: Path) -> None:
-    wire = tmp_path / "wire"
-    wire.mkdir()
-    spec = personal_job(*HEAD_AND_STATISTICS)
-    plain = federated(MODEL, num_clients=NUM_CLIENTS, rounds=ROUNDS, data=user_data("per_client"))
-    expected, kept = personal_rounds(plain, ALLOWED, HEAD_AND_STATISTICS)
-    cluster = LocalCluster(
-        workers=NUM_CLIENTS,
-        threads=1,
-        data_dir=tmp_path / "cluster",
-        import_path=[ROOT],
-        allow=[ALLOW],
-        programs={
-            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
-            "worker": [sys.executable, str(RECORDED_WORKER)],
-        },
-        environment={"TEST_WIRE": str(wire)},
-        worker_arguments=sites_of(tmp_path),
-    )
-    with cluster, cluster.client() as client:
-        outcome = train(client, spec)
-        for patterns, why in ((["head.*"], "fits no tensor"), (["*"], "share nothing")):
-            with pytest.raises(UserCodeError, match=why):
-                outcome_of(client.submit(personal_job(*patterns)))
+def check_not_sent(received: bytes, own: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        if tensor.unique().numel() > 1:  # zeros are everywhere
+            assert tensor.numpy().tobytes()[:16] not in received, name
+
+
+def test_personal_layers_have_the_bits_of_plain_rounds_and_stay(sites: Sites) -> None:
+    spec = ward_job(personal=HEAD_AND_STATISTICS)
+    expected, kept = personal_rounds(plain_job(), ALLOWED, HEAD_AND_STATISTICS)
+    outcome = train(sites.client, spec)
+    for patterns, why in ((["head.*"], "fits no tensor"), (["*"], "share nothing")):
+        with pytest.raises(UserCodeError, match=why):
+            outcome_of(sites.client.submit(ward_job(personal=patterns)))
     assert_same_bits(outcome.state, expected.state)
     assert outcome.status.reproducible
-    last = []
-    for number in range(NUM_CLIENTS):
-        folder = tmp_path / "cluster" / f"worker-{number}" / f"clients-worker-{number}"
-        files = sorted((folder / outcome.run.run_id / f"client-{number}").iterdir())
-        assert [file.name for file in files][-1] == f"round-{ROUNDS}.safetensors"
-        last.append({name.removeprefix("model/"): t for name, t in load_file(files[-1]).items()})
-        assert_same_bits(last[-1], kept[ROUNDS][number])
+    last = [sites.kept(outcome, number) for number in range(NUM_CLIENTS)]
+    for number, own in enumerate(last):
+        assert_same_bits(own, kept[ROUNDS][number])
     worth = accuracy(spec, expected.state, last)
     assert outcome.status.metrics["test.accuracy"] == pytest.approx(worth, rel=1e-12)
-
-    received = b"".join(path.read_bytes() for path in sorted(wire.iterdir()))
+    received = sites.received()
     built = build_model(spec, ALLOWED, device=torch.device("cpu"), fresh=True).state_dict()
     assert built["0.weight"].numpy().tobytes()[:64] in received  # so is what did cross
     assert outcome.of("UpdateReceived")[0].payload["client_state"].encode() in received
-    for own in (own for of_clients in kept for own in of_clients.values()):
-        for name, tensor in own.items():
-            if tensor.unique().numel() > 1:  # zeros are everywhere
-                assert tensor.numpy().tobytes()[:16] not in received, name
+    for of_clients in kept:
+        for own in of_clients.values():
+            check_not_sent(received, own)
+
+
+def test_ditto_has_the_bits_of_its_paper_and_leaves_the_global_model_as_it_is(sites: Sites) -> None:
+    spec = ward_job(ditto={"lambda": 0.5})
+    expected, own = ditto_rounds(plain_job(), ALLOWED, 0.5)
+    outcome = train(sites.client, spec)
+    assert_same_bits(outcome.state, expected.state)
+    last = [sites.kept(outcome, number) for number in range(NUM_CLIENTS)]
+    received = sites.received()
+    for number, model in enumerate(last):
+        assert_same_bits(model, own[number])
+        # A bias before batch norm hardly moves, so that of all models is the same.
+        check_not_sent(received, {n: t for n, t in model.items() if n.endswith(".weight")})
+    worth = accuracy(spec, {}, last)
+    assert outcome.status.metrics["test.accuracy"] == pytest.approx(worth, rel=1e-12)

@@ -327,8 +327,12 @@ def train_one_client(
     round_num: int,
     numerics: int,
     set_rates: SetRates | None,
+    anchors: list[Tensor] | None = None,
 ) -> tuple[int, float, bool]:
-    """Trains in place; (rows, mean loss over the round, whether any step was applied)."""
+    """Trains in place; (rows, mean loss over the round, whether any step was applied).
+
+    anchors: toward which FedProx pulls; the parameters as they are unless given.
+    """
     model, execution, randomness, hooks = prepared
     scale = LossScale.of(job.execution)
     strategy = job.strategy
@@ -338,7 +342,7 @@ def train_one_client(
     ]
     gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
     params = [param for _, param in trained_of(model)]
-    start = [param.detach().clone() for param in params]
+    start = anchors or [param.detach().clone() for param in params]
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
     optimizer = make_optimizer(
         job.optimizer, trained_of(model), fused=job.execution.fusion, entrypoints=entrypoints

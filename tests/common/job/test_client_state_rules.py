@@ -36,6 +36,12 @@ def test_the_patterns_are_read_back() -> None:
     assert '"personal":["head.*","*bn*"]' in spec.canonical_json()
 
 
+def test_lambda_is_read_back_under_its_name() -> None:
+    spec = job_with({"ditto": {"lambda": 0.5}})
+    assert JobSpec.from_json(spec.canonical_json()) == spec
+    assert '"ditto":{"lambda":0.5}' in spec.canonical_json()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,7 +65,8 @@ LOCAL = {"type": "Local"}
         ({"personal": []}, {}, "strategy.options.personal: "),
         ({"personal": [""]}, {}, "strategy.options.personal"),
         ({"personal": "head.*"}, {}, "strategy.options.personal: "),
-        ({"inner": LOCAL}, {}, "strategy.options.personal: a silo trains as one model on several"),
+        ({"inner": LOCAL}, {}, "strategy.options.personal: a silo trains on several workers"),
+        ({"ditto": {"lambda": 1.0}}, {}, "strategy.options.ditto: keeps a whole model at each"),
         ({}, {"data": {"entrypoint": "a:b"}}, "strategy.options.personal: lies where a client's"),
         ({"q": 0.5}, {}, "strategy.options.personal: is not possible with q"),
         ({}, {"privacy": PRIVACY}, "strategy.options.personal: is not possible with privacy"),
@@ -70,6 +77,22 @@ def test_what_is_not_defined_is_refused(
 ) -> None:
     with pytest.raises(InvalidInputError) as refused:
         job_with({"personal": ["head.*"], **options}, **sections)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("ditto", "expected"),
+    [
+        ({}, "strategy.options.ditto: must be {lambda: a number > 0}; is {}"),
+        ({"lambda_": 1.0}, "strategy.options.ditto: must be {lambda: a number > 0}"),
+        ({"lambda": 0}, "strategy.options.ditto.lambda: 0 is not allowed; must be > 0"),
+        ({"lambda": "1"}, "strategy.options.ditto.lambda: '1'"),
+        (0.5, "strategy.options.ditto"),
+    ],
+)
+def test_a_wrong_lambda_is_named(ditto: Any, expected: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        job_with({"ditto": ditto})
     assert expected in str(refused.value)
 
 

@@ -19,6 +19,7 @@ from stratagem.common.schema.field_types import (
     SharedCount,
 )
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
+from stratagem.common.strategy.ditto import Ditto
 from stratagem.common.strategy.membership_options import Roster, Strikes
 from stratagem.common.strategy.robust import RobustRule, fewest_updates
 
@@ -77,7 +78,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
     "fednova" divides the change of a client by how far its steps can go; undivided unless given.
     personal: patterns of the names of tensors that each client trains for itself, and that are
-    never sent.
+    never sent. ditto: each client also trains a whole model of its own, near the global one.
     """
 
     local_epochs: SharedCount = 1
@@ -97,6 +98,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     q: NotNegative | None = None
     normalize: Literal["fednova"] | None = None
     personal: NonEmptyItems[NonEmptyText] | None = None
+    ditto: Ditto | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:
@@ -116,12 +118,17 @@ class FederatedOptions(DocumentValue, is_extras=True):
         if self.strikes is not None and self.on_client_error == "fail":
             text = 'no client fails twice: on_client_error is "fail"; use "reject"'
             raise InvalidInputError.at("strikes", text)
-        if self.personal is not None and self.inner is not None:
-            text = (
-                "a silo trains as one model on several workers, and a client's own part lies on one"
-            )
-            raise InvalidInputError.at("personal", f"{text}; leave inner out")
+        self._check_client_state()
         self._check_open_roster()
+
+    def _check_client_state(self) -> None:
+        for name in ("personal", "ditto"):
+            if getattr(self, name) is not None and self.inner is not None:
+                text = "a silo trains on several workers, and what a client keeps lies on one"
+                raise InvalidInputError.at(name, f"{text}; leave inner out")
+        if self.personal is not None and self.ditto is not None:
+            text = "keeps a whole model at each client already; leave personal or it out"
+            raise InvalidInputError.at("ditto", text)
 
     def _check_open_roster(self) -> None:
         roster = self.roster
@@ -141,7 +148,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     @property
     def has_client_state(self) -> bool:
         """Whether clients keep something of their own from one round to the next."""
-        return self.personal is not None
+        return self.personal is not None or self.ditto is not None
 
     @property
     def open_roster(self) -> Roster | None:

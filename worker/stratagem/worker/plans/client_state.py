@@ -15,14 +15,21 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.optimizer.optimizer_section import is_matched
 from stratagem.common.strategy import Federated
+from stratagem.common.strategy.ditto import Ditto
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.step.state_format import MODEL, given_model_state, model_state
-from stratagem.worker.engine.trainers.federated_client import ClientRound
+from stratagem.worker.engine.trainers.federated_client import (
+    ClientRound,
+    ClientRunner,
+    RoundSettings,
+    Toward,
+)
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.session.context import ExecutionContext
 
 _FIELD: Final = "strategy.options.personal"
+_OPTIONS: Final = "strategy.options"
 _NUM_NAMES: Final = 5
 
 
@@ -70,23 +77,59 @@ def check_personal(job: JobSpec, model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundStart:
-    """What a client begins its round with, beside the global state."""
+    """What a client begins its round with."""
 
-    tensors: Mapping[str, Tensor]
+    start: Mapping[str, Tensor]
+    """Of the model whose change is sent."""
+    own: Mapping[str, Tensor]
+    """What it has kept to itself: a part of that, or a whole model of its own."""
     lost: str = ""
     """Why this is not what the plan has named."""
 
 
-def kept_state(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> RoundStart:
-    """Return what a client has kept; where that is not here or nothing yet, what it begins with."""
+def kept_state(
+    work: ExecutionContext, plan: pb.ClientRoundPlan, base: Mapping[str, Tensor]
+) -> RoundStart:
+    """Return what a client has kept; where that is not here or nothing yet, what it begins with.
+
+    base: the global state.
+    """
     if not _keeps(work.job):
-        return RoundStart({})
-    if not ref.digest:
-        return RoundStart(_beginning(work))
-    try:
-        return RoundStart(_load(work, client, ref))
-    except NotFoundError as error:
-        return RoundStart(_beginning(work), lost=str(error))
+        return RoundStart(base, {})
+    own, lost = None, ""
+    if plan.state.digest:
+        try:
+            own = _load(work, plan.client, plan.state)
+        except NotFoundError as error:
+            lost = str(error)
+    if _ditto(work.job) is not None:
+        _store(work)  # refuses before anything is trained
+        return RoundStart(base, base if own is None else own, lost)
+    own = _beginning(work) if own is None else own
+    return RoundStart({**base, **own}, own, lost)
+
+
+def own_model(
+    work: ExecutionContext,
+    runner: ClientRunner,
+    plan: pb.ClientRoundPlan,
+    base: Mapping[str, Tensor],
+    kept: RoundStart,
+) -> Mapping[str, Tensor]:
+    """Train the client's own model near the global state; return it, and nothing where clients have
+    none."""
+    ditto = _ditto(work.job)
+    if ditto is None:
+        return {}
+    done = runner.run(
+        kept.own,
+        plan.client,
+        plan.num_clients,
+        work.segment,
+        work.control.check,
+        settings=RoundSettings(plan.num_lr_reductions, toward=Toward(base, ditto.lambda_)),
+    )
+    return done.tensors
 
 
 def state_to_evaluate(
@@ -99,19 +142,27 @@ def state_to_evaluate(
     try:
         return _load(work, client, ref)
     except NotFoundError as error:
-        raise InvalidInputError.at(_FIELD, str(error)) from None
+        raise InvalidInputError.at(_OPTIONS, str(error)) from None
 
 
 def keep(
-    work: ExecutionContext, done: ClientRound, plan: pb.ClientRoundPlan
+    work: ExecutionContext,
+    done: ClientRound,
+    plan: pb.ClientRoundPlan,
+    model: Mapping[str, Tensor],
 ) -> tuple[ClientRound, str]:
-    """Write what the client keeps to itself; return the round without it, and its digest. Raises
-    InvalidInputError where it cannot be written."""
+    """Write what the client keeps to itself; return the round without it, and its digest.
+
+    model: of the client's own, where it has one. Raises InvalidInputError where it cannot be
+    written.
+    """
     job = work.job
     if not _keeps(job):
         return done, ""
-    own, run_id = personal(job, done.tensors), work.key.run_id
+    own, run_id = model or personal(job, done.tensors), work.key.run_id
     digest = _store(work).save(run_id, plan.client, work.segment, own, plan.kept_rounds)
+    if model:
+        return done, digest
     trained = frozenset(name for name in done.trained if name not in own)
     return replace(done, tensors=shared(job, done.tensors), trained=trained), digest
 
@@ -120,10 +171,14 @@ def _keeps(job: JobSpec) -> bool:
     return isinstance(job.strategy, Federated) and job.strategy.options.has_client_state
 
 
+def _ditto(job: JobSpec) -> Ditto | None:
+    return job.strategy.options.ditto if isinstance(job.strategy, Federated) else None
+
+
 def _store(work: ExecutionContext) -> ClientStateStore:
     if work.host.client_states is None:
         text = f"worker {work.host.worker_id} keeps nothing for its clients: it has no --data-dir"
-        raise InvalidInputError.at(_FIELD, text)
+        raise InvalidInputError.at(_OPTIONS, text)
     return work.host.client_states
 
 

@@ -33,7 +33,14 @@ from stratagem.worker.engine.step.state_format import (
 from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
 from stratagem.worker.plans.client_history import ClientHistory
-from stratagem.worker.plans.client_state import check_personal, keep, kept_state, personal, shared
+from stratagem.worker.plans.client_state import (
+    check_personal,
+    keep,
+    kept_state,
+    own_model,
+    personal,
+    shared,
+)
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.row_round import begin_rows
 from stratagem.worker.plans.structural_fields import structural
@@ -109,7 +116,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     work.set_activity("training")
     base, _ = work.blob(plan.base.digest)
     loss_before = _loss_before(work, base, plan)
-    kept = kept_state(work, plan.client, plan.state)
+    kept = kept_state(work, plan, base)
     with StepRecorder(work) as recorder:
         steps, timer = count(1), ClientSteps(work.host.stats)
 
@@ -126,7 +133,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             own = begin_rows(work, plan, runner.num_rows(plan.client, plan.num_clients))
         history = ClientHistory(work, runner.steps_in_round(plan.client, plan.num_clients))
         done = runner.run(
-            {**base, **kept.tensors},
+            kept.start,
             plan.client,
             plan.num_clients,
             work.segment,
@@ -134,9 +141,10 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
             after_step=history.add,
             settings=RoundSettings(plan.num_lr_reductions, None if own is None else own.noise),
         )
+        model = own_model(work, runner, plan, base, kept)
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
-    done, state_digest = keep(work, done, plan)
+    done, state_digest = keep(work, done, plan, model)
     if plan.clip_norm:
         update, result = _private(done, base, plan, work.segment), _nothing_of(done)
     elif own is not None:

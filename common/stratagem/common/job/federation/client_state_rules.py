@@ -6,7 +6,7 @@ from typing import Final
 from stratagem.common.base.errors import Violation
 from stratagem.common.strategy import Federated, PopulationBased, Strategy
 
-_WHERE: Final = "strategy.options.personal"
+_WHERE: Final = "strategy.options"
 
 
 def check_client_state(
@@ -22,16 +22,21 @@ def check_client_state(
             text = (
                 "a member that copies another one cannot copy what its clients keep; leave it out"
             )
-            yield Violation("strategy.options.inner.options.personal", text)
+            yield Violation(f"{_WHERE}.inner.options.{_key(inner)}", text)
         return
     if not isinstance(strategy, Federated) or not strategy.options.has_client_state:
         return
+    where = f"{_WHERE}.{_key(strategy)}"
     if not is_at_workers:
         text = "lies where a client's rows do, and only data.worker_local binds these to a worker"
-        yield Violation(_WHERE, f"{text}; use it, or leave this out")
+        yield Violation(where, f"{text}; use it, or leave this out")
     if strategy.options.q is not None:
         text = "is not possible with q, which weighs clients by the loss of one model for all"
-        yield Violation(_WHERE, f"{text}; leave one out")
+        yield Violation(where, f"{text}; leave one out")
     if is_private:
         text = "is not possible with privacy: no accountant here counts what a client keeps"
-        yield Violation(_WHERE, text)
+        yield Violation(where, text)
+
+
+def _key(strategy: Federated) -> str:
+    return "personal" if strategy.options.personal is not None else "ditto"

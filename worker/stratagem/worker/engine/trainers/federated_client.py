@@ -84,6 +84,15 @@ class ClientStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Toward:
+    """A state from which the distance costs: (strength / 2)·‖v − w‖² over the trained
+    parameters."""
+
+    state: Mapping[str, Tensor]
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
 class RoundSettings:
     """What a round of a client depends on besides the job and the global state."""
 
@@ -91,6 +100,9 @@ class RoundSettings:
     """How often a plateau has lowered the rates."""
     row_noise: RowNoise | None = None
     """Draws and noises the steps of a job whose rows are protected."""
+    toward: Toward | None = None
+    """Trains near that state, and callbacks are shown no steps; else near `base`, as FedProx
+    says."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
@@ -143,7 +155,7 @@ class ClientRunner:
         after_step: Callable[[ClientStep], None] = lambda _: None,
         settings: RoundSettings | None = None,
     ) -> ClientRound:
-        """Trains from the global state `base`; the update is on the CPU.
+        """Trains from the state `base`; the result is on the CPU.
 
         `check` is called before each step and may raise to end the round; `after_step` gets each
         step.
@@ -151,7 +163,8 @@ class ClientRunner:
         settings = settings or RoundSettings()
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
-        anchors = [param.detach().clone() for param in self._params] if self._mu else []
+        pull = self._pull(settings.toward)
+        sees_steps = self._callbacks.sees_steps and settings.toward is None
         noise = settings.row_noise
         protected = None if noise is None else self._protected(len(data), noise)
         local_steps = self._fresh_steps(data, settings.num_lr_reductions, protected)
@@ -172,7 +185,7 @@ class ClientRunner:
             for rows, key in self._steps(data, client, round_num, protected):
                 check()
                 num_steps, num_rows = num_steps + 1, num_rows + len(rows.indices)
-                report = self._step(local_steps, round_num, anchors, rows, key)
+                report = self._step(local_steps, round_num, pull, rows, key)
                 num_skipped += report.num_skipped
                 if not report.is_skipped:
                     loss_sum += report.counted.loss_sum
@@ -181,7 +194,7 @@ class ClientRunner:
                     if math.isfinite(report.grad_norm):
                         max_norm = max(max_norm, report.grad_norm)
                 own: Mapping[str, float] = {}
-                if self._callbacks.sees_steps:
+                if sees_steps:
                     seen = _seen(num_steps, rows, report)
                     self._callbacks.saw_step(seen)
                     own, is_ended = seen.logged, seen.wants_end
@@ -275,6 +288,28 @@ class ClientRunner:
         aggregation = self._strategy.aggregation
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
+    def _pull(self, toward: Toward | None) -> Callable[[], None]:
+        """Returns what adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; nothing at
+        all for mu = 0, so that FedProx with mu = 0 is FedAvg to the bit."""
+        mu, anchors = self._mu, [param.detach().clone() for param in self._params if self._mu]
+        if toward is not None:
+            mu, given = (
+                toward.strength,
+                (toward.state[f"{state_format.MODEL}{n}"] for n, _ in self._named),
+            )
+            anchors = [
+                torch.empty_like(param).copy_(anchor)
+                for param, anchor in zip(self._params, given, strict=True)
+            ]
+
+        def pull() -> None:
+            # Parameters of other turns have no gradient.
+            for param, anchor in zip(self._params, anchors, strict=False):
+                if param.grad is not None:
+                    param.grad.add_(param.detach() - anchor, alpha=mu)
+
+        return pull
+
     def _rows(self, client: ClientShare) -> Dataset:
         train = training_split(self._data.of(client))
         if len(train) == 0 and not isinstance(train, StreamDataset):
@@ -327,19 +362,12 @@ class ClientRunner:
         self,
         local_steps: Sequence[LocalStep],
         round_num: int,
-        anchors: list[Tensor],
+        pull: Callable[[], None],
         rows: Rows,
         key: Key,
     ) -> LocalReport:
         """One local step: an update, or one for each turn."""
         self._execution.begin_batch(len(rows.indices))
-
-        def pull() -> None:
-            # The gradient of (mu / 2)·‖w − w_global‖²; nothing at all for mu = 0, so that FedProx
-            # with mu = 0 is FedAvg to the bit. Parameters of other turns have no gradient.
-            for param, anchor in zip(self._params, anchors, strict=False):
-                if param.grad is not None:
-                    param.grad.add_(param.detach() - anchor, alpha=self._mu)
 
         number, reports = int(key[-1]) + 1, []
         for local_step in local_steps:
