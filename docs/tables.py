@@ -118,6 +118,7 @@ STRATEGY_OBJECTS: Mapping[str, tuple[type[DocumentValue], ...]] = {
     )
 }
 CHECKED_BY = {
+    "_read_regions": ("mapping", "lists of clients by region, each client in one"),
     "_check_name": ("text", "1 to 64 of A–Z, a–z, 0–9, `.`, `_`, `-`; a letter or digit first"),
     "_check_entrypoint": ("entry point", "`package.module:name`"),
     "check_digest": ("digest", "64 hex digits"),

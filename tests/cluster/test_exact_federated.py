@@ -45,6 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "dropout_mlp",
         "accumulation": {"steps": 3, "non_finite": "skip_step"},
     },
+    "regions": {
+        "model": "batch_norm_mlp",
+        "num_clients": 5,
+        "partition": {"method": "by_label"},
+        "options": {"regions": {"south": [3, 0], "north": [4, 1, 2]}},
+    },
     "half of four": {"partition": {"method": "by_label"}, "selection": HALF, "rounds": 4},
 }
 

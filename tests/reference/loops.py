@@ -45,6 +45,7 @@ from tests.reference.plain_job import plainly
 from tests.reference.private_round import PrivateRounds
 from tests.reference.rates import Rates
 from tests.reference.reference_norm import gradient_norm
+from tests.reference.regional_mean import regional_state
 from tests.reference.robust import robust_state
 from tests.reference.row_batches import epoch_batches, read
 from tests.reference.server_optimizer import Slots, server_step
@@ -282,6 +283,10 @@ def federated_loop(
         elif strategy.options.normalize is not None:
             pairs = [(each.weight, each.state) for each in updates]
             means = nova_state(job, pairs, world, trained)
+        elif strategy.options.regions is not None:
+            told = [(each.weight, each.state) for each in updates]
+            by_client = dict(zip(sorted(trained_for), told, strict=True))
+            means = regional_state(strategy.options.regions, by_client)
         else:
             means = {name: _mean_of(name, updates, numerics) for name in world}
         for name in trained & means.keys():

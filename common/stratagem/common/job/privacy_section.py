@@ -127,6 +127,9 @@ def _of_the_rounds(spec: PrivacySpec, strategy: Federated) -> Iterator[Violation
     if options.robust is not None:
         text = "is not possible with privacy: what one client changes in it is not bounded as a sum"
         yield Violation("strategy.options.robust", text)
+    if options.regions is not None:
+        text = "is not possible with privacy: the noise is that of one sum"
+        yield Violation("strategy.options.regions", text)
     if options.inner is not None:
         text = "is not possible with privacy: a silo's change is not clipped as one"
         yield Violation("strategy.options.inner", text)

@@ -73,6 +73,7 @@ from stratagem.common.strategy import (
     local_steps_of,
 )
 from stratagem.common.strategy.kinds import StrategyField
+from stratagem.common.strategy.regions import are_named
 
 # One epoch reseeds with seed + epoch, which must stay in torch's range.
 _MAX_SEED = MAX_COUNT // 2
@@ -288,6 +289,10 @@ def _federated_only(job: JobSpec) -> list[Violation]:
     if job.data.worker_local and not federated:
         text = f"belongs to Federated only; the strategy is {kind}"
         violations.append(Violation("data.worker_local", text))
+    regions = job.strategy.options.regions if isinstance(job.strategy, Federated) else None
+    if not job.data.worker_local and are_named(regions or {}):
+        text = "names sites, which are workers with rows of their own; give data.worker_local, or "
+        violations.append(Violation("strategy.options.regions", text + "numbers of clients"))
     if job.partition and job.data.worker_local and federated:
         violations.append(Violation("partition", "worker_local data is divided by where it is"))
     return violations

@@ -21,6 +21,7 @@ from stratagem.common.schema.field_types import (
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
 from stratagem.common.strategy.ditto import Ditto
 from stratagem.common.strategy.membership_options import Roster, Strikes
+from stratagem.common.strategy.regions import Regions
 from stratagem.common.strategy.robust import RobustRule, fewest_updates
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     "fednova" divides the change of a client by how far its steps can go; undivided unless given.
     personal: patterns of the names of tensors that each client trains for itself, and that are
     never sent. ditto: each client also trains a whole model of its own, near the global one.
+    regions: clients, or sites, that are added up together before all are, by region; all at once
+    unless given.
     """
 
     local_epochs: SharedCount = 1
@@ -99,6 +102,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     normalize: Literal["fednova"] | None = None
     personal: NonEmptyItems[NonEmptyText] | None = None
     ditto: Ditto | None = None
+    regions: Regions = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:

@@ -50,6 +50,7 @@ from stratagem.common.strategy.local_steps import (
     OuterField,
     OuterOptimizer,
 )
+from stratagem.common.strategy.regions import check_regions
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
 from stratagem.common.strategy.weighing import check_weighing
@@ -232,6 +233,7 @@ class Federated(DocumentValue, tag="type"):
             violations.append(Violation("options.late_updates", f"{text}; Random does not"))
         violations += too_few(options.robust, self._num_selected(), options.quorum)
         violations += check_weighing(options, self.aggregation)
+        violations += check_regions(options, self.num_clients)
         refuse(violations)
 
     def _num_selected(self) -> int:

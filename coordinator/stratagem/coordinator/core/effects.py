@@ -209,6 +209,8 @@ class AggregateRound:
     """The noise of the fold; None: it has none."""
     num_steps: tuple[int, ...] = ()
     """Steps that each client has applied; empty where changes are not divided by them."""
+    regions: tuple[tuple[int, ...], ...] = ()
+    """The accepted updates that are added up together, by their places; empty: all at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from stratagem.coordinator.updates.folding.fold import (
 )
 from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
+from stratagem.coordinator.updates.folding.regional_mean import RegionalMean
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.privacy.round_noise import FROZEN_KEY
@@ -163,6 +164,8 @@ def _fold(
         elif spec_of(job).options.q is not None or spec_of(job).options.normalize is not None:
             shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
             combined = ScaledChanges(shares, manifest, state)
+        elif effect.regions:
+            combined = RegionalMean(effect.regions, weights)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
         writer = env.blobs.writer(len(header) + manifest.total_bytes)
         folded = fold_weighted_mean(

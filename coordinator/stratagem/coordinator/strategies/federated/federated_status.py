@@ -10,6 +10,7 @@ from stratagem.coordinator.strategies.federated.client_evaluation import evaluat
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, lacking, spec_of
 from stratagem.coordinator.strategies.federated.round_metrics import mean_loss
 from stratagem.coordinator.strategies.federated.update_rejections import said
+from stratagem.coordinator.strategies.scheduling.fold_tree import sites_of
 from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
 
 
@@ -116,10 +117,11 @@ def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
         return why_none(job, world, value.fingerprint)
     if job.data.worker_local is not None:
         having = [w for w in usable if job.data.worker_local in w.capability.local_data]
-        return (
-            f"{strategy.num_clients} workers with data {job.data.worker_local!r} are needed, "
-            f"{len(having)} are here"
-        )
+        needed = f"{strategy.num_clients} workers with data {job.data.worker_local!r}"
+        if (sites := sites_of(strategy)) is not None:
+            having = [w for w in having if w.member.worker_id in sites]
+            needed += " that options.regions names"
+        return f"{needed} are needed, {len(having)} are here"
     if isinstance(strategy.client_selection, ByCapability):
         tags = ", ".join(strategy.client_selection.required_tags)
         return f"no client has a worker with the tags {tags}"

@@ -35,6 +35,7 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
 )
 from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.privacy import privacy_ledger
+from stratagem.coordinator.strategies.scheduling.fold_tree import places_by_region
 
 
 def pending(
@@ -122,7 +123,8 @@ def _fold(
     noise = value.ledger.round if value.ledger is not None else None
     steps = _applied_steps(value) if options.normalize is not None else ()
     return AggregateRound(
-        *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps)
+        *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
+        regions=places_by_region(spec_of(job), accepted, value.roster),
     )
 
 
