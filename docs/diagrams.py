@@ -167,6 +167,7 @@ def _scenarios(strategy: dict[str, object]) -> Iterator[Simulation]:
         yield from map(_deadline, (1, 2))
         yield _waits_for_quorum()
         yield _worker_local_lost()
+        yield _secure()
 
 
 def _disturbed(text: str, point: int, disturb: Callable[[Simulation], None]) -> Simulation:
@@ -266,6 +267,14 @@ def _waits_for_quorum() -> Simulation:
     for client in (0, 1):
         rejected = UpdateRejected(party=ROOT, round_num=1, client=client, reason="ValueError: no")
         simulation.tell(Report(RUN, rejected))
+    simulation.run()
+    return simulation
+
+
+def _secure() -> Simulation:
+    """The sum of the updates is seen, and none of them."""
+    options = {"secure_aggregation": {}}
+    simulation = start(job_text({**FEDERATED, "num_clients": 3, "options": options}), "a", "b")
     simulation.run()
     return simulation
 

@@ -34,6 +34,7 @@ AGAIN: Mapping[str, str] = {
     "RefusedBySiteError": "no: change the job, or have the site change its file",
     "SiteClosedError": "yes, once the site has opened; its coordinator does so by itself",
     "BudgetSpentError": "no: what is spent stays spent; more noise would have cost less",
+    "KeysLostError": "no: the round goes on without the client, or begins again with new keys",
     "UnavailableError": "yes; SDK and command line do so by themselves after a first answer",
     "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
     "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
@@ -137,6 +138,13 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
             "site … refuses: …",
             "the rule of the site's file that is nearest, and the field that speaks against: see "
             "[a site's own file](../how-to/site-file.md)",
+        ),
+    ),
+    "KeysLostError": (
+        (
+            "the worker of client … has no keys of round …",
+            "give workers a data folder: `--data-dir`; see [drop-outs]"
+            "(../explanation/secure-aggregation.md#drop-outs-and-crashes)",
         ),
     ),
     "SiteClosedError": (

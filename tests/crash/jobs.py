@@ -229,6 +229,7 @@ JOBS: dict[str, Job] = {
     "Nova": crash_job(federated() | {"options": {"normalize": "fednova"}}),
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},
+    "Secure": crash_job(federated() | {"options": {"secure_aggregation": {}}}),
     "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))

@@ -99,6 +99,15 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "ApplyGradients": _apply_gradients(target),
         "Abort": [wpb.AbortRequest(fence=fence, session=ref, reason="enough")],
         "CloseSession": [wpb.CloseSessionRequest(fence=fence, run_id="nobody")],
+        "SecureRound": [
+            wpb.SecureRoundRequest(
+                fence=fence,
+                run_id="nobody",
+                client=1,
+                round_num=1,
+                post_keys=wpb.PostKeys(job_json=target.job.canonical_json()),
+            )
+        ],
         "Describe": [wpb.DescribeRequest()],
         "Send": _send(target),
     }

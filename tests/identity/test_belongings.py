@@ -129,6 +129,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "ApplyGradients": (Row(W.ApplyGradientsRequest(header=W.ApplyGradientsHeader()), COORDINATOR),),
     "Abort": (Row(W.AbortRequest(fence=FENCE), COORDINATOR),),
     "CloseSession": (Row(W.CloseSessionRequest(fence=FENCE), COORDINATOR),),
+    "SecureRound": (Row(W.SecureRoundRequest(fence=FENCE, run_id="r"), COORDINATOR),),
     "Describe": (Row(W.DescribeRequest(), COORDINATOR),),
     "GetState": (
         Row(W.GetStateRequest(fence=FENCE, session=PARTY, live=True), COORDINATOR | MEMBERS),

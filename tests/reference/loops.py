@@ -48,6 +48,7 @@ from tests.reference.reference_norm import gradient_norm
 from tests.reference.regional_mean import regional_state
 from tests.reference.robust import robust_state
 from tests.reference.row_batches import epoch_batches, read
+from tests.reference.secure_round import secure_means
 from tests.reference.server_optimizer import Slots, server_step
 from tests.reference.stream_rows import PlainRows, PlainStreams
 from tests.reference.weighing import fair_state, loss_before, nova_state
@@ -275,6 +276,9 @@ def federated_loop(
                 updates.append(_late(strategy, rows, round_num - of_round, state, changed))
         if private is not None:
             means = private.means(round_num, world, [update.state for update in updates])
+        elif secure := strategy.options.secure_aggregation:
+            states, rows_of = [u.state for u in updates], [u.weight for u in updates]
+            means = secure_means(secure, world, states, rows_of)
         elif strategy.options.robust:
             means = robust_state(strategy.options.robust, [each.state for each in updates], world)
         elif strategy.options.q is not None:

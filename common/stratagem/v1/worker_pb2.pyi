@@ -373,6 +373,7 @@ class ClientRoundPlan(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     KEPT_ROUNDS_FIELD_NUMBER: _builtins.int
+    SECURE_MASK_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     num_clients: _builtins.int
     local_epochs: _builtins.int
@@ -394,6 +395,10 @@ class ClientRoundPlan(_message.Message):
     def kept_rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rounds whose states the client keeps beside this one: the earlier one, and those to be evaluated."""
 
+    @_builtins.property
+    def secure_mask(self) -> Global___SecureMask:
+        """The update is the masked change to the base, in whole numbers."""
+
     def __init__(
         self,
         *,
@@ -406,10 +411,11 @@ class ClientRoundPlan(_message.Message):
         rows: Global___RowPrivacy | None = ...,
         state: Global___ClientStateRef | None = ...,
         kept_rounds: _abc.Iterable[_builtins.int] | None = ...,
+        secure_mask: Global___SecureMask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rows", b"rows", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rows", b"rows", "secure_mask", b"secure_mask", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "kept_rounds", b"kept_rounds", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "rows", b"rows", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "kept_rounds", b"kept_rounds", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "rows", b"rows", "secure_mask", b"secure_mask", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,6 +481,33 @@ class ClientStateRef(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClientStateRef: _TypeAlias = ClientStateRef  # noqa: Y015
+
+@_typing.final
+class SecureMask(_message.Message):
+    """How the update of a client of a secure round is masked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROUTED_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    @_builtins.property
+    def routed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The clients that have shared their secrets, in increasing order."""
+
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        routed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "routed", b"routed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureMask: _TypeAlias = SecureMask  # noqa: Y015
 
 @_typing.final
 class EvaluatePlan(_message.Message):
@@ -1931,6 +1964,452 @@ class CloseSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
+
+@_typing.final
+class SecureRoundRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PARTY_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    ROUND_NUM_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    POST_KEYS_FIELD_NUMBER: _builtins.int
+    SHARE_SECRETS_FIELD_NUMBER: _builtins.int
+    SIGN_SURVIVORS_FIELD_NUMBER: _builtins.int
+    OPEN_SHARES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    party: _builtins.str
+    """Of the federation."""
+    client: _builtins.int
+    round_num: _builtins.int
+    attempt: _builtins.int
+    """From 0; a round that cannot be unmasked begins again with keys of its own."""
+    @_builtins.property
+    def fence(self) -> _types_pb2.Fence: ...
+    @_builtins.property
+    def post_keys(self) -> Global___PostKeys: ...
+    @_builtins.property
+    def share_secrets(self) -> Global___ShareSecrets: ...
+    @_builtins.property
+    def sign_survivors(self) -> Global___SignSurvivors: ...
+    @_builtins.property
+    def open_shares(self) -> Global___OpenShares: ...
+    def __init__(
+        self,
+        *,
+        fence: _types_pb2.Fence | None = ...,
+        run_id: _builtins.str = ...,
+        party: _builtins.str = ...,
+        client: _builtins.int = ...,
+        round_num: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        post_keys: Global___PostKeys | None = ...,
+        share_secrets: Global___ShareSecrets | None = ...,
+        sign_survivors: Global___SignSurvivors | None = ...,
+        open_shares: Global___OpenShares | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "open_shares", b"open_shares", "post_keys", b"post_keys", "share_secrets", b"share_secrets", "sign_survivors", b"sign_survivors", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "client", b"client", "fence", b"fence", "open_shares", b"open_shares", "party", b"party", "post_keys", b"post_keys", "round_num", b"round_num", "run_id", b"run_id", "share_secrets", b"share_secrets", "sign_survivors", b"sign_survivors", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["post_keys", "share_secrets", "sign_survivors", "open_shares"]  # noqa: Y015
+    _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
+
+Global___SecureRoundRequest: _TypeAlias = SecureRoundRequest  # noqa: Y015
+
+@_typing.final
+class SecureRoundResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> Global___PostedKeys: ...
+    @_builtins.property
+    def shares(self) -> Global___SealedShares: ...
+    @_builtins.property
+    def signature(self) -> Global___SurvivorSignature: ...
+    @_builtins.property
+    def opened(self) -> Global___OpenedShares: ...
+    @_builtins.property
+    def refused(self) -> Global___SecureRefusal: ...
+    def __init__(
+        self,
+        *,
+        keys: Global___PostedKeys | None = ...,
+        shares: Global___SealedShares | None = ...,
+        signature: Global___SurvivorSignature | None = ...,
+        opened: Global___OpenedShares | None = ...,
+        refused: Global___SecureRefusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "keys", b"keys", "opened", b"opened", "refused", b"refused", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "keys", b"keys", "opened", b"opened", "refused", b"refused", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["keys", "shares", "signature", "opened", "refused"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___SecureRoundResponse: _TypeAlias = SecureRoundResponse  # noqa: Y015
+
+@_typing.final
+class PostKeys(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_JSON_FIELD_NUMBER: _builtins.int
+    SUBMITTED_BY_FIELD_NUMBER: _builtins.int
+    job_json: _builtins.str
+    """As in ExecuteRequest."""
+    submitted_by: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_json: _builtins.str = ...,
+        submitted_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_json", b"job_json", "submitted_by", b"submitted_by"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PostKeys: _TypeAlias = PostKeys  # noqa: Y015
+
+@_typing.final
+class PostedKeys(_message.Message):
+    """The public keys of a client in one attempt of a round, X25519, signed by its worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    SHARE_KEY_FIELD_NUMBER: _builtins.int
+    MASK_KEY_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    ISSUERS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    client: _builtins.int
+    share_key: _builtins.bytes
+    mask_key: _builtins.bytes
+    identity: _builtins.bytes
+    """The worker's certificate (DER), or without certificates an Ed25519 public key (32 bytes)."""
+    signature: _builtins.bytes
+    @_builtins.property
+    def issuers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The certificates between it and the authorities, DER."""
+
+    def __init__(
+        self,
+        *,
+        client: _builtins.int = ...,
+        share_key: _builtins.bytes = ...,
+        mask_key: _builtins.bytes = ...,
+        identity: _builtins.bytes = ...,
+        issuers: _abc.Iterable[_builtins.bytes] | None = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "identity", b"identity", "issuers", b"issuers", "mask_key", b"mask_key", "share_key", b"share_key", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PostedKeys: _TypeAlias = PostedKeys  # noqa: Y015
+
+@_typing.final
+class KeyDirectory(_message.Message):
+    """What a coordinator stores of a secure round: the keys of all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___PostedKeys]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[Global___PostedKeys] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyDirectory: _TypeAlias = KeyDirectory  # noqa: Y015
+
+@_typing.final
+class RoutedShares(_message.Message):
+    """And the sealed shares of all, which only the clients that they are for can read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def senders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentShares]: ...
+    def __init__(
+        self,
+        *,
+        senders: _abc.Iterable[Global___SentShares] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["senders", b"senders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutedShares: _TypeAlias = RoutedShares  # noqa: Y015
+
+@_typing.final
+class SentShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    client: _builtins.int
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedShare]: ...
+    def __init__(
+        self,
+        *,
+        client: _builtins.int = ...,
+        shares: _abc.Iterable[Global___SealedShare] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentShares: _TypeAlias = SentShares  # noqa: Y015
+
+@_typing.final
+class ShareSecrets(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    RING_SEED_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    ring_seed: _builtins.bytes
+    """Of the order of the ring, 32 bytes."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The clients that have posted keys, in increasing order."""
+
+    @_builtins.property
+    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___PostedKeys]:
+        """Those of the client's neighbours."""
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        ring_seed: _builtins.bytes = ...,
+        neighbours: _abc.Iterable[Global___PostedKeys] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "neighbours", b"neighbours", "ring_seed", b"ring_seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareSecrets: _TypeAlias = ShareSecrets  # noqa: Y015
+
+@_typing.final
+class SealedShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    client: _builtins.int
+    """For, or from, this client."""
+    sealed: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        client: _builtins.int = ...,
+        sealed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "sealed", b"sealed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedShare: _TypeAlias = SealedShare  # noqa: Y015
+
+@_typing.final
+class SealedShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedShare]: ...
+    def __init__(
+        self,
+        *,
+        shares: _abc.Iterable[Global___SealedShare] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedShares: _TypeAlias = SealedShares  # noqa: Y015
+
+@_typing.final
+class SignSurvivors(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SURVIVORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def survivors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The clients whose masked updates are in the sum, in increasing order."""
+
+    def __init__(
+        self,
+        *,
+        survivors: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["survivors", b"survivors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignSurvivors: _TypeAlias = SignSurvivors  # noqa: Y015
+
+@_typing.final
+class SurvivorSignature(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    client: _builtins.int
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        client: _builtins.int = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurvivorSignature: _TypeAlias = SurvivorSignature  # noqa: Y015
+
+@_typing.final
+class OpenShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SURVIVORS_FIELD_NUMBER: _builtins.int
+    SIGNATURES_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def survivors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def signatures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SurvivorSignature]:
+        """Of the client's neighbours."""
+
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedShare]:
+        """From the client's neighbours."""
+
+    def __init__(
+        self,
+        *,
+        survivors: _abc.Iterable[_builtins.int] | None = ...,
+        signatures: _abc.Iterable[Global___SurvivorSignature] | None = ...,
+        shares: _abc.Iterable[Global___SealedShare] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shares", b"shares", "signatures", b"signatures", "survivors", b"survivors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenShares: _TypeAlias = OpenShares  # noqa: Y015
+
+@_typing.final
+class OpenedShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    IS_OF_MASK_KEY_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    client: _builtins.int
+    """Whose secret it is a share of."""
+    is_of_mask_key: _builtins.bool
+    """True: of the private mask key of a client that has dropped out. False: of a survivor's self mask."""
+    share: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        client: _builtins.int = ...,
+        is_of_mask_key: _builtins.bool = ...,
+        share: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "is_of_mask_key", b"is_of_mask_key", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenedShare: _TypeAlias = OpenedShare  # noqa: Y015
+
+@_typing.final
+class OpenedShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenedShare]: ...
+    def __init__(
+        self,
+        *,
+        shares: _abc.Iterable[Global___OpenedShare] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shares", b"shares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenedShares: _TypeAlias = OpenedShares  # noqa: Y015
+
+@_typing.final
+class SecureRefusal(_message.Message):
+    """Why the client does not take the step, and will not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """A cause of a rejection, such as "keys_lost" or "refused_by_site"."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureRefusal: _TypeAlias = SecureRefusal  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

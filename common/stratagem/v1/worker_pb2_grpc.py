@@ -69,6 +69,11 @@ class WorkerServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_worker__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.SecureRound = channel.unary_unary(
+                '/stratagem.v1.WorkerService/SecureRound',
+                request_serializer=stratagem_dot_v1_dot_worker__pb2.SecureRoundRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_worker__pb2.SecureRoundResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/stratagem.v1.WorkerService/Describe',
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
@@ -152,6 +157,16 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SecureRound(self, request, context):
+        """One step of secure aggregation for one client: posts its keys, shares its secrets, signs whose
+        updates are in the sum, opens shares. The same step is answered with the same bytes; a client
+        opens shares for one set of survivors in one attempt of a round, and for no other.
+        What the client refuses is an answer, and no status code.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Says who this is and what it holds. Used by the coordinator to tell a dead worker from a
         broken connection, and by operators.
@@ -197,6 +212,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=stratagem_dot_v1_dot_worker__pb2.CloseSessionRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_worker__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'SecureRound': grpc.unary_unary_rpc_method_handler(
+                    servicer.SecureRound,
+                    request_deserializer=stratagem_dot_v1_dot_worker__pb2.SecureRoundRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_worker__pb2.SecureRoundResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -393,6 +413,33 @@ class WorkerService(object):
             '/stratagem.v1.WorkerService/CloseSession',
             stratagem_dot_v1_dot_worker__pb2.CloseSessionRequest.SerializeToString,
             stratagem_dot_v1_dot_worker__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SecureRound(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.v1.WorkerService/SecureRound',
+            stratagem_dot_v1_dot_worker__pb2.SecureRoundRequest.SerializeToString,
+            stratagem_dot_v1_dot_worker__pb2.SecureRoundResponse.FromString,
             options,
             channel_credentials,
             insecure,

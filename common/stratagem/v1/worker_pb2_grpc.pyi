@@ -93,6 +93,12 @@ class WorkerServiceStub:
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CloseSessionRequest, _worker_pb2.CloseSessionResponse]
     """Frees what the worker holds of a run (or of one session). Idempotent."""
+    SecureRound: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SecureRoundRequest, _worker_pb2.SecureRoundResponse]
+    """One step of secure aggregation for one client: posts its keys, shares its secrets, signs whose
+    updates are in the sum, opens shares. The same step is answered with the same bytes; a client
+    opens shares for one set of survivors in one attempt of a round, and for no other.
+    What the client refuses is an answer, and no status code.
+    """
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]
     """Says who this is and what it holds. Used by the coordinator to tell a dead worker from a
     broken connection, and by operators.
@@ -145,6 +151,12 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_worker_pb2.CloseSessionRequest, _worker_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Frees what the worker holds of a run (or of one session). Idempotent."""
+    SecureRound: _aio.UnaryUnaryMultiCallable[_worker_pb2.SecureRoundRequest, _worker_pb2.SecureRoundResponse]  # type: ignore[assignment]
+    """One step of secure aggregation for one client: posts its keys, shares its secrets, signs whose
+    updates are in the sum, opens shares. The same step is answered with the same bytes; a client
+    opens shares for one set of survivors in one attempt of a round, and for no other.
+    What the client refuses is an answer, and no status code.
+    """
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]  # type: ignore[assignment]
     """Says who this is and what it holds. Used by the coordinator to tell a dead worker from a
     broken connection, and by operators.
@@ -229,6 +241,17 @@ class WorkerServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.CloseSessionResponse, _abc.Awaitable[_worker_pb2.CloseSessionResponse]]:
         """Frees what the worker holds of a run (or of one session). Idempotent."""
+
+    def SecureRound(
+        self,
+        request: _worker_pb2.SecureRoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SecureRoundResponse, _abc.Awaitable[_worker_pb2.SecureRoundResponse]]:
+        """One step of secure aggregation for one client: posts its keys, shares its secrets, signs whose
+        updates are in the sum, opens shares. The same step is answered with the same bytes; a client
+        opens shares for one set of survivors in one attempt of a round, and for no other.
+        What the client refuses is an answer, and no status code.
+        """
 
     def Describe(
         self,

@@ -23,7 +23,9 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     JudgeUpdates,
+    PostKeys,
     Release,
+    RouteShares,
     RowsAsked,
     RunSegment,
     TrainClient,
@@ -34,6 +36,7 @@ from stratagem.coordinator.core.facts import (
     ClientEvaluated,
     Evaluated,
     Fact,
+    KeysPosted,
     Member,
     ModelBuilt,
     RoundAccounted,
@@ -41,6 +44,7 @@ from stratagem.coordinator.core.facts import (
     RunReleased,
     SegmentCommitted,
     SegmentFinished,
+    SharesRouted,
     UpdateReceived,
     UpdatesJudged,
 )
@@ -264,6 +268,27 @@ def do(effect: Effect) -> list[Fact]:
                     num_steps=effect.num_steps,
                     metrics=dict(effect.metrics),
                     traffic=dict(effect.traffic),
+                )
+            ]
+        case PostKeys():
+            return [
+                KeysPosted(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    attempt=effect.clients.attempt,
+                    clients=tuple(client for client, _ in effect.clients.workers),
+                    directory=digest(f"keys{effect.round_num}/{effect.clients.attempt}"),
+                    ring_seed="05" * 32,
+                )
+            ]
+        case RouteShares():
+            return [
+                SharesRouted(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    attempt=effect.clients.attempt,
+                    clients=tuple(client for client, _ in effect.clients.workers),
+                    shares=digest(f"shares{effect.round_num}/{effect.clients.attempt}"),
                 )
             ]
         case JudgeUpdates():

@@ -189,7 +189,10 @@ def test_a_client_that_fails_is_rejected_alone_in_every_round() -> None:
     assert run_of(simulation) == run
 
 
-MACHINES = (Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT, Cause.OUTSIDE_WINDOW)
+MACHINES = (
+    *(Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT, Cause.OUTSIDE_WINDOW),
+    *(Cause.KEYS_LOST, Cause.ABSENT),
+)
 
 
 @pytest.mark.parametrize(

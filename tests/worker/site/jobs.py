@@ -35,12 +35,12 @@ def offered(
     )
 
 
-def site_of(folder: Path, *rules: str, more: str = "") -> SiteFile:
-    """A site with the data xray and ct, and rules as TOML."""
+def site_of(folder: Path, *rules: str, more: str = "", head: str = "") -> SiteFile:
+    """A site with the data xray and ct, and rules as TOML. head: keys of the site itself."""
     data = "".join(f'[data.{name}]\nfile = "{name}.safetensors"\n' for name in ("xray", "ct"))
     accept = "".join(f"[[accept]]\n{rule}\n" for rule in rules)
     file = folder / "site.toml"
-    file.write_text(f'site = "st-anna"\n{data}{accept}{more}')
+    file.write_text(f'site = "st-anna"\n{head}{data}{accept}{more}')
     return read_site(file)
 
 

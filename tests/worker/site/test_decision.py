@@ -95,11 +95,6 @@ CODE: dict[str, Any] = {"code": {"digest": DIGEST}}
         ),
         (f'{ANY}\nrequire = ["privacy"]', {}, "require: the job has no privacy"),
         (
-            f'{ANY}\nrequire = ["secure_aggregation"]',
-            {},
-            "require: the job has no secure_aggregation",
-        ),
-        (
             f"{ANY}\nmax_epsilon = 8.0",
             {},
             "max_epsilon: the job names no privacy.target.epsilon",

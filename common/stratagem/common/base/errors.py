@@ -14,7 +14,8 @@
     ├── PermissionDeniedError   it is known who calls, and that one may not
     ├── RefusedBySiteError  a site's own file does not accept the job
     │   ├── SiteClosedError     it would at another hour
-    │   └── BudgetSpentError    the rows there have no privacy left to spend on it
+    │   ├── BudgetSpentError    the rows there have no privacy left to spend on it
+    │   └── KeysLostError       it has no keys of the round of secure aggregation
     ├── UnavailableError    the other side cannot be reached now; a retry may help
     │   └── StandbyError        this coordinator does not lead; another one may
     ├── UserCodeError       the user's model, data, loss or optimizer raised
@@ -129,6 +130,10 @@ class SiteClosedError(RefusedBySiteError):
 
 class BudgetSpentError(RefusedBySiteError):
     """The privacy budget of the rows that are asked for is spent; the message has the numbers."""
+
+
+class KeysLostError(RefusedBySiteError):
+    """A client no longer has, or never had, the keys of a round of secure aggregation."""
 
 
 class UnavailableError(StratagemError):

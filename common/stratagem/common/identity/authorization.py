@@ -90,6 +90,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_WORKER}ApplyGradients": _ORDER,
     f"{_WORKER}Abort": _ORDER,
     f"{_WORKER}CloseSession": _ORDER,
+    f"{_WORKER}SecureRound": _ORDER,
     f"{_WORKER}Describe": _ORDER,
     f"{_WORKER}GetState": AccessRule((Role.COORDINATOR, Role.WORKER), Names.OWN_STATE),
     "/stratagem.v1.PeerService/Send": AccessRule((Role.WORKER,), Names.OWN_RANK),

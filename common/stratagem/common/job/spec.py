@@ -23,6 +23,7 @@ from stratagem.common.job.evaluation.followed_metric import check_followed
 from stratagem.common.job.evaluation_only import check_evaluating
 from stratagem.common.job.execution_section import ExecutionSpec
 from stratagem.common.job.federation.client_state_rules import check_client_state
+from stratagem.common.job.federation.secure_rules import check_secure_aggregation
 from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
@@ -192,6 +193,7 @@ class JobSpec(Section):
                     is_at_workers=self.data.worker_local is not None,
                     is_private=self.privacy is not None,
                 ),
+                *_secure_aggregation(self),
                 *(against_streams(self) if says_stream(self) else ()),
             ]
         )
@@ -369,6 +371,16 @@ def _order_of_sums(job: JobSpec) -> list[Violation]:
         return []
     text = f"{how} adds in an order that depends on the workers; set execution.deterministic: false"
     return [Violation("strategy.options.all_reduce", text)]
+
+
+def _secure_aggregation(job: JobSpec) -> Iterator[Violation]:
+    return check_secure_aggregation(
+        job.strategy,
+        is_coded=job.compression is not None and job.compression.codec != "none",
+        is_private=job.privacy is not None,
+        evaluates_at_clients=job.evaluation is not None and job.data.worker_local is not None,
+        records_clients=job.recording is not None and job.recording.client_steps,
+    )
 
 
 def _compression(job: JobSpec) -> list[Violation]:

@@ -146,7 +146,7 @@ class DocumentValue(metaclass=_MadeInCode):
         for name, plain in write(made).items():
             info, value = cls.__pydantic_fields__[name], getattr(made, name)
             is_default = value == info.get_default(call_default_factory=True)
-            has_nothing_left = isinstance(value, DocumentValue) and not plain
+            has_nothing_left = isinstance(value, DocumentValue) and not plain and is_default
             if not (has_nothing_left or (is_extras and is_default and not info.kw_only)):
                 written[name] = plain
         return written

@@ -23,6 +23,7 @@ from stratagem.common.strategy.ditto import Ditto
 from stratagem.common.strategy.membership_options import Roster, Strikes
 from stratagem.common.strategy.regions import Regions
 from stratagem.common.strategy.robust import RobustRule, fewest_updates
+from stratagem.common.strategy.secure_options import SecureAggregation
 
 if TYPE_CHECKING:
     from stratagem.common.strategy.kinds import StrategyField  # which is made with these options
@@ -82,6 +83,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     never sent. ditto: each client also trains a whole model of its own, near the global one.
     regions: clients, or sites, that are added up together before all are, by region; all at once
     unless given.
+    secure_aggregation: the coordinator learns the sum of the updates and none of them; it sees them
+    all unless given.
     """
 
     local_epochs: SharedCount = 1
@@ -103,6 +106,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     personal: NonEmptyItems[NonEmptyText] | None = None
     ditto: Ditto | None = None
     regions: Regions = None
+    secure_aggregation: SecureAggregation | None = None
 
     def __post_init__(self) -> None:
         if self.round_deadline_s is not None and self.quorum is None:

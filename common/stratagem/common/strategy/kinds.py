@@ -53,6 +53,7 @@ from stratagem.common.strategy.local_steps import (
 from stratagem.common.strategy.regions import check_regions
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
+from stratagem.common.strategy.secure_options import against_secure_aggregation
 from stratagem.common.strategy.weighing import check_weighing
 
 MAX_REPLICAS: Final = 16_384
@@ -234,6 +235,8 @@ class Federated(DocumentValue, tag="type"):
         violations += too_few(options.robust, self._num_selected(), options.quorum)
         violations += check_weighing(options, self.aggregation)
         violations += check_regions(options, self.num_clients)
+        secure = options.secure_aggregation, options, self.num_clients, self._num_selected()
+        violations += against_secure_aggregation(*secure)
         refuse(violations)
 
     def _num_selected(self) -> int:

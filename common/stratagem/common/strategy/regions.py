@@ -89,6 +89,11 @@ def _against(options: "FederatedOptions") -> dict[str, str]:
         found["normalize"] = "how far a round goes depends on the steps of all clients"
     if options.late_updates != "refuse":
         found["late_updates"] = "a late update has another base than the sum of its region"
+    if options.secure_aggregation is not None:
+        found["secure_aggregation"] = "masks go out of the sum of all clients alone"
+    for name in ("personal", "ditto"):
+        if getattr(options, name) is not None:
+            found[name] = "what clients keep to themselves was not tried with regions"
     if options.open_roster is not None:
         found["roster.open"] = "who joins later is in none"
     return found

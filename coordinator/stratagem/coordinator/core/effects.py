@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, assert_never
 
-from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId
+from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.coordinator.core.facts import Accepted, Member, RoundAccounted
 
 
@@ -138,6 +138,53 @@ class TrainClient:
     """Where rows are protected."""
     state: KeptState | None = None
     """What the client has kept from an earlier round; None: it begins anew, or keeps nothing."""
+    attempt: int = 0
+    """Of a secure round."""
+    routed: tuple[int, ...] = field(default=(), compare=False)
+    """The clients among which the update is masked, which are the same in all of an attempt; none:
+    it is not."""
+    num_members: int = 0
+    """The clients that have posted keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecureParty:
+    """The clients of an attempt of a secure round, and what is stored of it so far."""
+
+    attempt: int
+    workers: tuple[tuple[int, WorkerId], ...]
+    """Each client, in order, with the worker that it lives on."""
+    members: tuple[int, ...] = ()
+    """Those that have posted keys."""
+    ring_seed: str = ""
+    directory: Digest = NO_DIGEST
+    shares: Digest = NO_DIGEST
+    routed: tuple[int, ...] = ()
+    """Those that have shared their secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class PostKeys:
+    """Have the clients of a secure round post their public keys."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    clients: SecureParty
+    may_leave_out: bool
+    """The round goes on without clients that are away, if enough are there; else it waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShares:
+    """Have the clients of a secure round seal shares of their secrets for their neighbours."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    clients: SecureParty
+    may_leave_out: bool
+    """As in PostKeys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +258,8 @@ class AggregateRound:
     """Steps that each client has applied; empty where changes are not divided by them."""
     regions: tuple[tuple[int, ...], ...] = ()
     """The accepted updates that are added up together, by their places; empty: all at once."""
+    secure: SecureParty | None = None
+    """Who opens the masks of the sum; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +297,8 @@ Effect = (
     | RunSegment
     | CommitSegment
     | TrainClient
+    | PostKeys
+    | RouteShares
     | AccountRound
     | CollectUpdate
     | JudgeUpdates
@@ -266,7 +317,7 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset({effect.member})
         case CommitSegment() | AccountRound() | CollectUpdate() | JudgeUpdates():
             return frozenset()
-        case AggregateRound() | Release():
+        case AggregateRound() | PostKeys() | RouteShares() | Release():
             return frozenset()
         case _:
             assert_never(effect)

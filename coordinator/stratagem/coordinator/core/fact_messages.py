@@ -181,6 +181,13 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "ClientBenched": lambda e: (
         f"client {e.client} takes no part until round {e.until_round}: {e.reason}"
     ),
+    "KeysPosted": lambda e: f"round {e.round_num}: {counted(len(e.clients), 'client')} posted keys",
+    "SharesRouted": lambda e: (
+        f"round {e.round_num}: {counted(len(e.clients), 'client')} shared secrets"
+    ),
+    "RoundRestarted": lambda e: (
+        f"round {e.round_num}: attempt {e.attempt} with new keys: {e.reason}"
+    ),
     "RoundAccounted": lambda e: (
         f"round {e.round_num}: epsilon {e.epsilon:.3g} at delta {e.delta:g} with it, noise "
         f"{e.noise_multiplier:g} times the clipping norm {e.clip_norm:.4g}"

@@ -14,7 +14,9 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     JudgeUpdates,
+    PostKeys,
     Release,
+    RouteShares,
     RunSegment,
     TrainClient,
 )
@@ -28,6 +30,7 @@ from stratagem.coordinator.effects.federated.aggregate_round import aggregate_ro
 from stratagem.coordinator.effects.federated.collect_update import collect_update
 from stratagem.coordinator.effects.federated.judge_updates import judge_updates
 from stratagem.coordinator.effects.federated.train_client import train_client
+from stratagem.coordinator.effects.secure_aggregation.exchange_keys import exchange
 from stratagem.coordinator.effects.synchronous.build_model import build
 from stratagem.coordinator.effects.synchronous.commit_segment import commit_segment
 from stratagem.coordinator.effects.synchronous.release_run import release
@@ -82,6 +85,8 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await commit_segment(env, effect)
         case TrainClient():
             await train_client(env, effect)
+        case PostKeys() | RouteShares():
+            await exchange(env, effect)
         case AccountRound():
             await account_round(env, effect)
         case CollectUpdate():

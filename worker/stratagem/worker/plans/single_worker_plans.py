@@ -14,10 +14,12 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
+from stratagem.common.base.ids import Party
 from stratagem.common.base.wording import values_text
 from stratagem.common.job import InitialSpec, JobSpec
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.secure_aggregation.transcripts import SecureRound
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose
 from stratagem.v1 import worker_pb2 as pb
@@ -44,6 +46,7 @@ from stratagem.worker.plans.client_state import (
 from stratagem.worker.plans.client_update_codec import coded_update
 from stratagem.worker.plans.row_round import begin_rows
 from stratagem.worker.plans.structural_fields import structural
+from stratagem.worker.secure_aggregation.masked_update import masked_update
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.profiling import StepRecorder
 from stratagem.worker.session.session_states import Frozen, freeze
@@ -145,7 +148,9 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         timer.end(done.num_samples * _local_epochs(work.job))
     work.control.check()
     done, state_digest = keep(work, done, plan, model)
-    if plan.clip_norm:
+    if isinstance(work.job.strategy, Federated) and work.job.strategy.options.secure_aggregation:
+        update, result = _masked(work, done, base, plan), _nothing_of(done)
+    elif plan.clip_norm:
         update, result = _private(done, base, plan, work.segment), _nothing_of(done)
     elif own is not None:
         update, result = _plain(work, done, plan), own.result(done)
@@ -200,9 +205,27 @@ def _private(
     return freeze(change.tensors, metadata, Purpose.UPDATE, weight=1.0)
 
 
+def _masked(
+    work: ExecutionContext, done: ClientRound, base: Mapping[str, Tensor], plan: pb.ClientRoundPlan
+) -> Frozen:
+    """Return the masked change as the update. Raises RefusedBySiteError where the client has no
+    secrets of this round, or has used them for another update."""
+    if not plan.HasField("secure_mask"):
+        raise RefusedBySiteError("secure_aggregation: the plan asks for an update without masks")
+    party = Party(work.key.party.rpartition("/")[0])
+    of_round = SecureRound(work.key.run_id, party, work.segment, plan.secure_mask.attempt)
+    routed = tuple(plan.secure_mask.routed)
+    secure = work.host.secure
+    masking = secure.masking(of_round, plan.client, work.request.job_json, routed)
+    weight = masking.spec.weight(done.num_samples)
+    masked = masked_update(base, done.tensors, masking, weight)
+    secure.keep_update(of_round, plan.client, routed, masked.digest)
+    return freeze(masked.tensors, {}, Purpose.UPDATE, weight=1.0)
+
+
 def _nothing_of(done: ClientRound) -> pb.ClientRoundResult:
-    """Return the result of a private client: its loss, its rows and the time it took stay here, and
-    only that it has learned nothing is told, as a loss that is not finite."""
+    """Return the result of a private or a masked client: its loss, its rows and the time it took
+    stay here, and only that it has learned nothing is told, as a loss that is not finite."""
     num_skipped = done.metrics.get("skipped_steps", 0)
     has_learned = math.isfinite(done.loss) and num_skipped < done.num_steps
     loss = 0.0 if has_learned else math.nan

@@ -61,6 +61,9 @@ from stratagem.worker.process.tunnel import Tunnel
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
 from stratagem.worker.process.worker_security import WorkerSecurity, server_socket
 from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
+from stratagem.worker.secure_aggregation.secret_store import SecretStore
+from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
+from stratagem.worker.secure_aggregation.signing import WorkerSigner
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
@@ -156,7 +159,8 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         channel = CoordinatorChannel(coordinators, open_one)
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
-        host = _host(settings, thread, mesh, reach, site)
+        secure = _secure_rounds(settings, security, site)
+        host = _host(settings, thread, mesh, reach, site, secure)
         host.last_words.explain_faults()
         sessions = Sessions(host, settings.max_sessions)
         monitor = WorkerMonitor(process, host, sessions)
@@ -338,6 +342,7 @@ def _host(
     mesh: MeshOffer,
     reach: Reach,
     site: SiteGate | None,
+    secure: SecureRounds,
 ) -> Host:
     incarnation = new_incarnation()
     last_words = LastWords(
@@ -368,6 +373,7 @@ def _host(
         privacy_secret=_privacy_secret(settings),
         site=site,
         clock=CoordinatorClock(),
+        secure=secure,
         readers=WorkerReaders(settings.max_readers),
         client_states=_client_states(settings),
     )
@@ -391,6 +397,14 @@ def _client_states(settings: WorkerSettings) -> ClientStateStore | None:
         return None
     folder = settings.data_dir / f"clients-{settings.worker_id}"
     return ClientStateStore(folder, settings.worker_id)
+
+
+def _secure_rounds(
+    settings: WorkerSettings, security: WorkerSecurity, site: SiteGate | None
+) -> SecureRounds:
+    folder = settings.data_dir and settings.data_dir / f"secure-{settings.worker_id}"
+    signer = WorkerSigner(security.proof.tls, security.revoked)
+    return SecureRounds(SecretStore(folder), signer, site)
 
 
 def _user_code(settings: WorkerSettings) -> UserCode:

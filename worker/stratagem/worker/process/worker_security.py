@@ -30,8 +30,8 @@ class WorkerSecurity:
         self.proof = Proof(tls)
         if settings.revoked_file is not None and tls is None:
             raise InvalidInputError.at("revoked_file", "needs --tls-ca, --tls-cert and --tls-key")
-        revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
-        self.gate = Authorizer(_trust_domain(tls, settings.worker_id), revoked=revoked)
+        self.revoked = None if settings.revoked_file is None else RevokedFile(settings.revoked_file)
+        self.gate = Authorizer(_trust_domain(tls, settings.worker_id), revoked=self.revoked)
         self.data_plane = settings.data_plane or ("trusted" if tls is None else "tls")
         if self.data_plane == "tls" and tls is None:
             raise InvalidInputError.at("data_plane", "tls needs --tls-ca, --tls-cert, --tls-key")

@@ -204,6 +204,7 @@ class Sessions:
         if ref is None:
             self._run_caches.pop(run_id, None)
             self._host.blobs.drop_run(run_id)
+            self._host.secure.forget_run(run_id)
             self._host.thread.submit(lambda: self._host.readers.close(run_id))
             self._host.thread.submit(lambda: self._host.user_code.bundles.drop_run(run_id))
             # After the sessions have left their parties, which happens in the same thread.

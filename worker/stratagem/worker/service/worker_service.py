@@ -211,6 +211,15 @@ class WorkerServicer(WorkerServiceServicer):
         self.sessions.close(run_id, ref)
         return pb.CloseSessionResponse()
 
+    async def SecureRound(
+        self, request: pb.SecureRoundRequest, context: Context
+    ) -> pb.SecureRoundResponse:
+        # A round has keys of its own attempt, so its steps are fenced by the term alone.
+        await self.sessions.fences.check_term(request.fence.term)
+        answer = await asyncio.to_thread(self._host.secure.answer, request)
+        failpoint("worker.secure.answered")
+        return answer
+
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         described = pb.DescribeResponse(
             worker_id=self._host.worker_id,

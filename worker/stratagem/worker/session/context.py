@@ -49,6 +49,9 @@ from stratagem.worker.host.worker_blob_cache import Blob, ReceivedBlobs
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerHub
 from stratagem.worker.pipeline.activation_store import ActivationStore
+from stratagem.worker.secure_aggregation.secret_store import SecretStore
+from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
+from stratagem.worker.secure_aggregation.signing import WorkerSigner
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
@@ -105,6 +108,10 @@ class Host:
     said_changes: dict[tuple[str, str], None] = field(default_factory=dict)
     """Run and module of what was said about changed code, the oldest first. Used by the torch
     thread."""
+    secure: SecureRounds = field(
+        default_factory=lambda: SecureRounds(SecretStore(None), WorkerSigner())
+    )
+    """The secrets of secure aggregation. Used from any thread."""
     readers: WorkerReaders = field(default_factory=lambda: WorkerReaders(0))
     """Used by the torch thread."""
     client_states: ClientStateStore | None = None

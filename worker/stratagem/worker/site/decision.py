@@ -15,12 +15,16 @@ from zoneinfo import ZoneInfo
 from stratagem.common.code.signatures import is_signed
 from stratagem.common.job import JobSpec
 from stratagem.common.job.derived_jobs import entry_points_by_field
+from stratagem.common.secure_aggregation.neighbourhoods import is_complete, shares_needed
 from stratagem.common.strategy import All, Federated, Random
 from stratagem.worker.site.site_file import AcceptRule, SiteFile
 from stratagem.worker.site.windows import opening, parse_window, told
 
 PLANS: Final = ("build", "client_round", "evaluate")
 """What a site is asked for by the coordinator of a federation; nothing else is carried out."""
+
+LEAST_THRESHOLD: Final = 2 / 3
+"""With fewer signers two sets of survivors could each have enough, and their sums be subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Offer:
     """"client/maria"; empty: the coordinator knows nobody."""
     clip_norm: float = 0.0
     """The 2-norm that the plan wants the update to have at most; 0: as long as it is."""
+    is_masked: bool = False
+    """The plan wants the update under masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,11 @@ def _against_everywhere(offer: Offer) -> Iterator[str]:
     is_clipped = offer.clip_norm > 0 or job.privacy is None or job.privacy.unit == "row"
     if offer.plan == "client_round" and not is_clipped:
         yield "privacy: the plan asks for an update that is not clipped, and the job has privacy"
+    is_secure = (
+        isinstance(job.strategy, Federated) and job.strategy.options.secure_aggregation is not None
+    )
+    if is_secure and offer.plan == "client_round" and not offer.is_masked:
+        yield "secure_aggregation: the plan asks for an update without masks"
     if job.execution.profiling:
         yield "execution.profiling: a site records nothing of what it does; leave it out"
     if job.recording is not None and job.recording.client_steps:
@@ -174,15 +185,24 @@ def _against_strategy(rule: AcceptRule, job: JobSpec) -> Iterator[_Against]:
 
 def _updates_of_a_round(job: JobSpec, spec: Federated) -> int:
     """Return the number of updates without which no round of the job closes."""
-    quorum, roster = spec.options.quorum, spec.options.open_roster
+    quorum = spec.options.quorum
+    secure = spec.options.secure_aggregation
+    if secure is not None:  # too few survivors make no round, whatever the quorum
+        return shares_needed(secure.threshold, _fewest_selected(job, spec))
     if quorum is None:
         return 1
-    selected = _selected(job, spec, spec.num_clients if roster is None else roster.min_clients)
-    if roster is None and spec.options.strikes is not None:
-        selected = 1  # the others may sit on the bench
+    selected = _fewest_selected(job, spec)
     if isinstance(quorum, int):
         return min(quorum, selected)
     return max(1, math.ceil(quorum * selected - 1e-9))
+
+
+def _fewest_selected(job: JobSpec, spec: Federated) -> int:
+    """Return the clients that a round may be opened with, at least."""
+    roster = spec.options.open_roster
+    if roster is None and spec.options.strikes is not None:
+        return 1  # the others may sit on the bench
+    return _selected(job, spec, spec.num_clients if roster is None else roster.min_clients)
 
 
 def _selected(job: JobSpec, spec: Federated, num_clients: int) -> int:
@@ -207,9 +227,23 @@ def epsilon_of(job: JobSpec) -> float | None:
     return None if job.privacy is None else job.privacy.target.epsilon
 
 
+def _not_secure(job: JobSpec) -> str:
+    """Return why a job's updates are not hidden from a coordinator that deviates; "" where they
+    are."""
+    strategy = job.strategy
+    spec = strategy.options.secure_aggregation if isinstance(strategy, Federated) else None
+    if spec is None or not isinstance(strategy, Federated):
+        return "the job has no secure_aggregation"
+    if not is_complete(strategy.num_clients, spec.degree):
+        return "secure_aggregation.degree: the coordinator would draw who shares with whom"
+    if spec.threshold < LEAST_THRESHOLD:
+        return f"secure_aggregation.threshold {spec.threshold:g} is less than {LEAST_THRESHOLD:g}"
+    return ""
+
+
 def _against_privacy(rule: AcceptRule, job: JobSpec, spent: float) -> Iterator[_Against]:
-    if "secure_aggregation" in rule.require:
-        yield _Against("require", "the job has no secure_aggregation")
+    if "secure_aggregation" in rule.require and (why := _not_secure(job)):
+        yield _Against("require", why)
     if "privacy" in rule.require and job.privacy is None:
         yield _Against("require", "the job has no privacy")
     elif "privacy" in rule.require and job.privacy is not None and job.privacy.noise == "seeded":

@@ -14,10 +14,12 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import AfterValidator, PlainValidator, model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.code.signatures import read_public_keys
+from stratagem.common.identity.tls_files import certificates_in
 from stratagem.common.job.sections import check_tensor_file
 from stratagem.common.schema.document import Section, one_of, only_with, refuse
 from stratagem.common.schema.field_types import (
@@ -55,6 +57,13 @@ def _check_code(value: object) -> str | tuple[str, ...]:
     return tuple(value)
 
 
+def _check_fingerprint(value: str) -> str:
+    if not _DIGEST.fullmatch(value):
+        text = "is not sha256: and the 64 hex digits of a certificate's fingerprint"
+        raise InvalidInputError(f"{value!r} {text}")
+    return value
+
+
 def _check_window(value: str) -> str:
     parse_window(value)
     return value
@@ -82,6 +91,7 @@ def _read_data(value: object) -> Mapping[str, "SiteDataSpec"]:
 
 
 Code: TypeAlias = Annotated[Any, PlainValidator(_check_code)]
+Fingerprint: TypeAlias = Annotated[str, AfterValidator(_check_fingerprint)]
 Window: TypeAlias = Annotated[str, AfterValidator(_check_window)]
 Zone: TypeAlias = Annotated[str, AfterValidator(_check_zone)]
 
@@ -162,7 +172,9 @@ class SiteSpec(Section):
 
     site: the name under which refusals and the audit speak of the site. share_errors: of an error
     of the job, type tells the exception's type and where in the job's code it was raised; message
-    its message, too, in which a row may stand.
+    its message, too, in which a row may stand. peers, peer_authority: whose certificates count in
+    secure aggregation: those with one of these SHA-256 fingerprints, and those that an authority in
+    this PEM file has issued; without both the coordinator is trusted to follow the protocol.
     """
 
     site: Name
@@ -170,6 +182,25 @@ class SiteSpec(Section):
     accept: NonEmptyItems[AcceptRule]
     audit: AuditSpec = AuditSpec()
     share_errors: Literal["type", "message"] = "type"
+    peers: Items[Fingerprint] = ()
+    peer_authority: NonEmptyText | None = None
+
+    @model_validator(mode="after")
+    def _knows_its_peers(self) -> Self:
+        if self.peers or self.peer_authority is not None:
+            return self
+        text = (
+            '"secure_aggregation" needs peers or peer_authority: a coordinator that chooses whose '
+            "keys are believed can make up the others"
+        )
+        refuse(
+            [
+                Violation(f"accept[{i}].require", text)
+                for i, rule in enumerate(self.accept)
+                if "secure_aggregation" in rule.require
+            ]
+        )
+        return self
 
     @model_validator(mode="after")
     def _rules_fit(self) -> Self:
@@ -186,6 +217,15 @@ class SiteSpec(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerPins:
+    """Whose certificates a site believes in. fingerprints: SHA-256 of certificates, hexadecimal.
+    authorities: in DER; either is enough."""
+
+    fingerprints: frozenset[str] = frozenset()
+    authorities: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SiteFile:
     """The site's file with what it names: keys of code, the digest of the consent."""
 
@@ -199,6 +239,8 @@ class SiteFile:
     """By the file that a rule's `code` names."""
     files: tuple[Path, ...]
     """All that was read: when one of them changes, the file is read again."""
+    pins: PeerPins | None = None
+    """Whose certificates count in secure aggregation; None: those of any worker."""
 
     def path(self, name: str) -> Path:
         """Return the path of a file that the site's file names: relative ones are beside it."""
@@ -232,4 +274,18 @@ def read_site(file: Path) -> SiteFile:
         except OSError as error:
             raise InvalidInputError.at("audit.consent", f"{path}: {error.strerror}") from None
     digest = hashlib.sha256(raw).hexdigest()
-    return SiteFile(spec, folder, digest, consent, keys, tuple(files))
+    pins = _pins(spec, folder, files)
+    return SiteFile(spec, folder, digest, consent, keys, tuple(files), pins)
+
+
+def _pins(spec: SiteSpec, folder: Path, files: list[Path]) -> PeerPins | None:
+    if not spec.peers and spec.peer_authority is None:
+        return None
+    authorities: tuple[bytes, ...] = ()
+    if spec.peer_authority is not None:
+        path = folder / spec.peer_authority
+        files.append(path)
+        found = certificates_in("peer_authority", path)
+        authorities = tuple(each.public_bytes(Encoding.DER) for each in found)
+    fingerprints = frozenset(each.removeprefix("sha256:") for each in spec.peers)
+    return PeerPins(fingerprints, authorities)

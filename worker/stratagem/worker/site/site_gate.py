@@ -91,8 +91,10 @@ class SiteGate:
                 raise
             record = self._record(site, request, job)
             plan = request.WhichOneof("plan") or ""
-            clip_norm = request.client_round.clip_norm
-            offer = Offer(job, plan, request.submitted_by, clip_norm)
+            client_round = request.client_round
+            is_masked = client_round.HasField("secure_mask")
+            clip_norm = client_round.clip_norm
+            offer = Offer(job, plan, request.submitted_by, clip_norm, is_masked)
             spent = self._audit.spent(request.session.run_id)
             verdict = decide(site, offer, now, spent)
             if isinstance(verdict, FitsRule):
@@ -103,6 +105,10 @@ class SiteGate:
             if verdict.opens is None:
                 raise RefusedBySiteError(verdict.reason)
             raise SiteClosedError(verdict.reason, (verdict.opens - now).total_seconds())
+
+    def write(self, fields: dict[str, JSON]) -> None:
+        """Write a line into the audit. Raises RefusedBySiteError where it cannot be written."""
+        self._note(fields, self._clock())
 
     def _newest(self) -> SiteFile:
         """Return the file as it is now. Raises RefusedBySiteError where it has become wrong."""

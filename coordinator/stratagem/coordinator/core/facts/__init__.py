@@ -65,6 +65,10 @@ from stratagem.coordinator.core.facts.run_facts import RunReleased as RunRelease
 from stratagem.coordinator.core.facts.run_facts import RunResumed as RunResumed
 from stratagem.coordinator.core.facts.run_facts import RunSubmitted as RunSubmitted
 from stratagem.coordinator.core.facts.run_facts import StoppedEarly as StoppedEarly
+from stratagem.coordinator.core.facts.secure_facts import KeysPosted as KeysPosted
+from stratagem.coordinator.core.facts.secure_facts import LeftOut as LeftOut
+from stratagem.coordinator.core.facts.secure_facts import RoundRestarted as RoundRestarted
+from stratagem.coordinator.core.facts.secure_facts import SharesRouted as SharesRouted
 
 ROOT = Party("")
 
@@ -101,6 +105,9 @@ Fact = (
     | ClientsSelected
     | ClientsAssigned
     | ClientStateLost
+    | KeysPosted
+    | SharesRouted
+    | RoundRestarted
     | UpdateReceived
     | UpdateRejected
     | RoundWaits

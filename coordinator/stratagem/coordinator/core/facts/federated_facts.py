@@ -110,6 +110,8 @@ class UpdateReceived(Value):
     client_state: Digest = Digest("")
     """Of what the client keeps to itself from this round on, at its worker; "" where it keeps
     nothing."""
+    attempt: int = 0
+    """Of a secure round: the attempt that it is masked for."""
 
 
 class ClientStateLost(Value):
@@ -131,6 +133,8 @@ class UpdateRejected(Value):
     error: ErrorRecord | None = None
     opens_in_s: float = 0.0
     """Of a site that is closed: seconds until it opens; 0: not known."""
+    attempt: int = 0
+    """As in UpdateReceived."""
 
 
 class RoundWaits(Value):

@@ -31,6 +31,10 @@ class Cause(StrEnum):
     """The client's site takes part at certain times only, and this is none of them: no failure."""
     BUDGET = "budget"
     """The privacy budget of the client's rows is spent: no failure."""
+    KEYS_LOST = "keys_lost"
+    """The client no longer has its keys of a secure round: its worker was restarted."""
+    ABSENT = "absent"
+    """The client's worker was not there when the keys of a secure round were exchanged."""
     LATE = "late"
     """The round was closed without the client; never journaled."""
     UNKNOWN = "unknown"
@@ -40,7 +44,10 @@ class Cause(StrEnum):
     def is_of_the_job(self) -> bool:
         """True when another run of the job would fail in the same way: machines have no part in
         it."""
-        machines = (Cause.MEMORY, Cause.CRASHED, Cause.TIMEOUT)
+        machines = (
+            *(Cause.MEMORY, Cause.CRASHED, Cause.TIMEOUT),
+            *(Cause.KEYS_LOST, Cause.ABSENT),
+        )
         return self not in machines and self is not Cause.OUTSIDE_WINDOW
 
     @property
@@ -48,4 +55,5 @@ class Cause(StrEnum):
         """True when the client's data, code or machine has failed; False when it was not willing,
         came too late, or nothing is known."""
         unwilling = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
-        return self not in (*unwilling, Cause.LATE, Cause.UNKNOWN)
+        no_fault = (*unwilling, Cause.KEYS_LOST, Cause.ABSENT)
+        return self not in (*no_fault, Cause.LATE, Cause.UNKNOWN)

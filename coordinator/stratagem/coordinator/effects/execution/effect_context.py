@@ -17,6 +17,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import push_frames
+from stratagem.common.strategy.kinds import MAX_CLIENTS
 from stratagem.common.tensors.manifest import Manifest, to_proto
 from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
@@ -129,8 +130,12 @@ class EffectContext:
             party = Party(party.rpartition("/")[0])
         return known.get(party, "")
 
-    def spool_key(self, run_id: RunId, party: Party, round_num: int, client: int) -> SpoolKey:
-        """Return the key under which the update of a client is stored in the spool."""
+    def spool_key(
+        self, run_id: RunId, party: Party, round_num: int, client: int, attempt: int = 0
+    ) -> SpoolKey:
+        """Return the key under which the update of a client is stored in the spool. attempt: of a
+        secure round; another one has other masks, so what is there of the one before is none."""
+        client += attempt * MAX_CLIENTS
         run = self.state.runs.get(run_id)
         of_run = SpoolRun(run_id) if run is None else SpoolRun.of(run)
         return SpoolKey(of_run, party, round_num, client)

@@ -14,9 +14,11 @@ from stratagem.common.strategy import FedProx
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
-from stratagem.coordinator.core.facts import RunFailed, SegmentCommitted
+from stratagem.coordinator.core.facts import RoundRestarted, RunFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
+from stratagem.coordinator.effects.secure_aggregation.masked_sum import OpenedMasks
+from stratagem.coordinator.effects.secure_aggregation.open_masks import opened_masks
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
 from stratagem.coordinator.strategies.federated.round_decisions import next_trainers
@@ -33,6 +35,7 @@ from stratagem.coordinator.updates.folding.server_optimizers import server_optim
 from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.privacy.round_noise import FROZEN_KEY
 from stratagem.coordinator.updates.robust.rules import combination, places_read
+from stratagem.coordinator.updates.secure.secure_mean import SecureMean, SumError
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
@@ -45,8 +48,15 @@ Header = tuple[Manifest, int]
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
     """Fold in a thread, commit the blob, report SegmentCommitted, and empty the round's spool."""
+    masks = await opened_masks(env, effect) if effect.secure is not None else None
+    if isinstance(masks, RoundRestarted | RunFailed):
+        await env.report(effect.run_id, masks)
+        return
     try:
-        folded, header, clip_norm = await _folded(env, effect)
+        folded, header, clip_norm = await _folded(env, effect, masks)
+    except SumError as error:
+        await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
+        return
     except SecretLostError as error:
         await env.report(effect.run_id, RunFailed(reason=f"round {effect.round_num}: {error}"))
         return
@@ -70,14 +80,14 @@ async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
 
 
 async def _folded(
-    env: EffectContext, effect: AggregateRound
+    env: EffectContext, effect: AggregateRound, masks: OpenedMasks | None
 ) -> tuple[Folded, Header, float | None]:
     """Return what the fold has written, and the clipping norm of the next round of a private
     run."""
     entries = await env.in_thread(lambda: accepted_entries(env, effect))
     cancelled = threading.Event()
     try:
-        return await env.in_thread(lambda: _fold(env, effect, entries, cancelled))
+        return await env.in_thread(lambda: _fold(env, effect, entries, masks, cancelled))
     except (IntegrityError, FileNotFoundError):
         env.spool.distrust(entries)  # where there is an object store, they are fetched again
         raise
@@ -112,7 +122,10 @@ def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) 
     entries = []
     for accepted in effect.accepted:
         round_num = effect.round_num - accepted.staleness
-        key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client)
+        attempt = 0
+        if isinstance(effect, AggregateRound) and effect.secure is not None:
+            attempt = effect.secure.attempt
+        key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client, attempt)
         entry = env.spool.entry(key, accepted.digest)
         if entry is None or entry.digest != accepted.digest:
             where = f"round {round_num}, client {accepted.client}"
@@ -125,6 +138,7 @@ def _fold(
     env: EffectContext,
     effect: AggregateRound,
     entries: list[SpoolEntry],
+    masks: OpenedMasks | None,
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
     """Write the next state; for a thread."""
@@ -156,11 +170,15 @@ def _fold(
         _, state = open_state(files, env.blobs, effect.base.digest)
         if private is not None:
             combined = private.mean(manifest, state)
-        elif rule := spec_of(job).options.robust:
-            places = places_read(rule, len(entries), effect.weights)
+        elif masks is not None:
+            rule = masks.rule(env.job_of(effect.run_id, effect.party))
+            combined = SecureMean(entries, masks.keys, rule, manifest, state)
+            entries, weights = [], []
+        elif robust := spec_of(job).options.robust:
+            places = places_read(robust, len(entries), effect.weights)
             entries, weights = [entries[i] for i in places], [1.0] * len(places)
             counted = [effect.weights[i] for i in places] if effect.weights else weights
-            combined = combination(rule, counted, state)
+            combined = combination(robust, counted, state)
         elif spec_of(job).options.q is not None or spec_of(job).options.normalize is not None:
             shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
             combined = ScaledChanges(shares, manifest, state)

@@ -39,6 +39,7 @@ async def reject(
         cause=cause,
         error=error,
         opens_in_s=opens_in_s,
+        attempt=effect.attempt if isinstance(effect, TrainClient) else 0,
     )
     await report_update(env, effect, fact)
 

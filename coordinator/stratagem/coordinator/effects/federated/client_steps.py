@@ -22,7 +22,8 @@ MAX_STRIDE = 1 << 52
 
 def party_of(effect: TrainClient) -> Party:
     """Return the party that a client is: its session, and its history, have the name."""
-    return child_party(effect.party, f"client{effect.client}")
+    again = f"-{effect.attempt}" if effect.attempt else ""  # it masks another update
+    return child_party(effect.party, f"client{effect.client}{again}")
 
 
 class RecordedRound:

@@ -38,6 +38,7 @@ from stratagem.coordinator.effects.federated.client_states import (
 from stratagem.coordinator.effects.federated.client_steps import RecordedRound, party_of
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
+from stratagem.coordinator.effects.secure_aggregation.masked_sum import masked_manifest
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
 from stratagem.coordinator.effects.synchronous.run_segment import of_training
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
@@ -61,6 +62,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         clip_norm=effect.clip_norm,
         state=client_state_ref(effect.state),
         kept_rounds=kept_rounds(env, effect),
+        secure_mask=_secure_mask(effect),
     )
     if effect.rows is not None:
         try:
@@ -105,6 +107,12 @@ def _loss_before(done: worker_pb2.ClientRoundResult) -> float | None:
     return done.loss_before if done.HasField("loss_before") else None
 
 
+def _secure_mask(effect: TrainClient) -> worker_pb2.SecureMask | None:
+    if not effect.routed:
+        return None
+    return worker_pb2.SecureMask(attempt=effect.attempt, routed=effect.routed)
+
+
 async def _trained(
     env: EffectContext,
     effect: TrainClient,
@@ -137,7 +145,8 @@ def _look(env: EffectContext, effect: TrainClient) -> Looked:
 
 
 def _key(env: EffectContext, effect: TrainClient) -> SpoolKey:
-    return env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
+    of_round = effect.run_id, effect.party, effect.round_num
+    return env.spool_key(*of_round, effect.client, effect.attempt)
 
 
 async def _collect(
@@ -177,6 +186,7 @@ async def _collect(
         ),
         spent=spent_of(result),
         client_state=Digest(result.state_digest),
+        attempt=effect.attempt,
     )
     await report_update(env, effect, received, histories)
 
@@ -201,6 +211,8 @@ async def _pull(
     if done is not None:
         return done
     expected, _ = await env.header(effect.base.digest)
+    if effect.routed:
+        expected = masked_manifest(env, effect.run_id, effect.party, expected, effect.num_members)
     with closing(decoding_of(env, effect, expected, [effect.base.digest])) as decoding:
         return await _pull_to_spool(env, effect, result, decoding, offset)
 

@@ -35,6 +35,7 @@ from stratagem.coordinator.core.facts import (
     ClientStateLost,
     Evaluated,
     Fact,
+    KeysPosted,
     Member,
     MembersFormed,
     ModelBuilt,
@@ -42,8 +43,10 @@ from stratagem.coordinator.core.facts import (
     RosterFormed,
     RoundAccounted,
     RoundClosed,
+    RoundRestarted,
     RunResumed,
     SegmentCommitted,
+    SharesRouted,
     UpdateReceived,
     UpdateRejected,
     UpdatesJudged,
@@ -77,13 +80,15 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
     after_commit,
     again_after_resumption,
+    again_with_new_keys,
+    deadline_of,
     evaluates_at_clients,
     in_round,
     spec_of,
 )
 from stratagem.coordinator.strategies.federated.federated_status import status, usable
 from stratagem.coordinator.strategies.federated.model_building import build_failed, fit, with_build
-from stratagem.coordinator.strategies.federated.round_closing import ask_again, close
+from stratagem.coordinator.strategies.federated.round_closing import ask_again, begin_again, close
 from stratagem.coordinator.strategies.federated.round_decisions import (
     assign,
     bench,
@@ -137,7 +142,7 @@ def decide_round(
         return _next_round(job, value, world, workers, now_s)
     if value.is_closed:
         return None
-    ended = crashed(value) or close(job, value, workers, now_s)
+    ended = crashed(value) or begin_again(job, value, now_s) or close(job, value, workers, now_s)
     return ended or ask_again(job, value, workers) or train(workers)
 
 
@@ -214,6 +219,10 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
         case UpdateRejected() if open_roster.is_refusal(job, fact):
             again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
             return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
+        case SharesRouted():
+            return replace(in_round(value, fact), deadline_s=deadline_of(job, now_s))
+        case RoundRestarted():
+            return again_with_new_keys(job, value, fact.attempt, now_s)
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:
@@ -239,6 +248,13 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
         case SegmentCommitted():
             is_next = value.is_closed and fact.segment == value.round_num
             return "" if is_next else f"round {value.round_num} is to be committed next"
+        case KeysPosted() | SharesRouted():
+            is_open = value.is_opened and not value.is_closed and fact.round_num == value.round_num
+            return value.secure.refuses(fact) if is_open else f"round {fact.round_num} is not open"
+        case RoundRestarted():
+            is_next = value.is_closed and fact.attempt == value.secure.attempt + 1
+            is_due = is_next and fact.round_num == value.round_num
+            return "" if is_due else f"round {fact.round_num} is not to be restarted"
         case UpdatesJudged():
             is_due = (
                 bool(value.accepted) and not value.weights and fact.round_num == value.round_num
@@ -278,7 +294,7 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
     bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
     kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
     kept |= {*value.server_state} if value.committed else set()
-    return frozenset(kept) | late_updates.blobs(value)
+    return frozenset(kept) | late_updates.blobs(value) | value.secure.blobs
 
 
 def progress(value: FederatedRun) -> NestedProgress:
@@ -347,6 +363,8 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
         return f"client {client} has answered round {round_num} already" if answered else ""
     if round_num != value.round_num or value.is_closed:
         return f"round {round_num} is closed"
+    if fact.attempt != value.secure.attempt:
+        return f"attempt {fact.attempt} of round {round_num} is over"
     if client not in value.selected:
         return f"client {client} was not selected in round {round_num}"
     if client in value.updates or client in value.rejected:

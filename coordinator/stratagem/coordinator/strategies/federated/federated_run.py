@@ -21,11 +21,13 @@ from stratagem.coordinator.core.facts import (
     ClientsAssigned,
     ClientsSelected,
     Fact,
+    KeysPosted,
     Member,
     RoundAccounted,
     RoundClosed,
     RoundWaits,
     SegmentCommitted,
+    SharesRouted,
     UpdateReceived,
     UpdateRejected,
     UpdatesJudged,
@@ -36,6 +38,8 @@ from stratagem.coordinator.strategies.privacy import privacy_ledger, row_ledger
 from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger
 from stratagem.coordinator.strategies.privacy.row_ledger import RowLedger
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+from stratagem.coordinator.strategies.secure_aggregation import secure_setup
+from stratagem.coordinator.strategies.secure_aggregation.secure_setup import SecureSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class FederatedRun:
     attendance: Attendance = field(default_factory=Attendance)
     client_states: ClientStates | None = None
     """What the clients keep to themselves; None where they keep nothing."""
+    secure: SecureSetup = field(default_factory=SecureSetup)
+    """Of a round with secure aggregation: what its clients have exchanged."""
 
     def left_unanswered(self) -> set[int]:
         """Return the selected clients that have left without an answer."""
@@ -223,6 +229,10 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
                 attendance=attendance,
             )
             return reassigned(opened, value.assigned)
+        case KeysPosted() | SharesRouted():
+            rejected = {**value.rejected, **secure_setup.rejections(fact)}
+            exchanged = replace(value, rejected=rejected, secure=value.secure.with_fact(fact))
+            return reassigned(exchanged, value.assigned)
         case ClientsAssigned():
             return with_assignments(value, fact)
         case UpdateReceived():
@@ -272,6 +282,9 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
 def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
     """Restart the open round after a resumption: workers have forgotten the run, clients that have
     failed are asked again, and the round has its whole time."""
+    if spec_of(job).options.secure_aggregation is not None and value.is_opened:
+        # The workers have forgotten the secrets of the run.
+        value = again_with_new_keys(job, value, value.secure.attempt + 1, now_s)
     time_s = spec_of(job).options.round_deadline_s
     has_deadline = time_s is not None and value.is_opened and not value.is_closed
     fresh = replace(
@@ -288,6 +301,28 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
         attendance=value.attendance.resumed(),
     )
     return reassigned(fresh, {})
+
+
+def again_with_new_keys(
+    job: JobSpec, value: FederatedRun, attempt: int, now_s: float
+) -> FederatedRun:
+    """Restart the open round with secure aggregation: what was masked cannot be unmasked."""
+    fresh = replace(
+        value,
+        secure=SecureSetup(attempt),
+        is_closed=False,
+        accepted=(),
+        updates={},
+        rejected=secure_setup.cured(value.rejected),
+        deadline_s=deadline_of(job, now_s),
+    )
+    return reassigned(fresh, value.assigned)
+
+
+def deadline_of(job: JobSpec, now_s: float) -> float | None:
+    """Return when a round that is opened now closes with what it has; None: never."""
+    time_s = spec_of(job).options.round_deadline_s
+    return None if time_s is None else now_s + time_s
 
 
 def task_of(client: int) -> str:
@@ -343,6 +378,7 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
         num_unassigned=0,
         updates={},
         rejected={},
+        secure=SecureSetup(),
         rejections=_with_rejections(value),
         attendance=value.attendance.after_round(has_strikes, value.updates, value.rejected),
         is_waiting=False,

@@ -81,6 +81,9 @@ def _of_round(job: JobSpec, value: FederatedRun, world: World) -> tuple[RunPhase
         )
         count += f"; that is too few: it waits for {waits_for}"
         return RunPhase.RECOVERING, "TRAINING", count
+    is_secure = spec_of(job).options.secure_aggregation is not None
+    if is_secure and not value.secure.routed:
+        return RunPhase.RUNNING, "SHARING", f"{count}; keys and shares are exchanged"
     if value.late:
         count += f", {len(value.late)} of earlier rounds train on"
     if lost := lacking(value, world.holds):

@@ -184,6 +184,9 @@ def training(
         clip_norm=value.ledger.round.clip_norm if value.ledger and value.ledger.round else 0.0,
         rows=None if value.rows is None else row_ledger.asked(value.rows, client),
         state=None if states is None else states.newest.get(client),
+        attempt=value.secure.attempt,
+        routed=value.secure.routed,
+        num_members=len(value.secure.members),
     )
 
 

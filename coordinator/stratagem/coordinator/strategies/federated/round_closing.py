@@ -12,6 +12,7 @@ from stratagem.coordinator.core.facts import (
     Accepted,
     Fact,
     RoundClosed,
+    RoundRestarted,
     RoundWaits,
     RunFailed,
 )
@@ -29,8 +30,40 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
 )
 from stratagem.coordinator.strategies.privacy.privacy_ledger import privacy_metrics
 from stratagem.coordinator.strategies.privacy.row_ledger import row_metrics
+from stratagem.coordinator.strategies.secure_aggregation import secure_setup
 
 WAIT = "wait"
+
+
+def begin_again(
+    job: JobSpec, value: FederatedRun, now_s: float
+) -> RoundRestarted | RunFailed | None:
+    """Begin a secure round again, or fail the run, when no sum of it can be unmasked any more."""
+    spec = spec_of(job).options.secure_aggregation
+    if spec is None:
+        return None
+    is_late = _is_late(value, now_s) and bool(value.secure.routed)
+    left = () if is_late else value.unanswered()
+    why = secure_setup.lack(spec, value.secure, {*value.updates, *left})
+    if not why:
+        return None
+    reason = f"round {value.round_num}: of {len(value.selected)} clients {why}"
+    if value.rejected:
+        reason += f"; {commonest_first(job, value)}"
+    if value.secure.attempt + 1 < secure_setup.MAX_ATTEMPTS and (
+        len(secure_setup.cured(value.rejected)) < len(value.rejected)
+    ):
+        return RoundRestarted(
+            party=value.party,
+            round_num=value.round_num,
+            attempt=value.secure.attempt + 1,
+            reason=reason,
+        )
+    return RunFailed(reason=reason, error=commonest_error(value))
+
+
+def _is_late(value: FederatedRun, now_s: float) -> bool:
+    return value.deadline_s is not None and now_s >= value.deadline_s
 
 
 def close(
@@ -38,9 +71,12 @@ def close(
 ) -> Fact | None:
     """Close the round when all have answered, its deadline has passed, or enough updates are
     here."""
+    is_secure = spec_of(job).options.secure_aggregation is not None
+    if is_secure and not value.secure.routed:
+        return None
     num_selected, num_updates = len(value.selected), len(value.updates)
     num_answered = num_updates + len(value.rejected) + len(value.left_unanswered())
-    is_late = value.deadline_s is not None and now_s >= value.deadline_s
+    is_late = _is_late(value, now_s)
     suffices = value.num_needed is not None and num_updates >= value.num_needed
     if num_answered < num_selected and not is_late and not suffices:
         return None
@@ -71,6 +107,7 @@ def close(
         by_policy=num_answered < num_selected
         or bool(late)
         or bool(left)
+        or (is_secure and secure_setup.is_by_policy(value.rejected))
         or _is_noised_secretly(job),
         metrics=_metrics(value),
     )
@@ -97,6 +134,8 @@ def num_required(job: JobSpec, value: FederatedRun) -> int:
     if value.ledger is not None and (options.quorum is None or not value.selected):
         return 0  # nobody has to take part: the sum is noise then, and counts
     of_rule = fewest_updates(options.robust)
+    if options.secure_aggregation is not None:
+        of_rule = secure_setup.fewest_survivors(options.secure_aggregation, value.secure)
     if options.quorum is None:
         return of_rule
     needed = value.num_needed or quorum_of(options.quorum, len(value.selected))

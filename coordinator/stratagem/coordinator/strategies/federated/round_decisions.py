@@ -260,7 +260,9 @@ def assign(
 
 def has_homes(job: JobSpec) -> bool:
     """Return True when each client is trained by its own worker and by no other."""
-    return job.data.worker_local is not None or spec_of(job).options.open_roster is not None
+    options = spec_of(job).options
+    is_secure = options.secure_aggregation is not None  # its secrets are on its worker
+    return job.data.worker_local is not None or options.open_roster is not None or is_secure
 
 
 def _is_alive(alive: Mapping[WorkerId, WorkerRecord], member: Member) -> bool:

@@ -18,6 +18,8 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     JudgeUpdates,
+    PostKeys,
+    RouteShares,
     TrainClient,
 )
 from stratagem.coordinator.core.metric_course import course_of, why_stopped
@@ -36,6 +38,7 @@ from stratagem.coordinator.strategies.federated.round_decisions import (
 from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 from stratagem.coordinator.strategies.privacy import privacy_ledger
 from stratagem.coordinator.strategies.scheduling.fold_tree import places_by_region
+from stratagem.coordinator.strategies.secure_aggregation import secure_setup
 
 
 def pending(
@@ -59,7 +62,17 @@ def pending(
     return frozenset(effects)
 
 
-def _training(run_id: RunId, job: JobSpec, value: FederatedRun) -> Iterator[TrainClient]:
+def _training(
+    run_id: RunId, job: JobSpec, value: FederatedRun
+) -> Iterator[TrainClient | PostKeys | RouteShares]:
+    """Yield the training of the clients that are due, after what a secure round exchanges."""
+    if spec_of(job).options.secure_aggregation is not None and value.is_opened:
+        workers = {client: value.roster[client].worker_id for client in value.unanswered()}
+        may_leave_out = spec_of(job).options.quorum is not None
+        of_round = run_id, value.party, value.round_num, value.secure, workers
+        if due := secure_setup.exchange(*of_round, may_leave_out=may_leave_out):
+            yield due
+            return
     for client in due_clients(value):
         own = late_updates.of_open_round(value, client)
         yield late_updates.training(run_id, job, value, client, own)
@@ -122,9 +135,14 @@ def _fold(
     state, weights = value.server_state, value.weights
     noise = value.ledger.round if value.ledger is not None else None
     steps = _applied_steps(value) if options.normalize is not None else ()
+    secure = None
+    if options.secure_aggregation is not None:
+        workers = {each.client: value.roster[each.client].worker_id for each in accepted}
+        secure = value.secure.party(workers)
     return AggregateRound(
         *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
         regions=places_by_region(spec_of(job), accepted, value.roster),
+        secure=secure,
     )
 
 

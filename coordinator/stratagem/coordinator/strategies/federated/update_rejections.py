@@ -29,6 +29,8 @@ _VERBS: Final = {
     Cause.REFUSED_BY_SITE: "refused:",
     Cause.OUTSIDE_WINDOW: "closed:",
     Cause.BUDGET: "refused:",
+    Cause.KEYS_LOST: "lost keys:",
+    Cause.ABSENT: "absent:",
     Cause.NOT_FINITE: "not finite:",
     Cause.NOT_FINITE_LOSS: "not finite:",
 }
@@ -42,6 +44,7 @@ _BY_THE_SITE: Final = {
     "RefusedBySiteError": Cause.REFUSED_BY_SITE,
     "SiteClosedError": Cause.OUTSIDE_WINDOW,
     "BudgetSpentError": Cause.BUDGET,
+    "KeysLostError": Cause.KEYS_LOST,
 }
 """The answers of those who keep the rows, by their types."""
 

@@ -1,0 +1,1 @@
+"""Secure aggregation: arithmetic and cryptography that clients and the coordinator share."""

@@ -1,0 +1,1 @@
+"""Effects of secure aggregation: keys, shares, and the opening of a sum."""
