@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -273,7 +274,7 @@ def _waits_for_quorum() -> Simulation:
 
 def _secure() -> Simulation:
     """The sum of the updates is seen, and none of them."""
-    options = {"secure_aggregation": {}}
+    options: dict[str, Any] = {"secure_aggregation": {}}
     simulation = start(job_text({**FEDERATED, "num_clients": 3, "options": options}), "a", "b")
     simulation.run()
     return simulation

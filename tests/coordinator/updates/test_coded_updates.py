@@ -195,7 +195,7 @@ def trained_client(moved: torch.Tensor) -> Frozen | None:
     """The update of a worker whose client has moved one of its tensors."""
     before = {"model/weight": torch.arange(21.0).reshape(3, 7), "model/count": torch.tensor(4)}
     after = {**before, "model/weight": before["model/weight"] + moved}
-    done = ClientRound(after, 5, 0.1, 1, {}, frozenset({"model/weight"}))
+    done = ClientRound(after, 5, 0.1, 1, {}, frozenset({"model/weight"}), 1)
     coded = coded_update(job_with({"codec": "int8"}), done, before, 1, 0)
     return None if coded is None else coded[0]
 

@@ -93,7 +93,7 @@ def _against(options: "FederatedOptions") -> dict[str, str]:
         found["secure_aggregation"] = "masks go out of the sum of all clients alone"
     for name in ("personal", "ditto"):
         if getattr(options, name) is not None:
-            found[name] = "what clients keep to themselves was not tried with regions"
+            found[name] = "what clients keep to themselves is not defined by region"
     if options.open_roster is not None:
         found["roster.open"] = "who joins later is in none"
     return found
