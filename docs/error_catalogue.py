@@ -26,6 +26,7 @@ AGAIN: Mapping[str, str] = {
     "IntegrityError": "a transfer yes, which is done by itself; a damaged file no",
     "StaleError": "no: something newer has taken its place",
     "NotFoundError": "no",
+    "SoleCopyLostError": "no",
     "ConflictError": "yes, when the other one is done",
     "AlreadyExistsError": "no: take another name",
     "WrongStateError": "no: change the state first",
@@ -94,6 +95,12 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
         ("membership … is older than …", "nothing: the party has other members by now"),
         ("run … has ended", "nothing: what was reported came too late"),
+    ),
+    "SoleCopyLostError": (
+        (
+            "what this worker alone had of segment … is not here any more",
+            "nothing: all replicas return to the last commit that was uploaded as a whole",
+        ),
     ),
     "NotFoundError": (
         ("run … is not known", "`stratagem list`; the coordinator may be another one"),

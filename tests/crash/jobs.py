@@ -205,8 +205,19 @@ JOBS: dict[str, Job] = {
     "Phases-server": crash_job(PARAMETER_SERVER) | {"phases": PHASES},
     "Gossip": crash_job(GOSSIP) | {"optimizer": BROUGHT},
     "DiLoCo": with_local_steps(local_steps()),
-    "DiLoCo-streaming": with_local_steps(local_steps(fragments=3, overlap_steps=1)),
+    # Every third commit is uploaded as a whole; of the other two jobs the last one alone.
+    "DiLoCo-streaming": with_local_steps(local_steps(fragments=3, overlap_steps=1, upload_every=3)),
     "DiLoCo-server": with_local_steps(local_steps("ParameterServer", outer_bits=8)),
+    # The loss does not rise: it ends with its second commit, which is then uploaded as a whole.
+    "DiLoCo-stopped": with_local_steps(local_steps())
+    | {
+        "evaluation": {
+            "split": "test",
+            "metrics": ["accuracy"],
+            "every": "3 steps",
+            "stop": {"metric": "loss", "mode": "max", "patience": 1},
+        }
+    },
     "Pipeline": crash_job(PIPELINE) | {"optimizer": BROUGHT},
     # There are workers for one of the two: it computes both shards.
     "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})

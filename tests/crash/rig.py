@@ -145,6 +145,8 @@ def committed(
                 metrics[payload["party"], payload["segment"]] = {
                     name: value for name, value in payload["metrics"].items() if name not in CLOCKED
                 }
+            case "CommitUploaded":
+                digests[f"{payload['party']} whole", payload["segment"]] = payload["digest"]
             case "Evaluated":
                 metrics[payload["party"], payload["segment"]] = payload["metrics"]
             case "GenerationClosed":

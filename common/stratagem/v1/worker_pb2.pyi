@@ -303,6 +303,8 @@ class TrainPlan(_message.Message):
     NUM_LR_REDUCTIONS_FIELD_NUMBER: _builtins.int
     HISTORY_STRIDE_FIELD_NUMBER: _builtins.int
     HISTORY_FROM_STEP_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    KEEPS_FIELD_NUMBER: _builtins.int
     to_step: _builtins.int
     """The segment ends when this many optimizer steps have been applied since the run began."""
     num_shards: _builtins.int
@@ -318,6 +320,12 @@ class TrainPlan(_message.Message):
     """Steps in a row of the step history, a power of two; 0: none is recorded."""
     history_from_step: _builtins.int
     """Steps that the history has before those of this plan: of a client that begins each round anew."""
+    kept: _builtins.str
+    """Of a base without what only one member each has: SHA-256 of the file with it that this member has
+    written at the end of the base's segment. Empty: the base has all.
+    """
+    keeps: _builtins.bool
+    """Write what only this member has to a file at the end of the segment: the snapshot is without it."""
     @_builtins.property
     def view(self) -> Global___View: ...
     @_builtins.property
@@ -349,10 +357,12 @@ class TrainPlan(_message.Message):
         num_lr_reductions: _builtins.int = ...,
         history_stride: _builtins.int = ...,
         history_from_step: _builtins.int = ...,
+        kept: _builtins.str = ...,
+        keeps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "history_from_step", b"history_from_step", "history_stride", b"history_stride", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "evaluate_splits", b"evaluate_splits", "exchange", b"exchange", "history_from_step", b"history_from_step", "history_stride", b"history_stride", "keeps", b"keeps", "kept", b"kept", "lineage", b"lineage", "num_lr_reductions", b"num_lr_reductions", "num_shards", b"num_shards", "ranks", b"ranks", "to_step", b"to_step", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1129,6 +1139,7 @@ class TrainResult(_message.Message):
     WANTS_EVALUATION_FIELD_NUMBER: _builtins.int
     NUM_HISTORY_PARTS_FIELD_NUMBER: _builtins.int
     HISTORY_DIGEST_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     loss: _builtins.float
     """Weighted mean of the training loss over the segment."""
@@ -1151,6 +1162,8 @@ class TrainResult(_message.Message):
     member that does not send them.
     """
     history_digest: _builtins.str
+    kept: _builtins.str
+    """SHA-256 of the file that TrainPlan.keeps asks for."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluationPart]: ...
     @_builtins.property
@@ -1194,10 +1207,11 @@ class TrainResult(_message.Message):
         wants_evaluation: _builtins.bool = ...,
         num_history_parts: _builtins.int = ...,
         history_digest: _builtins.str = ...,
+        kept: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["own_metrics", b"own_metrics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "history_digest", b"history_digest", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic", "wants_evaluation", b"wants_evaluation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "history_digest", b"history_digest", "kept", b"kept", "loss", b"loss", "metrics", b"metrics", "num_history_parts", b"num_history_parts", "num_redone_steps", b"num_redone_steps", "num_rows", b"num_rows", "own_metrics", b"own_metrics", "parts", b"parts", "seconds", b"seconds", "state_fingerprint", b"state_fingerprint", "step", b"step", "stop_reason", b"stop_reason", "streams", b"streams", "traffic", b"traffic", "wants_evaluation", b"wants_evaluation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1570,6 +1584,7 @@ class GetStateRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """The snapshot taken at the end of this segment (or round)."""
@@ -1578,6 +1593,10 @@ class GetStateRequest(_message.Message):
     outputs: _builtins.int
     """What this member has kept, for the user's own metrics, of the batches that it has evaluated at
     the end of this segment (or round).
+    """
+    kept: _builtins.int
+    """What this member has written at the end of this segment of what it alone has; it outlives the
+    session and the process.
     """
     offset: _builtins.int
     """First byte wanted."""
@@ -1593,13 +1612,14 @@ class GetStateRequest(_message.Message):
         snapshot: _builtins.int = ...,
         live: _builtins.bool = ...,
         outputs: _builtins.int = ...,
+        kept: _builtins.int = ...,
         offset: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "live", b"live", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "live", b"live", "offset", b"offset", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "offset", b"offset", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs"]  # noqa: Y015
+    _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs", "kept"]  # noqa: Y015
     _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_which) -> _WhichOneofReturnType_which | None: ...
 

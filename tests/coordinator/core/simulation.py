@@ -29,11 +29,13 @@ from stratagem.coordinator.core.effects import (
     RowsAsked,
     RunSegment,
     TrainClient,
+    UploadCommit,
 )
 from stratagem.coordinator.core.facts import (
     SKIPPED_STEPS,
     Capability,
     ClientEvaluated,
+    CommitUploaded,
     Evaluated,
     Fact,
     KeysPosted,
@@ -176,6 +178,12 @@ def _spent(asked: RowsAsked | None) -> RowsSpent | None:
     return RowsSpent(epsilon=epsilon, next_epsilon=epsilon + 1, fingerprint="f", accountant="one")
 
 
+def _kept(effect: RunSegment) -> tuple[Digest, ...]:
+    if not effect.keeps:
+        return ()
+    return tuple(digest(f"{m.worker_id} after {effect.segment}") for m in effect.members)
+
+
 def do(effect: Effect) -> list[Fact]:
     """The fact that an effect ends with when nothing goes wrong."""
     match effect:
@@ -202,6 +210,7 @@ def do(effect: Effect) -> list[Fact]:
                     seconds=1.0,
                     engine="solo",
                     streams=f"of {effect.party} after {effect.to_step}",
+                    kept=_kept(effect),
                     metrics={
                         SKIPPED_STEPS: effect.num_skipped + 1.0,
                         **({"test.accuracy": effect.to_step / 1000} if effect.evaluate else {}),
@@ -219,6 +228,16 @@ def do(effect: Effect) -> list[Fact]:
                     size_bytes=1,
                     metrics=dict(effect.metrics),
                     streams=effect.streams,
+                    is_partial=effect.is_partial,
+                )
+            ]
+        case UploadCommit():
+            return [
+                CommitUploaded(
+                    party=effect.party,
+                    segment=effect.segment,
+                    digest=digest(f"whole{effect.segment}"),
+                    size_bytes=2,
                 )
             ]
         case TrainClient():

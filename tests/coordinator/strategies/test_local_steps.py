@@ -52,7 +52,8 @@ def test_segments_end_where_replicas_are_joined(
 
 
 def test_a_lost_member_returns_all_replicas_to_the_last_commit() -> None:
-    job = job_text(strategy(5), epochs=None, steps=20, checkpoint={"every": "5 steps"})
+    each_whole = {**DATA_PARALLEL, "options": {"local_steps": 5, "upload_every": 1}}
+    job = job_text(each_whole, epochs=None, steps=20, checkpoint={"every": "5 steps"})
     simulation = start(job, "a", "b")
     for _ in range(4):
         simulation.tell(simulation.queue.popleft())

@@ -92,6 +92,10 @@ class NotFoundError(StratagemError):
     """The thing named does not exist."""
 
 
+class SoleCopyLostError(NotFoundError):
+    """What one worker alone had kept of a state is not there any more, or not as it was."""
+
+
 class ConflictError(StratagemError):
     """The request clashes with what exists, or is impossible in the present state."""
 

@@ -63,6 +63,7 @@ from stratagem.common.strategy.kinds import (
     local_steps_of,
     needs_peers,
     num_fragments_of,
+    upload_every_of,
 )
 from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
 from stratagem.common.strategy.membership_options import Roster, Strikes
@@ -151,4 +152,5 @@ __all__ = [
     "num_drawn",
     "num_fragments_of",
     "parse_strategy",
+    "upload_every_of",
 ]

@@ -47,6 +47,7 @@ from stratagem.common.strategy.federated_options import (
 from stratagem.common.strategy.local_steps import (
     DEFAULT_MIX,
     DEFAULT_OUTER,
+    DEFAULT_UPLOAD_EVERY,
     OuterField,
     OuterOptimizer,
 )
@@ -82,6 +83,8 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     as it is exchanged; None: as it is. fragments: parts of the parameters, which are joined one
     after the other. overlap_steps: how many steps after it was cut a fragment is applied. mix: the
     share of its own parameters that a replica keeps then; None: half with an overlap, else nothing.
+    upload_every: with local_steps, every how many commits what only one worker has is uploaded;
+    None: every 10.
     """
 
     min_replicas: SharedCount = 1
@@ -94,6 +97,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     fragments: SharedCount = 1
     overlap_steps: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
     mix: ZeroToBelowOne | None = None
+    upload_every: SharedCount | None = None
 
     @property
     def mixed_share(self) -> float:
@@ -141,7 +145,10 @@ class DataParallel(DocumentValue, tag="type"):
         """What goes together with local steps, and what only with them."""
         options = self.options
         if options.local_steps is None:
-            for name in ("outer", "outer_bits", "fragments", "overlap_steps", "mix"):
+            for name in (
+                *("outer", "outer_bits", "fragments", "overlap_steps", "mix"),
+                "upload_every",
+            ):
                 if getattr(options, name) != getattr(DataParallelOptions(), name):
                     text = "has a meaning only together with local_steps"
                     raise InvalidInputError.at(f"options.{name}", text)
@@ -317,6 +324,13 @@ def local_steps_of(strategy: Strategy) -> int | None:
     """Return how many steps each replica takes for itself before they are joined; None where the
     strategy has no such steps."""
     return strategy.options.local_steps if isinstance(strategy, DataParallel) else None
+
+
+def upload_every_of(strategy: Strategy) -> int:
+    """Return every how many commits what only one worker has is uploaded, too; 1: with each."""
+    if not isinstance(strategy, DataParallel) or strategy.options.local_steps is None:
+        return 1
+    return strategy.options.upload_every or DEFAULT_UPLOAD_EVERY
 
 
 def num_fragments_of(strategy: Strategy) -> int:

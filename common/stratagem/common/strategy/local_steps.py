@@ -38,6 +38,8 @@ DEFAULT_OUTER: Final = Nesterov()
 """Of a job that names none."""
 DEFAULT_MIX: Final = 0.5
 """Where there is an overlap."""
+DEFAULT_UPLOAD_EVERY: Final = 10
+"""Commits from one that has all that only one worker has to the next."""
 
 
 class OuterSchedule(Protocol):

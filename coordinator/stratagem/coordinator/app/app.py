@@ -28,6 +28,7 @@ from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
+    CommitUploaded,
     Evaluated,
     Fact,
     Member,
@@ -398,6 +399,8 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.digest,)
         case SegmentCommitted():
             return (fact.digest, *fact.server_state, *((fact.average,) if fact.average else ()))
+        case CommitUploaded():
+            return (fact.digest,)
         case Evaluated():
             return (fact.predictions,) if fact.predictions else ()
         case _:

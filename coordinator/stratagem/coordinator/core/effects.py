@@ -89,6 +89,11 @@ class RunSegment:
     """Of a client that is a party: rounds before this one, each of one segment and as many steps.
     Its history counts the steps of all."""
     num_rounds: int = field(default=1, compare=False)
+    kept: tuple[Digest, ...] = field(default=(), compare=False)
+    """Of a base without what only one member has each: the files that they have of it, in order of
+    rank."""
+    keeps: bool = False
+    """What only one member has stays on it at the end of the segment, in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,22 @@ class CommitSegment:
     metrics: tuple[tuple[str, float], ...] = ()
     streams: str = ""
     """See Base."""
+    is_partial: bool = False
+    """See SegmentCommitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadCommit:
+    """Pull what only workers have of a commit, and store it with the rest as one blob."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    membership: int
+    base: Base
+    holders: tuple[Member, ...]
+    kept: tuple[Digest, ...]
+    """Of the file of each holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +317,7 @@ Effect = (
     Build
     | RunSegment
     | CommitSegment
+    | UploadCommit
     | TrainClient
     | PostKeys
     | RouteShares
@@ -315,7 +337,9 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset(effect.members)
         case Build() | TrainClient():
             return frozenset({effect.member})
-        case CommitSegment() | AccountRound() | CollectUpdate() | JudgeUpdates():
+        case CommitSegment() | UploadCommit():
+            return frozenset()
+        case AccountRound() | CollectUpdate() | JudgeUpdates():
             return frozenset()
         case AggregateRound() | PostKeys() | RouteShares() | Release():
             return frozenset()

@@ -169,6 +169,16 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "SegmentCommitted": lambda e: (
         f"segment {e.segment} committed at step {e.step}: {e.digest[:12]}, {e.size_bytes:,} bytes"
     ),
+    "UploadDue": lambda e: (
+        f"commit {e.segment}: uploading what only {_names(e.holders)} "
+        f"{'have' if len(e.holders) > 1 else 'has'} of it: {e.reason}"
+    ),
+    "CommitUploaded": lambda e: (
+        f"commit {e.segment} is uploaded as a whole: {e.digest[:12]}, {e.size_bytes:,} bytes"
+    ),
+    "SoleCopiesLost": lambda e: (
+        f"back to the last commit that was uploaded as a whole: of commit {e.segment}, {e.reason}"
+    ),
     "Evaluated": _evaluated,
     "ClientEvaluated": lambda e: (
         f"segment {e.segment}: client {e.client} could not evaluate it: {e.reason}"

@@ -61,6 +61,8 @@ class CommittedState:
     """See effects.Base."""
     average: Digest = NO_DIGEST
     """See effects.Base."""
+    is_partial: bool = False
+    """What only one worker each has is on the workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from stratagem.coordinator.core.effects import (
     RouteShares,
     RunSegment,
     TrainClient,
+    UploadCommit,
 )
 from stratagem.coordinator.core.facts import RunFailed
 from stratagem.coordinator.core.state import RunRecord, retained
@@ -35,6 +36,7 @@ from stratagem.coordinator.effects.synchronous.build_model import build
 from stratagem.coordinator.effects.synchronous.commit_segment import commit_segment
 from stratagem.coordinator.effects.synchronous.release_run import release
 from stratagem.coordinator.effects.synchronous.run_segment import run_segment
+from stratagem.coordinator.effects.synchronous.upload_commit import upload_commit
 from stratagem.coordinator.observe.log_ids import ids_of
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 
@@ -83,6 +85,8 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await run_segment(env, effect)
         case CommitSegment():
             await commit_segment(env, effect)
+        case UploadCommit():
+            await upload_commit(env, effect)
         case TrainClient():
             await train_client(env, effect)
         case PostKeys() | RouteShares():

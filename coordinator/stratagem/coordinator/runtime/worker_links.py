@@ -133,6 +133,19 @@ class WorkerLink:
 
         return lambda offset: self.stub.GetState(request(offset))
 
+    def kept(
+        self, at: WorkerSession, number: int
+    ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
+        """Return a function that requests what a member alone had at the end of a segment, from an
+        offset on."""
+
+        def request(offset: int) -> worker_pb2.GetStateRequest:
+            return worker_pb2.GetStateRequest(
+                fence=self.fence(at.membership), session=at.ref, kept=number, offset=offset
+            )
+
+        return lambda offset: self.stub.GetState(request(offset))
+
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()

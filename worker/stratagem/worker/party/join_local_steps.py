@@ -21,12 +21,15 @@ def hold_replicas(
     held = work.holding.trainer
     if is_common and isinstance(held, LocalStepsTrainer):
         return held
-    return _load_base(work, plan.base, view.me.shards)
+    return _load_base(work, plan, view.me.shards)
 
 
-def _load_base(work: ExecutionContext, base: pb.StateRef, replicas: range) -> LocalStepsTrainer:
+def _load_base(work: ExecutionContext, plan: pb.TrainPlan, replicas: range) -> LocalStepsTrainer:
     work.holding.drop()
-    tensors, metadata = work.base_state(base)
+    tensors, metadata = work.base_state(plan.base)
+    if plan.kept:
+        own, numbers = work.host.kept.load(work.key.run_id, plan.base.segment, plan.kept)
+        tensors, metadata = {**tensors, **own}, {**metadata, **numbers}
     failpoint("worker.replicas.loaded")
     trainer = build_local_steps_trainer(
         work.job,

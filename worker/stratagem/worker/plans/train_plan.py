@@ -24,6 +24,7 @@ from stratagem.worker.engine import (
     EvaluationPart,
     EvaluationShare,
     Joined,
+    LocalStepsTrainer,
     SegmentSummary,
     StepReport,
     Trainer,
@@ -65,6 +66,8 @@ class Segment:
     """Records the steps under the present view."""
     summary: SegmentSummary | None = None
     """Its summary, once it has ended and its snapshot has been taken."""
+    kept: str = ""
+    """See TrainResult."""
     streams: dict[int, str] = field(default_factory=dict)
     """Marks of the streams of rows that were read, at its end."""
     evaluated: dict[Batch, EvaluationPart] = field(default_factory=dict)
@@ -222,7 +225,12 @@ def _conclude(
     trainer, exchange = joined
     if segment.summary is None:
         summary = trainer.end_segment(exchange, work.holding.tally)
-        state = trainer.copy_state(is_first=view.rank == 0)
+        if plan.keeps and isinstance(trainer, LocalStepsTrainer):
+            segment.kept = _keep_replicas(work, plan, trainer)
+            state = trainer.copy_common_state()
+        else:
+            state = trainer.copy_state(is_first=view.rank == 0)
+            work.host.kept.unsent.discard(work.key.run_id)
         work.post(work.states.keep, work.segment, freeze(*state))
         segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
         segment.summary = summary
@@ -246,7 +254,18 @@ def _conclude(
         wants_evaluation=trainer.callbacks.sees_evaluations,
         num_history_parts=num_history_parts,
         history_digest=history_digest,
+        kept=segment.kept,
     )
+
+
+def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:
+    """Write what only this member has to a file; return its digest. Files of commits that nobody
+    returns to any more are deleted."""
+    kept, run_id = work.host.kept, work.key.run_id
+    kept.drop_before(run_id, plan.base.segment)
+    digest = kept.write(run_id, work.segment, trainer.copy_state(is_first=False))
+    failpoint("worker.replicas.kept")
+    return digest
 
 
 def _end_history(plan: pb.TrainPlan, segment: Segment) -> tuple[int, str]:

@@ -67,6 +67,7 @@ from stratagem.worker.secure_aggregation.signing import WorkerSigner
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
+from stratagem.worker.session.kept_replicas import KeptReplicas
 from stratagem.worker.site.site_gate import SiteGate
 from stratagem.worker.user_code import bundle_import, output_capture
 from stratagem.worker.user_code.code_policy import CodePolicy
@@ -83,6 +84,8 @@ WAITS_FOR_OTHERS: Final = ("GetGradients",)
 """The coordinator takes a member's gradients as the slowest member's come."""
 
 # For streams that carry the last results when the server stops.
+UPLOAD_BEGINS_S: Final = 5.0
+"""How long a worker that drains waits to be asked for what only it has."""
 STOP_GRACE_S: Final = 2.0
 
 
@@ -249,6 +252,7 @@ async def _drain(
         async with asyncio.timeout(settings.drain_grace_s):
             await sessions.idle()
             await agent.until_drain_is_said()
+            await sessions.until_uploaded(UPLOAD_BEGINS_S)
     except TimeoutError:
         log.warning("not idle in time", grace_s=settings.drain_grace_s)
     await server.stop(STOP_GRACE_S)
@@ -376,6 +380,7 @@ def _host(
         secure=secure,
         readers=WorkerReaders(settings.max_readers),
         client_states=_client_states(settings),
+        kept=KeptReplicas(settings.data_dir and settings.data_dir / f"kept-{settings.worker_id}"),
     )
 
 

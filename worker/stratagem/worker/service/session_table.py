@@ -4,10 +4,12 @@ Owns the table of sessions, the fence that every call passes, and what is freed 
 session is closed. Lives on the event loop; the torch thread sees single sessions only.
 """
 
+import asyncio
 import contextvars
 import gc
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -99,6 +101,7 @@ class Sessions:
         self._sessions: dict[SessionKey, Session] = {}
         self._run_caches: dict[str, RunCache] = {}
         self._is_draining = False
+        self._num_uploads, self._uploads_changed = 0, asyncio.Event()
         self.fences = FenceGuard()
 
     def known(self, request: pb.ExecuteRequest) -> PlanExecution | None:
@@ -205,6 +208,9 @@ class Sessions:
             self._run_caches.pop(run_id, None)
             self._host.blobs.drop_run(run_id)
             self._host.secure.forget_run(run_id)
+            self._host.kept.unsent.discard(run_id)
+            self._uploads_changed.set()
+            self._host.thread.submit(lambda: self._host.kept.drop_run(run_id))
             self._host.thread.submit(lambda: self._host.readers.close(run_id))
             self._host.thread.submit(lambda: self._host.user_code.bundles.drop_run(run_id))
             # After the sessions have left their parties, which happens in the same thread.
@@ -245,6 +251,35 @@ class Sessions:
         ]
         num_parked = sum(execution.is_parked for execution in active)
         return len(active) - num_parked, num_parked
+
+    @contextmanager
+    def uploading(self, request: pb.GetStateRequest) -> Iterator[None]:
+        """While a state is sent; of what only this worker has it is noted."""
+        if request.WhichOneof("which") != "kept":
+            yield
+            return
+        self._num_uploads += 1
+        self._uploads_changed.set()
+        try:
+            yield
+            self._host.kept.unsent.discard(request.session.run_id)
+        finally:
+            self._num_uploads -= 1
+            self._uploads_changed.set()
+
+    async def until_uploaded(self, begins_s: float) -> None:
+        """Wait until what only this worker has is uploaded; no longer than begins_s where nobody
+        asks for it."""
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        while self._host.kept.unsent:
+            left_s = None if self._num_uploads else asked_s + begins_s - loop.time()
+            self._uploads_changed.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._uploads_changed.wait()
+            except TimeoutError:
+                return
 
     def describe(self) -> Iterator[pb.SessionInfo]:
         for session in self._sessions.values():

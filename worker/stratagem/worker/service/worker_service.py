@@ -133,11 +133,12 @@ class WorkerServicer(WorkerServiceServicer):
     async def GetState(
         self, request: pb.GetStateRequest, context: Context
     ) -> AsyncIterator[pb.GetStateResponse]:
-        state = await self._state(request)
-        async for response in serve_get(
-            pb.GetStateResponse, state.manifest, state.buffers, request.offset
-        ):
-            yield response
+        with self.sessions.uploading(request):
+            state = await self._state(request)
+            async for response in serve_get(
+                pb.GetStateResponse, state.manifest, state.buffers, request.offset
+            ):
+                yield response
 
     async def SetState(
         self, request_iterator: AsyncIterator[pb.SetStateRequest], context: Context
@@ -256,6 +257,11 @@ class WorkerServicer(WorkerServiceServicer):
         return job
 
     async def _state(self, request: pb.GetStateRequest) -> Frozen:
+        if request.WhichOneof("which") == "kept" and self._host.site is None:
+            # By the session's name alone: the process that has written it may have ended.
+            await self._pass(request.fence, request.session, is_order=False)
+            run_id = check_run_id(request.session.run_id)
+            return await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
         session = await self._session(request.fence, request.session)
         if self._host.site is not None and request.WhichOneof("which") != "snapshot":
             raise RefusedBySiteError("which: a site gives the updates of its rounds and no more")

@@ -52,6 +52,7 @@ from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.secure_aggregation.secret_store import SecretStore
 from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
 from stratagem.worker.secure_aggregation.signing import WorkerSigner
+from stratagem.worker.session.kept_replicas import KeptReplicas
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
@@ -116,6 +117,8 @@ class Host:
     """Used by the torch thread."""
     client_states: ClientStateStore | None = None
     """What federated clients keep to themselves here; None without a data folder."""
+    kept: KeptReplicas = field(default_factory=KeptReplicas)
+    """What only this worker has of the commits of its runs."""
 
 
 @dataclass(slots=True)

@@ -44,12 +44,15 @@ from stratagem.coordinator.core.facts.membership_facts import ClientBenched as C
 from stratagem.coordinator.core.facts.membership_facts import ClientLeft as ClientLeft
 from stratagem.coordinator.core.facts.membership_facts import ClientsJoined as ClientsJoined
 from stratagem.coordinator.core.facts.party_facts import BuildFailed as BuildFailed
+from stratagem.coordinator.core.facts.party_facts import CommitUploaded as CommitUploaded
 from stratagem.coordinator.core.facts.party_facts import Evaluated as Evaluated
 from stratagem.coordinator.core.facts.party_facts import MembersFormed as MembersFormed
 from stratagem.coordinator.core.facts.party_facts import ModelBuilt as ModelBuilt
 from stratagem.coordinator.core.facts.party_facts import ProcessDied as ProcessDied
 from stratagem.coordinator.core.facts.party_facts import SegmentCommitted as SegmentCommitted
 from stratagem.coordinator.core.facts.party_facts import SegmentFinished as SegmentFinished
+from stratagem.coordinator.core.facts.party_facts import SoleCopiesLost as SoleCopiesLost
+from stratagem.coordinator.core.facts.party_facts import UploadDue as UploadDue
 from stratagem.coordinator.core.facts.population_facts import Copied as Copied
 from stratagem.coordinator.core.facts.population_facts import GenerationClosed as GenerationClosed
 from stratagem.coordinator.core.facts.population_facts import MemberEvolved as MemberEvolved
@@ -95,6 +98,9 @@ Fact = (
     | BuildFailed
     | SegmentFinished
     | SegmentCommitted
+    | UploadDue
+    | CommitUploaded
+    | SoleCopiesLost
     | Evaluated
     | ClientEvaluated
     | RosterFormed

@@ -90,6 +90,9 @@ class SegmentFinished(Value):
     """Why the user's code has ended the training with this segment, at whatever step it was."""
     streams: str = ""
     """Where rows come as streams: marks from which they can be read on, by stream, as JSON."""
+    kept: tuple[Digest, ...] = ()
+    """SHA-256 of the file that each member, in order of rank, has written of what it alone has;
+    none where the commit of the segment has all of it."""
 
 
 class SegmentCommitted(Value):
@@ -112,6 +115,35 @@ class SegmentCommitted(Value):
     """Those of the finished segment."""
     clip_norm: float | None = None
     """For a federated round with privacy: the clipping norm of the next one."""
+    is_partial: bool = False
+    """What only one member each has stays on the workers; see SegmentFinished.kept."""
+
+
+class UploadDue(Value):
+    """What only these workers have of the last commit is to be uploaded, in order of rank."""
+
+    party: Party
+    segment: int
+    holders: tuple[Member, ...]
+    reason: str
+
+
+class CommitUploaded(Value):
+    """The last commit is complete: what only workers had of it is stored with the rest."""
+
+    party: Party
+    segment: int
+    digest: Digest
+    size_bytes: int
+
+
+class SoleCopiesLost(Value):
+    """What only workers had of the last commit cannot be had: the party returns to the last commit
+    that was uploaded as a whole."""
+
+    party: Party
+    segment: int
+    reason: str
 
 
 class Evaluated(Value):

@@ -14,6 +14,7 @@ from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
     ClientsJoined,
     ClientStateLost,
+    CommitUploaded,
     DataUploaded,
     Evaluated,
     Fact,
@@ -32,6 +33,7 @@ from stratagem.coordinator.core.facts import (
     RunSubmitted,
     SegmentCommitted,
     SegmentFinished,
+    SoleCopiesLost,
     UpdateReceived,
     UpdateRejected,
     WorkerDraining,
@@ -142,7 +144,7 @@ def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> Run
 
 def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
     record = _with_end(record, fact)
-    record = _with_results(record, fact)
+    record = _with_copies(_with_results(record, fact), fact)
     if isinstance(fact, ModelBuilt) and fact.rows:
         record = replace(record, rows={**record.rows, fact.party: fact.rows})
     if _needs_its_journal(fact):
@@ -227,6 +229,7 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
                 fact.metrics,
                 fact.streams,
                 fact.average,
+                fact.is_partial,
             )
             return _with_commit(_with_metrics(record, fact.metrics), commit)
         case SegmentFinished():
@@ -261,6 +264,20 @@ def _with_results(record: RunRecord, fact: Fact) -> RunRecord:
             return _with_metrics(record, fact.metrics)
         case _:
             return record
+
+
+def _with_copies(record: RunRecord, fact: Fact) -> RunRecord:
+    """Take in what has become of the parts of commits that workers alone have: uploaded, or lost,
+    and then the run goes on from the last commit without such parts."""
+    commits = record.commits
+    if isinstance(fact, CommitUploaded):
+        whole = replace(commits[-1], digest=fact.digest, is_partial=False)
+        return replace(record, commits=(*commits[:-1], whole))
+    if not isinstance(fact, SoleCopiesLost | RunResumed):
+        return record
+    while commits and commits[-1].is_partial:
+        commits = commits[:-1]
+    return record if commits == record.commits else replace(record, commits=commits)
 
 
 def _evaluated(

@@ -195,7 +195,8 @@ def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[JournalEntry, 
         return _unknown(command.run_id)
     if isinstance(run, EndedRun) or run.ended is not None:
         return ()
-    kept = f"commit {run.commits[-1].segment} is kept" if run.commits else "nothing was committed"
+    whole = [commit.segment for commit in run.commits if not commit.is_partial]
+    kept = f"commit {whole[-1]} is kept" if whole else "nothing was committed"
     fact = RunCancelled(reason=f"stopped by {command.by or 'request'}; {kept}", by=command.by)
     return (JournalEntry(command.run_id, fact),)
 

@@ -13,7 +13,7 @@ from stratagem.coordinator.core.state import RunRecord, retained
 
 def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
     """Return the fact that resumes a run from a kept commit, or why that is impossible."""
-    kept = {commit.segment: commit for commit in retained(run)}
+    kept = {commit.segment: commit for commit in retained(run) if not commit.is_partial}
     if segment not in kept:
         known = ", ".join(map(str, sorted(kept))) or "none"
         return f"from_segment: {segment} is no kept commit of run {run.run_id!r}; kept are {known}"

@@ -52,6 +52,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
         size_bytes=size_bytes,
         metrics=dict(effect.metrics),
         streams=effect.streams,
+        is_partial=effect.is_partial,
     )
     await env.report(effect.run_id, fact)
 

@@ -9,13 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.common.base.errors import SoleCopyLostError
+from stratagem.common.base.ids import Digest
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.effects import ExchangeMethod, RunSegment
-from stratagem.coordinator.core.facts import ROOT, SKIPPED_STEPS, PartyFailed, SegmentFinished
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    SKIPPED_STEPS,
+    PartyFailed,
+    SegmentFinished,
+    SoleCopiesLost,
+)
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.execute_plan import PlanListener, finish
+from stratagem.coordinator.effects.execution.execute_plan import (
+    PlanListener,
+    fail_party,
+    finish,
+)
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.parameter_server import serve_steps
@@ -29,7 +41,7 @@ from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.tasks.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
-from stratagem.v1 import worker_pb2
+from stratagem.v1 import types_pb2, worker_pb2
 
 MAX_STREAMS_CHARS: Final = 1 << 16
 """Of the marks of a segment, which are journaled."""
@@ -65,7 +77,17 @@ async def _train(
     listener = PlanListener(
         lambda progress: shown.show(rank, progress), lambda part: take_in(env, effect, rank, part)
     )
-    result = await finish(env, effect, effect.members[rank], _request(env, effect, rank), listener)
+
+    async def failed(error: types_pb2.UserError) -> None:
+        if not effect.kept or error.type != SoleCopyLostError.__name__:
+            await fail_party(env, effect.run_id, effect.party, error)
+            return
+        segment, reason = effect.base.segment, f"{error.message} (worker {error.worker_id})"
+        lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason)
+        await env.report(effect.run_id, lost)
+
+    request = _request(env, effect, rank)
+    result = await finish(env, effect, effect.members[rank], request, listener, failed=failed)
     return None if result is None else result.train
 
 
@@ -82,6 +104,8 @@ def _request(env: EffectContext, effect: RunSegment, rank: int) -> worker_pb2.Ex
         num_lr_reductions=effect.num_lr_reductions,
         history_stride=stride_for(env, effect),
         history_from_step=effect.rounds_before * effect.num_steps,
+        kept=effect.kept[rank] if effect.kept else "",
+        keeps=effect.keeps,
     )
     at = WorkerSession(effect.members[rank], effect.run_id, effect.party, effect.membership)
     return env.request(effect.party, at, effect.segment, train=plan)
@@ -183,6 +207,7 @@ async def _report(
         },
         stop_reason=first.stop_reason or stop_reason,
         streams=_streams(results),
+        kept=tuple(Digest(result.kept) for result in results) if effect.keeps else (),
     )
     histories = await finished_history(
         env, effect, lambda rank: _request(env, effect, rank), results

@@ -69,7 +69,15 @@ async def pull_part(
     of_outputs: pull what it has kept for the user's own metrics instead.
     """
     link = env.links.to(at.member, env.state)
-    ask = (link.outputs if of_outputs else link.snapshot)(at, segment)
+    return await _scratched(env, (link.outputs if of_outputs else link.snapshot)(at, segment))
+
+
+async def pull_kept(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
+    """Pull the file in which a member has kept what it alone had at the end of a segment."""
+    return await _scratched(env, env.links.to(at.member, env.state).kept(at, segment))
+
+
+async def _scratched(env: EffectContext, ask: Ask) -> StatePart:
     scratch = env.blobs.scratch()
     try:
         manifest = await _pull(env, ask, lambda _: scratch.write)

@@ -28,6 +28,7 @@ from stratagem.common.strategy import (
     ParameterServer,
     are_models_apart,
     describe,
+    upload_every_of,
 )
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
 from stratagem.common.strategy.gossip_topology import graph_of
@@ -64,6 +65,7 @@ def _shape(job: JobSpec) -> SegmentRules:
         options.min_replicas,
         exchange,
         parts_of=part_per_member if is_sole_copy else one_part,
+        upload_every=upload_every_of(strategy),
         is_sole_copy=is_sole_copy,
     )
 

@@ -138,6 +138,11 @@ class LocalStepsTrainer:
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
+    def copy_common_state(self) -> State:
+        """Copies on the CPU, in order of name, what all members have alike."""
+        tensors, metadata = self._common_state()
+        return state_format.copied(dict(sorted(tensors.items()))), metadata
+
     def copy_state(self, *, is_first: bool = True) -> State:
         """Copies on the CPU in order of name: `replica<i>/…` of the own replicas, without a model
         that is the common one; and what all have in common, of the first member."""

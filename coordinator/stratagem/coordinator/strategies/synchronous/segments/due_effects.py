@@ -2,7 +2,13 @@
 
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
-from stratagem.coordinator.core.effects import Build, CommitSegment, Effect, RunSegment
+from stratagem.coordinator.core.effects import (
+    Build,
+    CommitSegment,
+    Effect,
+    RunSegment,
+    UploadCommit,
+)
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS
 from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.strategies.evaluation.commit_metrics import commit_metrics
@@ -13,7 +19,10 @@ from stratagem.coordinator.strategies.scheduling.segment_schedule import (
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
     SegmentRules,
+    are_moved,
     latest_metrics,
+    needs_upload,
+    one_part,
     stop_reason,
 )
 
@@ -32,9 +41,10 @@ def pending(
     effects: set[Effect] = set()
     if run.finished:
         done = run.finished[0]
+        parts_of = one_part if done.kept else shape.parts_of  # what all have, any of them has
         parts = tuple(
             tuple(member for member in part if member in run.members)
-            for part in shape.parts_of(done.sources, run.ranks)
+            for part in parts_of(done.sources, run.ranks)
         )
         trained = {TRAIN_LOSS: done.loss} if done.step else {}  # one that trains nothing has none
         metrics = commit_metrics(job, trained, done.metrics)
@@ -48,13 +58,24 @@ def pending(
                 parts,
                 metrics,
                 done.streams,
+                bool(done.kept),
+            )
+        )
+    if run.holders and needs_upload(job, run):
+        kept = tuple(each.digest for each in run.kept)
+        effects.add(
+            UploadCommit(
+                *(run_id, run.party, run.committed.segment, run.membership),
+                run.committed,
+                run.holders,
+                kept,
             )
         )
     schedule = schedule_of(job, run.num_rows)
     may_begin = horizon is None or run.open_segment <= horizon
     has_open = 0 < run.open_segment <= len(schedule.ends())
     has_room = len(run.finished) < MAX_UNCOMMITTED
-    may_begin = may_begin and not stop_reason(job, run)
+    may_begin = may_begin and not stop_reason(job, run) and not are_moved(run)
     if run.members and may_begin and has_open and has_room:
         effects.add(_segment(run_id, job, run, shape, schedule))
     return frozenset(effects)
@@ -84,4 +105,6 @@ def _segment(
         num_lr_reductions=num_lr_reductions(latest_metrics(run)),
         num_steps=schedule.num_steps,
         num_skipped=int(latest_metrics(run).get(SKIPPED_STEPS, 0)),
+        kept=tuple(each.digest for each in run.kept),
+        keeps=run.open_segment % shape.upload_every > 0 and to_step < schedule.num_steps,
     )

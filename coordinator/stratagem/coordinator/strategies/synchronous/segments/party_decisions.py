@@ -12,7 +12,9 @@ from stratagem.coordinator.core.facts import (
     MembersFormed,
     RunCompleted,
     RunFailed,
+    SoleCopiesLost,
     StoppedEarly,
+    UploadDue,
 )
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import World
@@ -21,22 +23,64 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     PartyRun,
     Placed,
     SegmentRules,
+    are_moved,
+    needs_upload,
     num_segments,
     stop_reason,
 )
 
 
-def decide(job: JobSpec, run: PartyRun, shape: SegmentRules, world: World) -> Fact | None:
+def decide(
+    job: JobSpec, run: PartyRun, shape: SegmentRules, world: World, now_s: float
+) -> Fact | None:
     """Return the next fact: a death too many, the end, or other members."""
     if run.deaths.are_too_many:
         reason = why(f"segment {run.open_segment}", run.deaths)
         return RunFailed(reason=reason, cause=Cause.CRASHED)
     if run.committed is not None and run.committed.segment == num_segments(job, run):
         return RunCompleted(reason=_what_was_done(job, run, run.committed.step))
-    if run.committed is not None and not run.finished and (why_now := stop_reason(job, run)):
+    is_whole = run.committed is not None and not run.finished and not run.kept
+    if run.committed is not None and is_whole and (why_now := stop_reason(job, run)):
         reason = f"stopped early after {counted(run.committed.step, 'step')}: {why_now}"
         return StoppedEarly(reason=reason, step=run.committed.step)
-    return members_due(job, run, shape, world)
+    return members_due(job, run, shape, world) or _copies_due(job, run, world, now_s)
+
+
+def _copies_due(
+    job: JobSpec, run: PartyRun, world: World, now_s: float
+) -> UploadDue | SoleCopiesLost | None:
+    """Return what becomes of what only workers have of the commit, where it is needed elsewhere.
+
+    A worker that is away may come back with its files, and is waited for; one that has left may
+    not.
+    """
+    if run.committed is None or not needs_upload(job, run):
+        return None
+    records = [world.workers.get(kept.worker_id) for kept in run.kept]
+    here = tuple(record.member for record in records if record is not None and record.is_alive)
+    at = (run.party, run.committed.segment)
+    if len(here) == len(run.kept):
+        if here == run.holders:
+            return None
+        reason = f"it goes to {counted(len(run.members), 'worker')}"
+        if not run.members or not are_moved(run):
+            reason = "the training stops here"
+        return UploadDue(party=at[0], segment=at[1], holders=here, reason=reason)
+    has_left = any(record is None for record in records)
+    is_late = bool(run.holders) or (run.awaits_until_s is not None and now_s >= run.awaits_until_s)
+    if not has_left and not is_late:
+        return None
+    names = {member.worker_id for member in here}
+    gone = ", ".join(kept.worker_id for kept in run.kept if kept.worker_id not in names)
+    reason = (
+        f"what only {gone} had is gone with {'it' if len(run.kept) == len(here) + 1 else 'them'}"
+    )
+    return SoleCopiesLost(party=at[0], segment=at[1], reason=reason)
+
+
+def deadline(run: PartyRun) -> float | None:
+    """Return until when workers are waited for that are away with what only they have kept."""
+    return run.awaits_until_s
 
 
 def _what_was_done(job: JobSpec, run: PartyRun, num_steps: int) -> str:
@@ -73,10 +117,19 @@ def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Pl
 
     def place(job: JobSpec, run: PartyRun, world: World) -> Placed:
         alive = tuple(member for member in run.members if world.holds(member))
-        members = alive + _joining(job, run, shape, world, alive)
+        members = _as_kept(run, alive + _joining(job, run, shape, world, alive))
         return Placed(members if len(members) >= shape.min_members else ())
 
     return place
+
+
+def _as_kept(run: PartyRun, members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Return the members in the order in which they have kept replicas, where all those are back:
+    then each goes on with its own."""
+    places = {kept.worker_id: place for place, kept in enumerate(run.kept)}
+    if {member.worker_id for member in members} != set(places):
+        return members
+    return tuple(sorted(members, key=lambda member: places[member.worker_id]))
 
 
 def _joining(

@@ -37,8 +37,9 @@ def deaths(run: PartyRun, member: Member) -> tuple[ProcessDied, ...]:
 
 
 def blobs(run: PartyRun) -> frozenset[Digest]:
-    """Return the state to return to."""
-    return frozenset({run.committed.digest} if run.committed else ())
+    """Return the states to return to."""
+    bases = (run.committed, None if run.whole is None else run.whole.base)
+    return frozenset(base.digest for base in bases if base is not None)
 
 
 def progress(run: PartyRun) -> NestedProgress:

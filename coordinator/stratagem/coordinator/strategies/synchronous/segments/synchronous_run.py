@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
-from stratagem.common.base.ids import Party
+from stratagem.common.base.ids import Digest, Party, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.crash_loops import Deaths, after
 from stratagem.coordinator.core.effects import Base, ExchangeMethod
 from stratagem.coordinator.core.facts import (
+    CommitUploaded,
     Fact,
     Member,
     MembersFormed,
@@ -16,10 +18,19 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
     SegmentCommitted,
     SegmentFinished,
+    SoleCopiesLost,
+    UploadDue,
 )
 from stratagem.coordinator.core.metric_course import resumed_metrics, why_stopped, with_course
 from stratagem.coordinator.core.state import World
 from stratagem.coordinator.strategies.scheduling.segment_schedule import schedule_of
+
+
+class KeptFile(NamedTuple):
+    """A file with what only one worker has of a commit."""
+
+    worker_id: WorkerId
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,16 @@ class Finished:
     """See SegmentFinished."""
     streams: str = ""
     """See effects.Base."""
+    kept: tuple[KeptFile, ...] = ()
+    """See SegmentFinished; in order of rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCommit:
+    """The newest commit that was uploaded as a whole, with its metrics."""
+
+    base: Base
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,18 @@ class PartyRun:
     why: str = ""
     stop_reason: str = ""
     """Why the user's code has ended the training with the committed segment."""
+    kept: tuple[KeptFile, ...] = ()
+    """What only workers have of the commit, in order of rank; none of one that is whole."""
+    whole: WholeCommit | None = None
+    """To return to when that is lost; None while the commit is whole."""
+    holders: tuple[Member, ...] = ()
+    """Workers that were asked for what they have kept of it."""
+    awaits_until_s: float | None = None
+    """How long workers that have kept something of it, and are away, are waited for."""
+
+
+RETURN_S: Final = 60.0
+"""How long a worker is waited for that is away with what only it has kept of a commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +139,8 @@ class SegmentRules:
     """The placement of the party, where not any workers will do."""
     why_missing: Callable[[JobSpec, "PartyRun", World], str] | None = None
     """The sentence about what `place` waits for, for people."""
+    upload_every: int = 1
+    """Every how many segments a commit has what only one member each has, too."""
     is_sole_copy: bool = False
     """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
     any change of members, and any failed exchange, returns the party to its last commit. So it is
@@ -118,7 +153,7 @@ def transition(
     """Fold a fact; facts of other kinds leave the party as it is."""
     match fact:
         case MembersFormed():
-            return _with_members(run, fact, shape)
+            return _with_members(run, fact, shape, now_s)
         case ProcessDied():
             return replace(run, deaths=after(run.deaths, fact, now_s, run.left.union(run.members)))
         case ModelBuilt():
@@ -141,6 +176,7 @@ def transition(
                 fact.loss,
                 fact.stop_reason,
                 fact.streams,
+                _kept(run, fact),
             )
             return replace(
                 run,
@@ -153,20 +189,83 @@ def transition(
                 is_recovering=False,
             )
         case SegmentCommitted():
-            left = tuple(f for f in run.finished if f.segment > fact.segment)
-            asked = next((f.stop_reason for f in run.finished if f.segment == fact.segment), "")
-            base = Base(fact.segment, fact.step, fact.digest, fact.streams)
-            return replace(
-                run, finished=left, committed=base, metrics=fact.metrics, stop_reason=asked
-            )
+            return _committed(run, fact)
+        case UploadDue():
+            return replace(run, holders=fact.holders, awaits_until_s=None)
+        case CommitUploaded() if run.committed is not None:
+            return _as_whole(replace(run, committed=replace(run.committed, digest=fact.digest)))
+        case SoleCopiesLost():
+            returned_run = _returned_to_commit(_to_whole(run))
+            membership, lineage = run.membership + 1, run.lineage + 1
+            return replace(returned_run, is_recovering=True, membership=membership, lineage=lineage)
         case RunResumed():
-            stopped = replace(run, members=(), left=frozenset(), deaths=Deaths())
+            # The workers have let go of the run, and of the files that they had kept of it.
+            stopped = replace(_to_whole(run), members=(), left=frozenset(), deaths=Deaths())
             return _returned_to_commit(replace(stopped, is_recovering=False))
         case _:
             return run
 
 
-def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> PartyRun:
+def _kept(run: PartyRun, fact: SegmentFinished) -> tuple[KeptFile, ...]:
+    """What the members have kept at the end of a segment."""
+    if not fact.kept:
+        return ()
+    return tuple(
+        KeptFile(member.worker_id, digest)
+        for member, digest in zip(run.members, fact.kept, strict=True)
+    )
+
+
+def _committed(run: PartyRun, fact: SegmentCommitted) -> PartyRun:
+    done = next((f for f in run.finished if f.segment == fact.segment), None)
+    left = tuple(f for f in run.finished if f.segment > fact.segment)
+    # Of a partial commit those before it are still what there is to return to.
+    whole = run.whole
+    if whole is None and run.committed is not None:
+        whole = WholeCommit(run.committed, run.metrics)
+    after = replace(
+        run,
+        finished=left,
+        committed=Base(fact.segment, fact.step, fact.digest, fact.streams),
+        metrics=fact.metrics,
+        stop_reason="" if done is None else done.stop_reason,
+        holders=(),
+        awaits_until_s=None,
+    )
+    kept = () if done is None else done.kept
+    return replace(after, kept=kept, whole=whole) if kept else _as_whole(after)
+
+
+def _as_whole(run: PartyRun) -> PartyRun:
+    """Return the run with nothing of its commit on workers alone."""
+    return replace(run, kept=(), whole=None, holders=(), awaits_until_s=None)
+
+
+def _to_whole(run: PartyRun) -> PartyRun:
+    """Return the run at its newest commit that was uploaded as a whole."""
+    if run.whole is None:
+        return run
+    base, metrics = run.whole.base, run.whole.metrics
+    return _as_whole(replace(run, committed=base, metrics=metrics, stop_reason=""))
+
+
+def are_moved(run: PartyRun) -> bool:
+    """Return True when the replicas of the commit are to be on other workers than have kept them,
+    or there are no members."""
+    names = [member.worker_id for member in run.members]
+    return bool(run.kept) and names != [kept.worker_id for kept in run.kept]
+
+
+def needs_upload(job: JobSpec, run: PartyRun) -> bool:
+    """Return True when what only workers have of the commit is needed elsewhere, or the run ends
+    with it."""
+    is_end = bool(run.kept) and not run.finished and bool(stop_reason(job, run))
+    return are_moved(run) or is_end
+
+
+def _with_members(
+    run: PartyRun, fact: MembersFormed, shape: SegmentRules, now_s: float
+) -> PartyRun:
     formed = replace(
         run,
         membership=fact.membership,
@@ -179,6 +278,10 @@ def _with_members(run: PartyRun, fact: MembersFormed, shape: SegmentRules) -> Pa
         why=fact.reason,
         left=run.left | (set(run.members) - set(fact.members)),
     )
+    if not are_moved(formed):
+        formed = replace(formed, holders=(), awaits_until_s=None)
+    elif formed.members and formed.awaits_until_s is None and not formed.holders:
+        formed = replace(formed, awaits_until_s=now_s + RETURN_S)
     survivors = set(run.members) & set(fact.members)
     # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
     held = (run.members, *(done.sources for done in run.finished))
@@ -217,6 +320,9 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
             waiting = [f.segment for f in run.finished]
             first = waiting[0] if waiting else None
             return "" if fact.segment == first else f"segment {first} is to be committed next"
+        case CommitUploaded() | SoleCopiesLost():
+            at = run.committed.segment if run.kept and run.committed is not None else None
+            return "" if fact.segment == at else "nothing of that commit is on workers alone"
         case _:
             return ""
 
@@ -224,7 +330,7 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
 def rebase(_job: JobSpec, run: PartyRun, base: Base, num_rows: Mapping[str, int]) -> PartyRun:
     """Make the members drop what they hold, meet again, and begin after the base."""
     return replace(
-        run,
+        _as_whole(run),
         membership=run.membership + 1,
         num_rows=num_rows,
         committed=base,

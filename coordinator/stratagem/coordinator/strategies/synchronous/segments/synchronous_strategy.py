@@ -32,7 +32,10 @@ def synchronous(
         version=VERSION,
         check=lambda job, _strategies: check(job),
         init=lambda _job, party, _strategies: PartyRun(party),
-        decide=lambda job, value, world, _now_s: decisions.decide(job, value, shape(job), world),
+        decide=lambda job, value, world, now_s: decisions.decide(
+            job, value, shape(job), world, now_s
+        ),
+        own_deadline=decisions.deadline,
         transition=lambda job, value, fact, now_s: run.transition(
             job, value, fact, shape(job), now_s
         ),

@@ -1,0 +1,152 @@
+"""What only one worker has of a commit stays on it in a file: every way on from there ends with the
+bits of the loop."""
+
+import shutil
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.common.job import JobSpec
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    Gates,
+    Outcome,
+    assert_same_bits,
+    data_parallel,
+    outcome_of,
+    wait_for,
+)
+from tests.jobs import job, user_data
+from tests.patience import PATIENCE_S
+from tests.reference.local_steps_loop import local_steps_loop
+
+pytestmark = pytest.mark.cluster
+
+
+def spec_of(gates: Gates, **options: Any) -> JobSpec:
+    """Five segments of a join each; the second, the fourth and the last one are uploaded."""
+    strategy = data_parallel(4)
+    return job(
+        "dropout_mlp",
+        optimizer=ADAMW,
+        data=user_data("gated", folder=str(gates.folder)),
+        checkpoint={"every": "2 steps"},
+        strategy={**strategy, "options": {"local_steps": 2, "upload_every": 2, **options}},
+    )
+
+
+def assert_is(outcome: Outcome, spec: JobSpec, *segments: int) -> None:
+    assert_same_bits(outcome.state, local_steps_loop(spec, ALLOWED).state)
+    assert [e.payload["segment"] for e in outcome.of("SegmentCommitted")] == list(segments)
+    assert outcome.status.reproducible
+
+
+def files_of(cluster: LocalCluster, name: str, run: RunHandle) -> Any:
+    return cluster.folder / name / f"kept-{name}" / run.run_id
+
+
+def test_a_killed_worker_goes_on_with_its_file(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    """In segment 4, after a commit that has no replicas."""
+    spec = spec_of(gates)
+    gates.close("worker-1-batch-7")
+    run = client.submit(spec)
+    first, whole, partial = wait_for(run, "SegmentCommitted", 3)
+    gates.wait_reached("worker-1-batch-7")
+    assert first.payload["size_bytes"] == partial.payload["size_bytes"]
+    assert whole.payload["size_bytes"] > 2 * partial.payload["size_bytes"]
+    names = [path.name for path in files_of(exact_cluster, "worker-1", run).iterdir()]
+    assert "3.safetensors" in names
+    exact_cluster.kill("worker-1")
+    wait_for(run, "MembersFormed", where=lambda event: event.payload["membership"] > 1)
+    gates.open()
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    assert_is(outcome, spec, 1, 2, 3, 4, 5)
+    assert not outcome.of("SoleCopiesLost")
+    assert not files_of(exact_cluster, "worker-0", run).exists()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", ["removed", "changed"])
+def test_a_lost_file_returns_all_to_the_last_commit_that_is_whole(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates, how: str
+) -> None:
+    spec = spec_of(gates)
+    gates.close("worker-1-batch-7")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 3)
+    gates.wait_reached("worker-1-batch-7")
+    lot.close("worker-1")
+    exact_cluster.kill("worker-1")
+    wait_for(run, "MembersFormed", where=lambda event: event.payload["membership"] > 1)
+    folder = files_of(exact_cluster, "worker-1", run)
+    if how == "removed":
+        shutil.rmtree(folder)
+    else:
+        path = folder / "3.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    lot.open()
+    gates.open()
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    (lost,) = outcome.of("SoleCopiesLost")
+    assert lost.payload["segment"] == 3
+    assert_is(outcome, spec, 1, 2, 3, 3, 4, 5)
+
+
+@pytest.mark.sweep
+def test_a_worker_that_drains_leaves_its_replicas_to_the_others(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
+) -> None:
+    spec = spec_of(gates)
+    gates.close("worker-1-batch-7")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 3)
+    gates.wait_reached("worker-1-batch-7")
+    pid = exact_cluster.processes["worker-1"].pid
+    assert pid is not None
+    process = psutil.Process(pid)
+    lot.close("worker-1")
+    exact_cluster.kill("worker-1", signal.SIGTERM)
+    wait_for(run, "UploadDue")
+    gates.open()
+    process.wait(timeout=PATIENCE_S)
+    outcome = outcome_of(run)
+    (uploaded,) = outcome.of("CommitUploaded")
+    assert uploaded.payload["segment"] == 3
+    assert len(outcome.of("MembersFormed")[-1].payload["members"]) == 3
+    assert_is(outcome, spec, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.sweep
+def test_an_uploaded_commit_is_the_one_that_was_never_divided(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
+) -> None:
+    """A worker joins: commit 3 is uploaded for it. It has the digest of a run that uploads all."""
+    spec, every = spec_of(gates), spec_of(gates, upload_every=1)
+    digests = outcome_of(client.submit(every)).digests
+    lot.close("worker-1")
+    pid = exact_cluster.processes["worker-1"].pid
+    assert pid is not None
+    process = psutil.Process(pid)
+    exact_cluster.kill("worker-1", signal.SIGTERM)
+    process.wait(timeout=PATIENCE_S)
+    gates.close("worker-3-batch-7")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 3)
+    gates.wait_reached("worker-3-batch-7")
+    lot.open()
+    (uploaded,) = wait_for(run, "CommitUploaded")
+    gates.open()
+    outcome = outcome_of(run)
+    assert uploaded.payload["digest"] == digests[2]
+    assert [outcome.digests[index] for index in (1, 3, 4)] == [digests[i] for i in (1, 3, 4)]
+    assert_is(outcome, spec, 1, 2, 3, 4, 5)
