@@ -2,13 +2,18 @@
 
     python benchmarks/slow_links.py losses --out losses.json          # no link: it changes no bit
     sudo python benchmarks/slow_links.py seconds --mbit 20 50 100 --out seconds.json
+    sudo python benchmarks/slow_links.py whole --mbit 20 --whole-steps 1000 --out whole.json
     python benchmarks/slow_links.py report losses.json seconds.json
+    python benchmarks/slow_links.py plot losses.json seconds.json --out docs/images/diloco.svg
 
 `losses` trains a character transformer with all replicas in one process, and stops a variant where
 the test loss is that of the last step of "every step". `seconds` times some steps of each variant
 in four processes, each in a network namespace of its own on a switch, behind a token bucket of so
 many Mbit/s in each direction (tc tbf). A variant with local steps takes few of them between its
-exchanges there, and what an exchange takes is divided by those it has. Needs root for namespaces.
+exchanges there, and what an exchange takes is divided by those it has. `whole` takes all steps of
+one variant, with its own number of local steps. A step takes the processor's time of the slowest
+member, and what the member that came last has waited for others: each replica has a machine of its
+own where links are slow, so other work of this one is not to count. Needs root for namespaces.
 """
 
 import argparse
@@ -20,11 +25,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from stratagem.client.pictures.curve import curve
+from stratagem.client.pictures.curve_rows import Line
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import local_steps_of
 from stratagem.worker.data.data_sources import DataSources, load_data
@@ -61,12 +69,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("losses", "seconds", "report", "member"))
+    parser.add_argument("what", choices=("losses", "seconds", "whole", "report", "plot", "member"))
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=Path("slow_links.json"))
     parser.add_argument("--mbit", type=float, nargs="+", default=[20.0, 50.0, 100.0])
     parser.add_argument("--steps", type=int, default=500, help="of the variant with every step")
-    parser.add_argument("--most", type=int, default=1000, help="steps of any other variant")
+    parser.add_argument("--most", type=int, default=2000, help="steps of any other variant")
+    parser.add_argument("--target", type=float, help="test loss at which a variant is stopped")
+    parser.add_argument("--whole-steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
@@ -74,10 +84,14 @@ def main() -> None:
     match options.what:
         case "losses":
             measure_losses(options)
-        case "seconds" if os.geteuid() != 0:
+        case "seconds" | "whole" if os.geteuid() != 0:
             print("network namespaces need root: sudo python benchmarks/slow_links.py seconds")
-        case "seconds":
+        case "seconds" | "whole":
             measure_seconds(options)
+        case "plot":
+            options.out.write_text(
+                plotted(*(json.loads(each.read_text()) for each in options.files))
+            )
         case "report":
             report(*(json.loads(path.read_text()) for path in options.files))
         case _:
@@ -148,24 +162,27 @@ def measure_losses(options: argparse.Namespace) -> None:
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     for variant in options.variants:
         first = found.get("every step")
-        target = first["losses"][-1][1] if first else None
+        target = first["losses"][-1][1] if first else options.target
         order = {**vars(options), "variant": variant}
-        found[variant] = losses_of(order, target if variant != "every step" else None)
+        for so_far in losses_of(order, target if variant != "every step" else None):
+            found[variant] = so_far
+            options.out.write_text(json.dumps(found))
         print(variant, found[variant]["losses"][-1], flush=True)
-        options.out.write_text(json.dumps(found))
 
 
-def losses_of(order: dict[str, Any], target: float | None) -> dict[str, Any]:
-    """[(step, test loss), ...] every 50 steps, until it is as low as the target."""
+def losses_of(order: dict[str, Any], target: float | None) -> Iterator[dict[str, Any]]:
+    """Yields {"losses": [(step, test loss), ...]} every 50 steps, until it is as low as the
+    target."""
     job = job_of(order)
     x, y = load_data(job, ALLOWED, DataSources())["test"].take(torch.arange(300))
     trainer = trainer_of(job, range(NUM_REPLICAS))
     exchange = exchange_of(trainer, None)
     losses: list[tuple[int, float]] = []
     num_params = sum(param.numel() for param in trainer.model.parameters())
-    for step in range(1, order["steps" if target is None else "most"] + 1):
+    num_steps: int = order["steps" if order["variant"] == "every step" else "most"]
+    for step in range(1, num_steps + 1):
         trainer.train_step(exchange, range(NUM_REPLICAS), NUM_REPLICAS)
-        if step % 50 and step % order["steps"]:
+        if step % 50 and step != num_steps:
             continue
         trainer.evaluator()
         with torch.no_grad():
@@ -173,9 +190,9 @@ def losses_of(order: dict[str, Any], target: float | None) -> dict[str, Any]:
             loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
         losses.append((step, loss))
         print(order["variant"], step, f"{loss:.4f}", flush=True)
+        yield {"losses": losses, "num_params": num_params}
         if target is not None and loss <= target:
-            break
-    return {"losses": losses, "num_params": num_params}
+            return
 
 
 # ---- seconds ----
@@ -192,15 +209,9 @@ def measure_seconds(options: argparse.Namespace) -> None:
                 addresses = [hear(process) for process in processes]
                 for process in processes:
                     tell(process, addresses)
-                each = [hear(process) for process in processes]
-                # The member that comes last to an exchange waits for nobody.
-                of_last = min(each, key=lambda one: one["outer_s"])
-                slowest = max(each, key=lambda one: one["inner_s"])
-                found.setdefault(f"{mbit:g}", {})[variant] = {
-                    "inner_s": slowest["inner_s"],
-                    "outer_s": of_last["outer_s"],
-                }
-                print(f"{mbit:g} Mbit/s", variant, found[f"{mbit:g}"][variant], flush=True)
+                steps = steps_of([hear(process) for process in processes])
+                found.setdefault(f"{mbit:g}", {})[variant] = steps
+                print(f"{mbit:g} Mbit/s", variant, said(order, steps), flush=True)
                 options.out.write_text(json.dumps(found))
 
 
@@ -273,29 +284,47 @@ def hear(process: subprocess.Popen[str]) -> Any:
     return json.loads(line)
 
 
+def steps_of(members: list[list[list[float]]]) -> list[float]:
+    """What each step takes, of the (seconds of the processor, seconds waited) of each member."""
+    return [
+        max(computed_s for computed_s, _ in each) + min(waited_s for _, waited_s in each)
+        for each in zip(*members, strict=True)
+    ]
+
+
+def said(order: dict[str, Any], steps: list[float]) -> str:
+    """What was measured in words: of a whole run its time, else that of a step."""
+    if order["what"] == "seconds":
+        return f"{per_step(order['variant'], steps):.3f} s/step"
+    return f"{sum(steps) / 60:.2f} min for {len(steps)} steps"
+
+
 def serve(rank: int) -> None:
     """One member: times steps of the variants that it is told."""
     torch.set_num_threads(1)
     while line := sys.stdin.readline():
         order = json.loads(line)
-        job, owned = job_of(order, is_timed=True), range(rank, rank + 1)
+        is_timed = order["what"] == "seconds"
+        job, owned = job_of(order, is_timed=is_timed), range(rank, rank + 1)
         trainer = trainer_of(job, owned)
         link = form_gloo(rank, NUM_REPLICAS, host(rank), rendezvous, 60.0)
         exchange = exchange_of(trainer, link)
-        seconds = time_steps(trainer, exchange, owned)
+        overlap = VARIANTS[order["variant"]].get("options", {}).get("overlap_steps", 0)
+        num_steps = NUM_TIMED + overlap if is_timed else order["whole_steps"]
+        seconds = time_steps(trainer, exchange, owned, num_steps)
         exchange.close()
-        outer = seconds[TIMED_LOCAL_STEPS - 1 :: TIMED_LOCAL_STEPS]
-        inner = [s for i, s in enumerate(seconds) if (i + 1) % TIMED_LOCAL_STEPS]
-        print(json.dumps({"inner_s": mean(inner[1:]), "outer_s": mean(outer)}), flush=True)
+        print(json.dumps(seconds), flush=True)
 
 
-def time_steps(trainer: Any, exchange: Any, owned: range) -> list[float]:
-    """Seconds of each of some steps."""
+def time_steps(
+    trainer: Any, exchange: Any, owned: range, num_steps: int
+) -> list[tuple[float, float]]:
+    """Of each of some steps the seconds of the processor, and those waited for others."""
     seconds = []
-    for _ in range(NUM_TIMED):
-        began_s = time.perf_counter()
-        trainer.train_step(exchange, owned, NUM_REPLICAS)
-        seconds.append(time.perf_counter() - began_s)
+    for _ in range(num_steps):
+        began_s = time.thread_time()
+        report = trainer.train_step(exchange, owned, NUM_REPLICAS)
+        seconds.append((time.thread_time() - began_s, report.exchange_wait_s))
     return seconds
 
 
@@ -333,15 +362,33 @@ def report(losses: dict[str, Any], seconds: dict[str, Any]) -> None:
             print(f"| {mbit} | {variant} | {each_s:.3f} | {end} |")
 
 
-def per_step(variant: str, found: dict[str, float]) -> float:
+def plotted(losses: dict[str, Any], seconds: dict[str, Any]) -> str:
+    """The test loss against minutes on the slowest link, as SVG."""
+    mbit = min(seconds, key=float)
+    minutes = {name: per_step(name, steps) / 60 for name, steps in seconds[mbit].items()}
+    lines = [
+        Line(
+            name,
+            [step * minutes[name] for step, _ in losses[name]["losses"]],
+            [loss for _, loss in losses[name]["losses"]],
+        )
+        for name in minutes
+    ]
+    title = f"Test loss against minutes on a link of {mbit} Mbit/s"
+    return curve(lines, title=title, unit="minute", width=860).svg_file + "\n"
+
+
+def per_step(variant: str, steps: list[float]) -> float:
     """What a step takes on average, with its share of an exchange after several of them."""
-    inner_s: float = found["inner_s"]
-    local_steps: int | None = VARIANTS[variant].get("options", {}).get("local_steps")
-    if local_steps is None:
-        return inner_s
-    exchange_s: float = max(found["outer_s"] - inner_s, 0.0)
-    num_exchanges: int = VARIANTS[variant]["options"].get("fragments", 1)
-    return inner_s + num_exchanges * exchange_s / local_steps
+    options = VARIANTS[variant].get("options", {})
+    if not options:
+        return mean(steps[1:])
+    places = (0, options.get("overlap_steps", 0))
+    joins = [s for step, s in enumerate(steps, 1) if step % TIMED_LOCAL_STEPS in places]
+    inner_s = median(s for step, s in enumerate(steps, 1) if step % TIMED_LOCAL_STEPS not in places)
+    exchange_s = sum(s - inner_s for s in joins) / (NUM_TIMED // TIMED_LOCAL_STEPS)
+    num_exchanges: int = options.get("fragments", 1)
+    return inner_s + num_exchanges * max(exchange_s, 0.0) / float(options["local_steps"])
 
 
 if __name__ == "__main__":
