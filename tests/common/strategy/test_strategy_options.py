@@ -63,6 +63,16 @@ RANDOM = FEDERATED | {"client_selection": {"method": "Random", "fraction": 0.5}}
         ),
         (
             DATA_PARALLEL,
+            {"upload_every": 2},
+            "strategy.options.upload_every: has a meaning only together with local_steps",
+        ),
+        (
+            DATA_PARALLEL,
+            {"local_steps": 2, "upload_every": 0},
+            "strategy.options.upload_every: 0 is not allowed; must be >= 1",
+        ),
+        (
+            DATA_PARALLEL,
             {"local_steps": 2, "outer_bits": 16},
             "strategy.options.outer_bits: 16 is not one of 8, 4",
         ),
