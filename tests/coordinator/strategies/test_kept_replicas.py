@@ -33,7 +33,7 @@ from tests.coordinator.core.simulation import RUN, Simulation, digest, member, r
 pytestmark = pytest.mark.core
 
 
-def job(num_steps: int = 60, **sections: Any) -> str:
+def four_a_round(num_steps: int = 60, **sections: Any) -> str:
     """Segments of 5 steps; each fourth is uploaded as a whole."""
     strategy = {**DATA_PARALLEL, "options": {"local_steps": 5, "upload_every": 4}}
     every = {"every": "5 steps"}
@@ -69,7 +69,7 @@ def steps(simulation: Simulation) -> list[int]:
 
 
 def test_each_fourth_commit_and_the_last_one_are_whole() -> None:
-    simulation = start(job(50), "a", "b")
+    simulation = start(four_a_round(50), "a", "b")
     simulation.run()
     facts = simulation.facts(SegmentCommitted)
     assert [fact.segment for fact in facts if not fact.is_partial] == [4, 8, 10]
@@ -79,7 +79,7 @@ def test_each_fourth_commit_and_the_last_one_are_whole() -> None:
 
 
 def test_a_partial_commit_is_pulled_from_any_member() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     while due(simulation, CommitSegment) is None:
         simulation.tell(simulation.queue.popleft())
     commit = due(simulation, CommitSegment)
@@ -88,7 +88,7 @@ def test_a_partial_commit_is_pulled_from_any_member() -> None:
 
 
 def test_members_go_on_from_their_own_files() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     segment = due(simulation, RunSegment)
     simulation.tell(ReportTrouble(RUN, ROOT, segment.membership, "the exchange is cut"))
@@ -101,7 +101,7 @@ def test_members_go_on_from_their_own_files() -> None:
 
 def test_a_worker_that_comes_back_goes_on_with_its_replicas() -> None:
     """In the order in which they were kept, whoever is back first."""
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(LoseWorker(member("a"), "gone"))
     assert due(simulation, RunSegment) is None
@@ -118,7 +118,7 @@ def test_a_worker_that_comes_back_goes_on_with_its_replicas() -> None:
 
 @pytest.mark.parametrize("way", ["away too long", "left"])
 def test_what_does_not_come_back_costs_the_way_to_the_last_whole_commit(way: str) -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     if way == "left":
         simulation.tell(LeaveWorker(member("b"), "for good"))
@@ -141,7 +141,7 @@ def test_what_does_not_come_back_costs_the_way_to_the_last_whole_commit(way: str
 
 
 def test_replicas_move_to_a_worker_that_joins_once_they_are_uploaded() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(register("c"))
     upload = due(simulation, UploadCommit)
@@ -161,7 +161,7 @@ def test_replicas_move_to_a_worker_that_joins_once_they_are_uploaded() -> None:
 
 
 def test_a_worker_that_drains_is_asked_for_its_replicas() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(DrainWorker(member("b")))
     (asked,) = simulation.facts(UploadDue)
@@ -175,7 +175,7 @@ def test_a_worker_that_drains_is_asked_for_its_replicas() -> None:
 
 def test_all_drain() -> None:
     """What they have is uploaded although nobody is left to go on."""
-    simulation = start(job(), "a")
+    simulation = start(four_a_round(), "a")
     until_committed(simulation, 6)
     simulation.tell(DrainWorker(member("a")))
     (asked,) = simulation.facts(UploadDue)
@@ -188,7 +188,7 @@ def test_all_drain() -> None:
 
 def test_all_are_away_for_long() -> None:
     """Without members there is nobody who waits, and so nothing is given up."""
-    simulation = start(job(), "a")
+    simulation = start(four_a_round(), "a")
     until_committed(simulation, 6)
     simulation.tell(LoseWorker(member("a"), "gone"))
     assert simulation.agenda.next_deadline is None
@@ -199,7 +199,7 @@ def test_all_are_away_for_long() -> None:
 
 
 def test_a_holder_that_restarts_is_asked_again_and_one_that_is_lost_meanwhile_is_given_up() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(register("c"))
     simulation.tell(register("b", 1))
@@ -211,7 +211,7 @@ def test_a_holder_that_restarts_is_asked_again_and_one_that_is_lost_meanwhile_is
 
 
 def test_a_file_that_is_lost_is_reported_once() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     membership = due(simulation, RunSegment).membership
     lost = SoleCopiesLost(party=ROOT, segment=6, reason="no such file")
@@ -227,7 +227,7 @@ def test_a_file_that_is_lost_is_reported_once() -> None:
 
 def test_a_stopped_run_goes_on_from_its_last_whole_commit() -> None:
     """Its workers have let go of it, and of its files."""
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(CancelRun(RUN, "somebody"))
     assert "commit 4 is kept" in record(simulation).reason
@@ -245,7 +245,7 @@ def test_a_stopped_run_goes_on_from_its_last_whole_commit() -> None:
 
 
 def test_the_whole_commit_before_partial_ones_is_kept() -> None:
-    simulation = start(job(retention=1), "a", "b")
+    simulation = start(four_a_round(retention=1), "a", "b")
     until_committed(simulation, 7)
     (newest,) = retained(record(simulation))
     assert newest.segment == 7
@@ -253,7 +253,7 @@ def test_the_whole_commit_before_partial_ones_is_kept() -> None:
 
 
 def test_a_run_that_stops_early_ends_with_a_whole_commit() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 5)
     segment = due(simulation, RunSegment)
     ended = SegmentFinished(
@@ -277,7 +277,7 @@ def test_a_run_that_stops_early_ends_with_a_whole_commit() -> None:
 
 
 def test_a_change_of_members_before_the_commit_returns_them_to_their_files() -> None:
-    simulation = start(job(), "a", "b")
+    simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 5)
     before = len(simulation.facts(MembersFormed))
     simulation.tell(register("b", 1))
