@@ -91,6 +91,21 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await train_client(env, effect)
         case PostKeys() | RouteShares():
             await exchange(env, effect)
+        case AccountRound() | CollectUpdate() | JudgeUpdates() | AggregateRound():
+            await _perform_of_round(env, effect)
+        case EvaluateState():
+            await evaluate_state(env, effect)
+        case Release():
+            await release(env, effect)
+        case _:
+            assert_never(effect)
+
+
+async def _perform_of_round(
+    env: EffectContext, effect: AccountRound | CollectUpdate | JudgeUpdates | AggregateRound
+) -> None:
+    """Perform what is done with the updates of a round."""
+    match effect:
         case AccountRound():
             await account_round(env, effect)
         case CollectUpdate():
@@ -99,9 +114,5 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await judge_updates(env, effect)
         case AggregateRound():
             await aggregate_round(env, effect)
-        case EvaluateState():
-            await evaluate_state(env, effect)
-        case Release():
-            await release(env, effect)
         case _:
             assert_never(effect)
