@@ -14,7 +14,7 @@ HALVES = {"south": [1, 3], "north": [0, 2]}
 NAMES = {"north": ["anna", "bern"], "south": ["cork", "dover"]}
 
 
-def job(regions: Any, changes: dict[str, Any] | None = None, **options: Any) -> JobSpec:
+def regional_job(regions: Any, changes: dict[str, Any] | None = None, **options: Any) -> JobSpec:
     strategy = {**FEDERATED, "options": {"regions": regions, **options}}
     return JobSpec.from_json(job_text(strategy, **(changes or {})))
 
@@ -26,10 +26,10 @@ def regions_of(made: JobSpec) -> Mapping[str, Any]:
 
 
 def test_regions_are_kept_in_order_of_name() -> None:
-    made = job(HALVES)
+    made = regional_job(HALVES)
     assert list(regions_of(made)) == ["north", "south"]
     assert JobSpec.from_json(made.canonical_json()) == made
-    assert made == job(dict(reversed(HALVES.items())))
+    assert made == regional_job(dict(reversed(HALVES.items())))
 
 
 def test_a_job_without_regions_says_nothing_of_them() -> None:
@@ -37,7 +37,7 @@ def test_a_job_without_regions_says_nothing_of_them() -> None:
 
 
 def test_sites_by_name() -> None:
-    made = job(NAMES, {"data": {"worker_local": "ward"}})
+    made = regional_job(NAMES, {"data": {"worker_local": "ward"}})
     assert regions_of(made)["south"] == ["cork", "dover"]
 
 
@@ -55,6 +55,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "names without sites": (NAMES, {}, "give data.worker_local"),
     "robust": (HALVES, {"robust": {"name": "median"}}, "a region tells only their sum"),
     "q": (HALVES, {"q": 0.5}, "depends on the losses of all others"),
+    "masks": (HALVES, {"secure_aggregation": {}}, "masks go out of the sum of all clients alone"),
+    "layers of their own": (HALVES, {"personal": ["head.*"]}, "is not defined by region"),
+    "models of their own": (HALVES, {"ditto": {"lambda": 0.1}}, "is not defined by region"),
     "steps": (HALVES, {"normalize": "fednova"}, "depends on the steps of all clients"),
     "late": (
         HALVES,
@@ -69,7 +72,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_refused(case: str) -> None:
     regions, options, said = WRONG[case]
     with pytest.raises(InvalidInputError) as error:
-        job(regions, **options)
+        regional_job(regions, **options)
     assert said in str(error.value)
     assert "options." in str(error.value)
 
@@ -77,4 +80,4 @@ def test_refused(case: str) -> None:
 def test_all_sites_are_named() -> None:
     few = {"north": ["anna", "bern"], "south": ["cork"]}
     with pytest.raises(InvalidInputError, match="has 3 sites, and num_clients is 4"):
-        job(few, {"data": {"worker_local": "ward"}})
+        regional_job(few, {"data": {"worker_local": "ward"}})
