@@ -173,6 +173,18 @@ def test_a_worker_that_drains_is_asked_for_its_replicas() -> None:
     assert steps(simulation) == [*range(5, 65, 5)]
 
 
+def test_a_worker_that_leaves_once_it_has_sent_its_replicas_is_not_missed() -> None:
+    """It may have gone before they are stored with the rest."""
+    simulation = start(four_a_round(), "a", "b")
+    until_committed(simulation, 6)
+    simulation.tell(DrainWorker(member("b")))
+    simulation.tell(LeaveWorker(member("b"), "drained"))
+    assert simulation.facts(SoleCopiesLost) == []
+    simulation.run()
+    assert [fact.segment for fact in simulation.facts(CommitUploaded)] == [6]
+    assert steps(simulation) == [*range(5, 65, 5)]
+
+
 def test_all_drain() -> None:
     """What they have is uploaded although nobody is left to go on."""
     simulation = start(four_a_round(), "a")
@@ -198,14 +210,18 @@ def test_all_are_away_for_long() -> None:
     assert (segment.base.segment, segment.kept) == (6, (digest("a after 6"),))
 
 
-def test_a_holder_that_restarts_is_asked_again_and_one_that_is_lost_meanwhile_is_given_up() -> None:
+def test_a_holder_that_restarts_is_asked_again_and_the_upload_says_if_it_is_gone() -> None:
     simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(register("c"))
     simulation.tell(register("b", 1))
     assert due(simulation, UploadCommit).holders == (member("a"), member("b", 1))
     simulation.tell(LoseWorker(member("b", 1), "gone again"))
-    assert [fact.segment for fact in simulation.facts(SoleCopiesLost)] == [6]
+    assert simulation.facts(SoleCopiesLost) == []
+    assert due(simulation, UploadCommit) is not None
+    simulation.queue.clear()
+    simulation.tell(Report(RUN, SoleCopiesLost(party=ROOT, segment=6, reason="b is lost")))
+    assert due(simulation, RunSegment).base.segment == 4
     go_on(simulation)
     assert record(simulation).ended is RunPhase.COMPLETED
 

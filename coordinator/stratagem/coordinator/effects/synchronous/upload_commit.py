@@ -14,6 +14,7 @@ from stratagem.common.base.errors import (
     LimitError,
     NotFoundError,
     PermissionDeniedError,
+    UnavailableError,
 )
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
@@ -42,7 +43,9 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
     ]
     try:
         digest, size_bytes = await merged(env, [partial(_common, env, effect), *pulls])
-    except LOST as error:
+    except (*LOST, UnavailableError) as error:
+        if isinstance(error, UnavailableError) and not _are_gone(env, effect):
+            raise
         lost = SoleCopiesLost(party=effect.party, segment=effect.segment, reason=str(error))
         await env.report(effect.run_id, lost)
         return
@@ -51,6 +54,12 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
         party=effect.party, segment=effect.segment, digest=digest, size_bytes=size_bytes
     )
     await env.report(effect.run_id, uploaded)
+
+
+def _are_gone(env: EffectContext, effect: UploadCommit) -> bool:
+    """Return True when a worker that has not sent its file will not: it is lost, or has left."""
+    records = [env.state.workers.get(holder.worker_id) for holder in effect.holders]
+    return any(record is None or not record.is_alive for record in records)
 
 
 async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:

@@ -52,7 +52,7 @@ def _copies_due(
     """Return what becomes of what only workers have of the commit, where it is needed elsewhere.
 
     A worker that is away may come back with its files, and is waited for; one that has left may
-    not.
+    not. One that was asked may have sent them before: the upload finds out.
     """
     if run.committed is None or not needs_upload(job, run):
         return None
@@ -67,8 +67,8 @@ def _copies_due(
             reason = "the training stops here"
         return UploadDue(party=at[0], segment=at[1], holders=here, reason=reason)
     has_left = any(record is None for record in records)
-    is_late = bool(run.holders) or (run.awaits_until_s is not None and now_s >= run.awaits_until_s)
-    if not has_left and not is_late:
+    is_late = run.awaits_until_s is not None and now_s >= run.awaits_until_s
+    if run.holders or not (has_left or is_late):
         return None
     names = {member.worker_id for member in here}
     gone = ", ".join(kept.worker_id for kept in run.kept if kept.worker_id not in names)
