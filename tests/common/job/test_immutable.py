@@ -148,6 +148,7 @@ FREE_FORM = {
     "SettingSpec.params",
     "NodeSpec.kwargs",
     "Custom.config",
+    "FederatedOptions.regions",
     "SearchSpace.frozen",
     "Categorical.choices",
     "Ordinal.choices",
