@@ -79,7 +79,11 @@ def test_a_run_is_trained_on_two_nodes_and_the_job_ends(slurm: Slurm, client: Cl
 def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
     slurm: Slurm, client: Client, tmp_path: Path
 ) -> None:
-    job = document(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)))
+    # Far more steps than anybody can do before all have heard that they are to leave.
+    length = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
+    job = document(
+        strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)), **length
+    )
     with gates_in(tmp_path) as gates:
         gates.close("batch-6")
         number = launch(slurm, client, "preempted", job, "--exclusive")
