@@ -80,7 +80,7 @@ def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
     slurm: Slurm, client: Client, tmp_path: Path
 ) -> None:
     # Far more steps than anybody can do before all have heard that they are to leave.
-    length = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
+    length: dict[str, Any] = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
     job = document(
         strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)), **length
     )

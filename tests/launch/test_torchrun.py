@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -65,7 +66,7 @@ def test_workers_of_torchrun_train_one_run_and_leave(tmp_path: Path) -> None:
 def test_a_preempted_worker_is_started_again_and_the_bits_stay(tmp_path: Path) -> None:
     log = tmp_path / "torchrun.log"
     # Far more steps than the other worker can do before torchrun has ended it, too.
-    length = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
+    length: dict[str, Any] = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
     spec = job(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)), **length)
     with (
         gates_in(tmp_path) as gates,
