@@ -43,6 +43,7 @@ from stratagem.worker.mesh import Link, form_gloo
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the job's entry points are in examples/
 ALLOWED, CPU = EntryPoints(["examples.charlm:*"]), torch.device("cpu")
 NUM_REPLICAS, NETWORK, CABLE, BATCH_SIZE = 4, "10.99.78", "slow", 16
 NUM_TIMED, TIMED_LOCAL_STEPS = 20, 10
