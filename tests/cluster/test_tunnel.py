@@ -7,35 +7,45 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from tests.crash.jobs import JOBS
+from tests.crash.jobs import JOBS, PIPELINE, crash_job
 from tests.crash.rig import outcome_of
 from tests.jobs import ALLOW
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
+# The stages meet in the object store of the machine that both clusters are on.
+STAGES = crash_job({**PIPELINE, "communication": {"protocol": "DataStore"}})
+TRAINED = {
+    **{name: JOBS[name] for name in ("Local", "ParameterServer", "FedAvg", "FedAvg-large")},
+    "DataStore": STAGES,
+}
+
 
 @pytest.fixture(scope="module")
-def tunnelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def tunnelled(
+    tmp_path_factory: pytest.TempPathFactory, activations: Path
+) -> Iterator[LocalCluster]:
     with LocalCluster(
         workers=3,
         threads=1,
         data_dir=tmp_path_factory.mktemp("tunnelled"),
         import_path=[ROOT],
         allow=[ALLOW],
+        environment={"STRATAGEM_WORKER_ACTIVATION_STORE": f"file://{activations}"},
         worker_arguments={f"worker-{number}": ["--tunnel"] for number in range(3)},
     ) as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize("name", ["Local", "ParameterServer", "FedAvg", "FedAvg-large"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_bits_are_those_of_workers_that_are_dialled(
     tunnelled: LocalCluster, client: Client, name: str
 ) -> None:
     with tunnelled.client() as through_tunnels:
         assert {worker.address for worker in through_tunnels.workers()} == {""}
-        mine = outcome_of(through_tunnels.submit(JOBS[name]))
-    assert mine == outcome_of(client.submit(JOBS[name]))
+        mine = outcome_of(through_tunnels.submit(TRAINED[name]))
+    assert mine == outcome_of(client.submit(TRAINED[name]))
 
 
 def test_a_worker_has_no_port(tunnelled: LocalCluster) -> None:
