@@ -29,6 +29,7 @@ REACHED_BY = {
         "Krum",
         "Nova",
         "Private",
+        "Regions",
     ),
     "coordinator.privacy.accounted": ("Private",),
     "coordinator.secure.keys_gathered": ("Secure",),
@@ -42,13 +43,14 @@ REACHED_BY = {
     "coordinator.journal.after_commit": (*ALL, "Population", "Scheduled"),
     "coordinator.history.merging": ("AllReduce", "Gossip", "Silos"),
     "coordinator.blobs.before_rename": (*ALL, "FedYogi"),
-    "coordinator.blobs.after_rename": (*ALL, "FedYogi"),
+    "coordinator.blobs.after_rename": (*ALL, "FedYogi", "Regions"),
     "coordinator.spool.after_checkpoint": ("FedAvg-large",),
     "coordinator.spool.before_rename": ("FedAvg", "FedAvg-coded"),
     "coordinator.spool.after_rename": ("FedAvg", "FedAvg-coded"),
     "coordinator.spool.before_delete": ("FedAvg",),
     "coordinator.fold.after_window": (
         *("FedAvg", "FedAvg-coded", "FedAvg-large", "FedYogi", "Median", "Krum", "Private"),
+        "Regions",
     ),
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
@@ -85,7 +87,7 @@ REACHED_BY = {
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
     "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
-    "worker.round.trained": ("FedAvg", "Private", "Rows"),
+    "worker.round.trained": ("FedAvg", "Private", "Rows", "Regions"),
 }
 AFTER_ANOTHER = {
     "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),

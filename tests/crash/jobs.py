@@ -116,6 +116,8 @@ def robust(name: str, **options: int) -> Job:
     return federated(num_clients=5) | {"options": {"robust": {"name": name, **options}}}
 
 
+REGIONS = {"west": [6], "north": [5, 0, 2], "east": [1, 3, 4]}
+
 LOCAL: Job = {"type": "Local"}
 ALL_REDUCE = data_parallel("AllReduce")
 PARAMETER_SERVER = data_parallel("ParameterServer")
@@ -237,6 +239,8 @@ JOBS: dict[str, Job] = {
     "Median": crash_job(robust("median")),
     "Krum": crash_job(robust("krum", byzantine=1)),
     "Fair": crash_job(federated() | {"options": {"q": 0.5}}),
+    # Neither the regions nor the rows divide evenly, and one region is a client alone.
+    "Regions": crash_job(federated(num_clients=7) | {"options": {"regions": REGIONS}}),
     "Nova": crash_job(federated() | {"options": {"normalize": "fednova"}}),
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},

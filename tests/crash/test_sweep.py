@@ -88,6 +88,7 @@ SAMPLE = (
     Case("FedAvg-coded", "coordinator", "coordinator.spool.after_rename", 2),
     Case("Krum", "coordinator", "coordinator.fold.after_window"),
     Case("Fair", "coordinator", "coordinator.round.judged", 1),
+    Case("Regions", "coordinator", "coordinator.fold.after_window"),
     Case("Secure", "coordinator", "coordinator.secure.opened"),
     Case("Secure", "worker-0", "worker.secure.update_kept"),
     # Between the two slots of the first round and its state.
