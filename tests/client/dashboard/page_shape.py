@@ -8,12 +8,13 @@ from typing import Any
 
 MASKS = (
     (re.compile(r"\b[0-9a-f]{16}\b"), "DIGEST"),
-    (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d( UTC)?"), "TIME"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d (?=\d\d:\d\d:\d\d)"), ""),
     (re.compile(r"\d[\d,.:]*(?:e[-+]?\d+)?"), "#"),
     (re.compile(r"(?:#(?: s\b)? ?){2,}"), "# "),
     (re.compile(r'(- img "(?:Members|Time line)"): .*'), r"\1"),
 )
-"""What differs from time to time, such as how many marks an axis of seconds has."""
+"""What differs from time to time, such as how many marks an axis of seconds has, and the day of a
+run that began before midnight."""
 WITHOUT = '- list "Events, the newest first"'
 RUN = re.compile(r"""- '?row "compare (\S+) """)
 MISPLACED = Path(__file__).with_name("misplaced.js").read_text()

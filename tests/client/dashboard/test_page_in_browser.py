@@ -1,6 +1,7 @@
 """The page in a real browser: what it shows is what the client says, and nothing of it is run."""
 
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -51,6 +52,25 @@ def test_the_token_leaves_the_address_and_runs_are_listed(page: Any, at: PageRig
     expect(rows.filter(has_text="new").locator(".phase")).to_have_text("cancelled")
     at.client.get("new").delete()
     expect(rows).to_have_count(2)
+
+
+@pytest.mark.parametrize(
+    ("zone", "now", "said"),
+    [
+        ("Pacific/Auckland", "2026-03-01T11:30:00Z", "00:29:59"),
+        ("Pacific/Auckland", "2026-03-01T10:59:00Z", "2026-03-02 00:29:59"),
+        ("America/New_York", "2026-03-02T05:00:01Z", "2026-03-01 06:29:59"),
+        ("UTC", "2026-03-01T12:00:00Z", "11:29:59"),
+    ],
+)
+def test_a_time_is_of_the_browsers_zone_and_has_its_day_where_that_is_not_today(
+    browser: Any, at: PageRig, zone: str, now: str, said: str
+) -> None:
+    time_s = datetime(2026, 3, 1, 11, 29, 59, tzinfo=UTC).timestamp()
+    with tab(browser, at.url, timezone_id=zone) as page:
+        page.clock.set_fixed_time(now)
+        script = "at => import('/static/format.js').then(all => all.clock(at))"
+        assert page.evaluate(script, time_s) == said
 
 
 def test_a_run_shows_its_status_and_each_event_once(page: Any, at: PageRig) -> None:

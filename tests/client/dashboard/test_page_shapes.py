@@ -3,7 +3,9 @@ fails. What is meant is written anew by `WRITE_SHAPES=1 make browser-test`; look
 """
 
 import os
+import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,18 @@ def test_a_page_has_its_shape_and_everything_its_place(
         expect(page.locator("figure svg").first).to_be_visible()
     assert misplaced(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_list_has_the_same_shape_the_day_after(browser: Any, at: PageCluster) -> None:
+    with tab(browser, at.url) as page:
+        page.clock.set_system_time(datetime.now(UTC) + timedelta(days=1))
+        page.reload()
+        shown(page, "")
+        expect(page.locator("td[data-name=Begun]").first).to_have_text(
+            re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+        )
+        shape = shape_of(page, frozenset((*JOBS, FAILED)), {})
+    assert shape == (FOLDER / "runs.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ export function duration(seconds) {
   return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
 }
 
-/** @param {number} time_s @returns {string} */
+/** The time of day here, after the day where that is another than today. @param {number} time_s @returns {string} */
 export function clock(time_s) {
   const at = new Date(time_s * 1000);
-  const day = at.toDateString() === new Date().toDateString() ? "" : `${at.toISOString().slice(0, 10)} `;
-  return day + at.toTimeString().slice(0, 8);
+  const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  const day = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} `;
+  return (at.toDateString() === new Date().toDateString() ? "" : day) + at.toTimeString().slice(0, 8);
 }
 
 /** @param {number} bytes @returns {string} */
