@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,21 +97,23 @@ async def refused(address: str, proof: Proof) -> tuple[grpc.StatusCode, str]:
 WORKERS = ("worker-0", "worker-1")
 
 
-def authority_of_cluster(folder: Path) -> Authority:
-    """An authority that has signed for a coordinator, two workers and a client."""
+def authority_of_cluster(folder: Path, workers: Sequence[str] = WORKERS) -> Authority:
+    """An authority that has signed for a coordinator, these workers and a client."""
     made = make_authority(folder)
     made.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"])
-    for name in WORKERS:
+    for name in workers:
         made.issue(Role.WORKER, name)
     made.issue(Role.CLIENT, "alice")
     return made
 
 
-def cluster_of(authority: Authority, data_dir: Path) -> LocalCluster:
-    """A cluster of two workers, in which all have certificates of `authority_of_cluster`."""
+def cluster_of(
+    authority: Authority, data_dir: Path, workers: Sequence[str] = WORKERS
+) -> LocalCluster:
+    """A cluster of these workers, in which all have certificates of `authority_of_cluster`."""
     coordinator = authority.files("coordinator")
     return LocalCluster(
-        workers=len(WORKERS),
+        workers=len(workers),
         threads=1,
         data_dir=data_dir,
         import_path=[ROOT],
@@ -121,7 +123,7 @@ def cluster_of(authority: Authority, data_dir: Path) -> LocalCluster:
             "STRATAGEM_COORDINATOR_TLS_CERT": str(coordinator.cert),
             "STRATAGEM_COORDINATOR_TLS_KEY": str(coordinator.key),
         },
-        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in WORKERS},
+        worker_arguments={name: flags(authority.files(f"worker-{name}")) for name in workers},
     )
 
 

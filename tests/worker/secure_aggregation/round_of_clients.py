@@ -95,6 +95,8 @@ class RoundOfClients:
         )
 
 
-def worker(client: int, folder: Path | None = None) -> SecureRounds:
+def worker(
+    client: int, folder: Path | None = None, signer: WorkerSigner | None = None
+) -> SecureRounds:
     store = SecretStore(None if folder is None else folder / f"secure-{client}")
-    return SecureRounds(store, WorkerSigner())
+    return SecureRounds(store, signer or WorkerSigner())

@@ -66,6 +66,8 @@ class RoundRecord:
     """SHA-256 of the masked update, before which none has left."""
     survivors: tuple[int, ...] = ()
     """The set that was signed; there is no second one."""
+    identity: str = ""
+    """SHA-256 of what the client's signatures of the round are verified with."""
 
     @property
     def key(self) -> "RecordKey":

@@ -8,8 +8,9 @@
                      of the self mask if it survives, of the mask key if it does not
 
 What a step decides is on the disk before its answer leaves. The same step again gets the same
-bytes; another one is refused. Nothing here trusts the coordinator: threshold, neighbours and
-modulus follow from the job and the members, and are computed here.
+keys, shares and consent (a signature may be a new one of the same text); another one is refused.
+Nothing here trusts the coordinator: threshold, neighbours and modulus follow from the job and the
+members, and are computed here.
 """
 
 import hashlib
@@ -113,13 +114,14 @@ class SecureClient:
             opened = before.last_opened if before is not None else 0
             made = os.urandom(KEY_BYTES).hex()
             record = RoundRecord(*self._key, *self._place, made, job, spec, audit, opened)
+            signs_as = _digest(self._signer.identity(bytes.fromhex(made)))
+            record = replace(record, identity=signs_as)
             self._store.save(record)
             failpoint("worker.secure.keys_made")
-        secrets, root = self._secrets(record), bytes.fromhex(record.root)
-        public = secrets.public
+        public = self._secrets(record).public
         text = self._round.of_keys(self._client, public.share_key, public.mask_key)
-        identity, signature = self._signer.identity(root), self._signer.sign(root, text)
-        return SignedKeys(self._client, public.share_key, public.mask_key, identity, signature)
+        signed, signature = self._signed(record, text)
+        return SignedKeys(self._client, public.share_key, public.mask_key, signed, signature)
 
     def share_secrets(
         self,
@@ -206,7 +208,7 @@ class SecureClient:
         if not record.survivors:
             record = replace(record, survivors=tuple(survivors))
             self._store.save(record)
-        return self._signer.sign(bytes.fromhex(record.root), self._of_survivors(record, None))
+        return self._signed(record, self._of_survivors(record, None))[1]
 
     def open_shares(
         self,
@@ -265,6 +267,18 @@ class SecureClient:
         return KeysLostError(
             f"the worker of client {self._client} has no keys of round {number}, attempt "
             f"{attempt}: it was restarted without a data folder, or the round is over for it"
+        )
+
+    def _signed(self, record: RoundRecord, text: bytes) -> tuple[SignedIdentity, bytes]:
+        """Return a signature of the round, and whose it is. Raises KeysLostError where the worker
+        signs as another by now: the neighbours know the one that the round began with."""
+        signed, signature = self._signer.sign(bytes.fromhex(record.root), text)
+        if _digest(signed) == record.identity:
+            return signed, signature
+        number, attempt = self._place
+        raise KeysLostError(
+            f"the certificate of client {self._client}'s worker was renewed after it had posted "
+            f"keys of round {number}, attempt {attempt}"
         )
 
     def _secrets(self, record: RoundRecord) -> ClientSecrets:
@@ -353,19 +367,24 @@ class SecureClient:
         return self._round.of_survivors(client, members, record.survivors)
 
     def _check_signatures(self, record: RoundRecord, signatures: Mapping[int, bytes]) -> None:
-        num_signed = 1  # its own
+        num_signed, wrong = 1, ""  # its own
         for other, signature in signatures.items():
             keys = record.neighbours.get(other)
             if keys is None or other not in record.survivors:
                 raise InvalidInputError(f"the signature of client {other} is of no neighbour")
             text = self._of_survivors(record, other)
-            if not is_signed_by(bytes.fromhex(keys.identity), signature, text):
-                raise RefusedBySiteError(f"client {other} has not signed this set of survivors")
-            num_signed += 1
+            if is_signed_by(bytes.fromhex(keys.identity), signature, text):
+                num_signed += 1
+            else:  # which is one site's fault, and ends no round that has enough others
+                wrong = wrong or f"; client {other} has not signed this set"
         needed = shares_needed(record.spec.threshold, len(record.neighbours) + 1)
         if num_signed < needed:
             count = f"{num_signed} clients have signed the survivors"
-            raise RefusedBySiteError(f"{count}, and {needed} are needed")
+            raise RefusedBySiteError(f"{count}, and {needed} are needed{wrong}")
+
+
+def _digest(signed: SignedIdentity) -> str:
+    return hashlib.sha256(signed.identity).hexdigest()
 
 
 def _one_of(share: HeldShare, survives: bool) -> tuple[bool, bytes]:

@@ -26,7 +26,14 @@ from cryptography.hazmat.primitives.serialization import (
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.identity.revocation import RevokedFile
-from stratagem.common.identity.tls_files import CertId, Role, TlsFiles, certificates_in, uris_of
+from stratagem.common.identity.tls_files import (
+    CertId,
+    Material,
+    Role,
+    TlsFiles,
+    certificates_in,
+    uris_of,
+)
 from stratagem.worker.site.site_file import PeerPins
 
 _PSS: Final = padding.PSS(mgf=padding.MGF1(SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
@@ -53,27 +60,24 @@ class WorkerSigner:
         """Return what others verify this worker's signatures with. root: of the client's secrets,
         from which its own key follows where there is no certificate."""
         if self._tls is None:
-            public = _own_key(root).public_key()
-            return SignedIdentity(public.public_bytes(Encoding.Raw, PublicFormat.Raw))
-        assert self._tls.cert is not None, "a worker with authorities has a certificate"
-        chain = certificates_in("tls_cert", self._tls.cert)
-        leaf, *issuers = [each.public_bytes(Encoding.DER) for each in chain]
-        return SignedIdentity(leaf, tuple(issuers))
+            return _own_identity(root)
+        return _identity_of(self._tls, self._tls.read())
 
-    def sign(self, root: bytes, text: bytes) -> bytes:
-        """Return the signature of a text."""
+    def sign(self, root: bytes, text: bytes) -> tuple[SignedIdentity, bytes]:
+        """Return the signature of a text, and what it is verified with: of one key, also while the
+        certificate is renewed."""
         if self._tls is None:
-            return _own_key(root).sign(text)
+            return _own_identity(root), _own_key(root).sign(text)
         material = self._tls.read()
-        assert material.key is not None
-        key = load_pem_private_key(material.key, None)
-        match key:
+        assert material.key is not None, "a worker with authorities has a certificate"
+        identity = _identity_of(self._tls, material)
+        match key := load_pem_private_key(material.key, None):
             case ec.EllipticCurvePrivateKey():
-                return key.sign(text, ec.ECDSA(SHA256()))
+                return identity, key.sign(text, ec.ECDSA(SHA256()))
             case Ed25519PrivateKey():
-                return key.sign(text)
+                return identity, key.sign(text)
             case rsa.RSAPrivateKey():
-                return key.sign(text, _PSS, SHA256())
+                return identity, key.sign(text, _PSS, SHA256())
             case _:
                 why = f"{type(key).__name__} signs nothing; use an EC, Ed25519 or RSA key"
                 raise InvalidInputError.at("tls_key", why)
@@ -101,6 +105,8 @@ class WorkerSigner:
             raise InvalidInputError(
                 f"{who}: its certificate is of {cert_id}, and of no worker here"
             )
+        if self._revoked is not None:
+            self._revoked.check(cert_id, leaf.public_bytes(Encoding.PEM))
         if pins is not None and not _is_pinned(leaf, between, pins, now):
             text = "its certificate is none of the consortium's that the site names"
             raise InvalidInputError(f"{who}: {text}")
@@ -125,6 +131,18 @@ def is_signed_by(identity: bytes, signature: bytes, text: bytes) -> bool:
     except (InvalidSignature, ValueError, UnsupportedAlgorithm):
         return False
     return True
+
+
+def _own_identity(root: bytes) -> SignedIdentity:
+    public = _own_key(root).public_key()
+    return SignedIdentity(public.public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+
+def _identity_of(tls: TlsFiles, material: Material) -> SignedIdentity:
+    assert tls.cert is not None, "a worker with authorities has a certificate"
+    chain = certificates_in("tls_cert", tls.cert, material.cert)
+    leaf, *issuers = [each.public_bytes(Encoding.DER) for each in chain]
+    return SignedIdentity(leaf, tuple(issuers))
 
 
 def _own_key(root: bytes) -> Ed25519PrivateKey:
