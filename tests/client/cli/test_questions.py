@@ -128,6 +128,14 @@ def test_logs_stop_resume_download(address: str, job_file: Path, fake: FakeCoord
     output = job_file.with_name("best.safetensors")
     done = invoke("download", "mine", *options, "--which", "best", "--output", output)
     assert (done.stdout, output.exists()) == (f"{output}\n", True)
+    folder = job_file.with_name("model")
+    sharded = ("download", "mine", *options, "--shard-size", "5GB", "-o", folder)
+    done = invoke(*sharded, "--format", "json")
+    assert done.exit_code == 0, done.output
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert json.loads(done.stdout) == {"path": str(folder), "size_bytes": size}
+    refused = invoke(*sharded, "--profile", job_file.with_name("trace.json"))
+    assert refused.stderr == "error: --shard-size: a trace is one file; not with --profile\n"
 
 
 def test_a_run_is_deleted(address: str, job_file: Path, fake: FakeCoordinator) -> None:

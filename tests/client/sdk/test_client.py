@@ -1,5 +1,6 @@
 """The client against a scripted coordinator: what calls mean, and what survives a cut."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -263,6 +264,29 @@ def test_a_download_that_does_not_match_its_digest_leaves_no_file(
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(NotFoundError, match="no state '7'"):
         client.submit(JOB).download(tmp_path / "x", which="7")
+
+
+def test_a_model_is_downloaded_as_a_folder_of_files(
+    client: Client, fake: FakeCoordinator, tmp_path: Path
+) -> None:
+    fake.download_cuts = [0]
+    run = client.submit(JOB)
+    folder = run.download(tmp_path / "model", shard_size="1MB")
+    assert fake.downloaded_from == [0, SMALL_CHUNK_BYTES]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    assert index["weight_map"] == {"weight": first, "bias": second}
+    tensors = load_file(folder / first)
+    assert np.array_equal(tensors["weight"], np.arange(1_000_000, dtype=np.float32))
+    with pytest.raises(InvalidInputError, match="model is there already; nothing was written"):
+        run.download(folder, shard_size="5GB")
+    with pytest.raises(InvalidInputError, match="shard_size: 'five' is no size such as 8GB"):
+        run.download(tmp_path / "x", shard_size="five")
+    manifest, buffers = fake.state
+    fake.state = manifest, [memoryview(bytes(len(buffers[0]))), *buffers[1:]]
+    with pytest.raises(IntegrityError, match="does not match its digest"):
+        run.download(tmp_path / "x", shard_size="1MB")
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_inline_data_are_uploaded_and_named_by_digest(

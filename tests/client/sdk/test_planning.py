@@ -7,28 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.cli.planning_commands import parse_size
 from stratagem.client.sdk import planning, torch_process
-from stratagem.common.base.errors import InvalidInputError, UnavailableError, UserCodeError
+from stratagem.common.base.errors import UnavailableError, UserCodeError
 from stratagem.common.job import load_job
 from tests.jobs import job
 from tests.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8GB", 8 * 10**9), ("512MiB", 512 << 20), ("1.5k", 1500), ("7", 7), ("2 Ti", 2 << 40)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "8 GBs", "0", "0.1B"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInputError, match="memory"):
-        parse_size(text)
 
 
 def test_the_command_estimates_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ They submit nothing and need no coordinator; the model is built here, in a proce
 """
 
 import json
-import re
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -18,12 +17,9 @@ from stratagem.client.sdk.planning import estimate_memory
 from stratagem.client.sdk.planning import recommend as recommend_settings
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.views import Worker
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.sizes import size_bytes
 from stratagem.common.job import load_job
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
-
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 DeviceOption = Annotated[
     str,
@@ -101,7 +97,7 @@ def recommend(  # noqa: PLR0913  (each parameter is an option of the command lin
     with reporting():
         settings = recommend_settings(
             load_job(job_path, overrides or []),
-            memory_bytes=None if memory is None else parse_size(memory),
+            memory_bytes=None if memory is None else size_bytes(memory, "memory"),
             num_workers=workers,
             workers=workers_of(coordinator, proof),
             device=device,
@@ -124,16 +120,3 @@ def workers_of(coordinator: str | None, proof: Proof) -> tuple[Worker, ...] | No
         return None
     with client_of(coordinator, proof) as client:
         return tuple(client.workers())
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "8GB" (powers of 1000), "512MiB" (of 1024) or a bare number."""
-    read = _SIZE.fullmatch(text.strip())
-    if read is None:
-        raise InvalidInputError.at("memory", f"{text!r} is no size such as 8GB or 512MiB")
-    unit = (read[2] or "").lower()
-    base = 1024 if unit.endswith("i") else 1000
-    size = int(float(read[1]) * base ** _POWERS[unit.removesuffix("i")])
-    if size < 1:
-        raise InvalidInputError.at("memory", f"{text} is not allowed; must be > 0")
-    return size

@@ -24,6 +24,7 @@ from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import LogLine, Phase, RunStatus
 from stratagem.client.terminal import tables
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.wording import counted
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
@@ -186,6 +187,14 @@ def download(  # noqa: PLR0913  (each parameter is an option of the command line
     plain: Annotated[
         bool, typer.Option("--plain", help="Only the model, under all names of its state_dict().")
     ] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help="The plain model as a folder of files of this much data each, such as 5GB.",
+        ),
+    ] = None,
     form: FormatOption = Format.TEXT,
 ) -> None:
     """Write a committed state of a run as a safetensors file.
@@ -193,16 +202,25 @@ def download(  # noqa: PLR0913  (each parameter is an option of the command line
     It holds what the run goes on from: the optimizer's state, too, and tied weights once. With
     --plain it is the model's state_dict(), for any program that reads safetensors.
 
+    With --shard-size that model is a new folder, RUN if not named: files of whole tensors and
+    model.safetensors.index.json, for from_pretrained and torch.distributed.checkpoint. A tensor
+    larger than SIZE has a file of its own.
+
     With --profile FILE the trace of a run with `execution.profiling: true`, as JSON for
     ui.perfetto.dev or chrome://tracing: one row for each worker, in one clock.
     """
     with connected(coordinator, proof) as client:
         run = client.get(run_id)
+        if profile is not None and shard_size is not None:
+            text = "a trace is one file; not with --profile"
+            raise InvalidInputError.at("--shard-size", text)
         if profile is not None:
             path = run.download_profile(profile)
         else:
-            path = run.download(output or Path(f"{run_id}.safetensors"), which, plain=plain)
-        written = {"path": str(path), "size_bytes": path.stat().st_size}
+            named = output or Path(f"{run_id}.safetensors" if shard_size is None else run_id)
+            path = run.download(named, which, plain=plain, shard_size=shard_size)
+        files = path.iterdir() if path.is_dir() else (path,)
+        written = {"path": str(path), "size_bytes": sum(each.stat().st_size for each in files)}
         print_line(make_console(), str(path) if form is Format.TEXT else json.dumps(written))
 
 

@@ -41,6 +41,7 @@ from stratagem.common.base.errors import (
     UserCodeError,
 )
 from stratagem.common.base.ids import RunId
+from stratagem.common.base.sizes import size_bytes
 from stratagem.common.job import JobSpec
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -282,7 +283,12 @@ class AsyncRun:
                 yield line
 
     async def download(
-        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+        self,
+        path: str | PathLike[str],
+        which: str = "final",
+        *,
+        plain: bool = False,
+        shard_size: str | None = None,
     ) -> Path:
         """Write a committed state as a safetensors file, whole or not at all.
 
@@ -291,7 +297,12 @@ class AsyncRun:
         which: "final" (the newest one while the run lives), "best", or the number of a segment;
         "average", the model of averaged parameters in the final state of a run that keeps them,
         which is always plain; or "predictions", of a run that keeps them.
+        shard_size: such as "5GB". The plain model as a new folder of files of that much data each,
+        with model.safetensors.index.json; tensors are never cut.
         """
+        if shard_size is not None:
+            size = size_bytes(shard_size, "shard_size")
+            return await downloads.to_folder(self._connection, self.run_id, which, Path(path), size)
         return await downloads.to_file(
             self._connection, self.run_id, which, Path(path), plain=plain
         )

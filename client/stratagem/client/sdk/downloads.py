@@ -1,8 +1,8 @@
-"""Committed states as files. A file appears whole and verified, or not at all."""
+"""Committed states as files and folders. Each appears whole and verified, or not at all."""
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 import grpc
 
 from stratagem.client.sdk.connection.retrying_calls import Connection
-from stratagem.client.sdk.plain_model import AVERAGE, PlainModel
+from stratagem.client.sdk.model_files.model_shards import whole_folder
+from stratagem.client.sdk.model_files.plain_model import AVERAGE, PlainModel
 from stratagem.client.sdk.torch_process import ask
 from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.ids import RunId
@@ -31,30 +32,66 @@ async def to_file(
     plain: only the model, under the names of its state_dict(), tied ones too; see plain_model.py.
     The model of averaged parameters is always written so: it is no state.
     """
-    digest = hashlib.sha256()
     with whole_file(path) as file:
 
-        def accept(manifest: Manifest) -> Sink:
-            header = header_bytes(manifest)
-            digest.update(header)
-            is_model = plain or which == AVERAGE
-            model = PlainModel(manifest, file, which) if is_model else None
-            if model is None:
-                file.write(header)
+        def put(_number: int, place: int, data: bytes | memoryview) -> None:
+            file.seek(place)
+            file.write(data)
 
-            def sink(offset: int, data: bytes) -> None:
-                digest.update(data)
-                if model is None:
-                    file.write(data)
-                else:
-                    model.write(offset, data)
+        def begin(manifest: Manifest, header: bytes) -> Sink:
+            if plain or which == AVERAGE:
+                return PlainModel(manifest, put, which).write
+            file.write(header)
 
-            return sink
+            def append(_offset: int, data: bytes) -> None:
+                file.write(data)
 
-        manifest = await pull_state(connection, run_id, which, accept)
-        if digest.hexdigest() != manifest.digest:
-            raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
+            return append
+
+        await _verified(connection, run_id, which, begin)
     return path
+
+
+async def to_folder(
+    connection: Connection, run_id: RunId, which: str, path: Path, shard_bytes: int
+) -> Path:
+    """Write the model, as `to_file` does with `plain`, as a new folder of files with an index."""
+    with whole_folder(path) as files:
+
+        def begin(manifest: Manifest, _header: bytes) -> Sink:
+            model = PlainModel(
+                manifest, files.write, which, shard_bytes=shard_bytes, begin=files.begin
+            )
+            return model.write
+
+        await _verified(connection, run_id, which, begin)
+    return path
+
+
+async def _verified(
+    connection: Connection,
+    run_id: RunId,
+    which: str,
+    begin: Callable[[Manifest, bytes], Sink],
+) -> None:
+    """Pull a state into the sink that `begin` answers to its manifest and to the header of its
+    file; raise IntegrityError where it has another digest than it should."""
+    digest = hashlib.sha256()
+
+    def accept(manifest: Manifest) -> Sink:
+        header = header_bytes(manifest)
+        digest.update(header)
+        write = begin(manifest, header)
+
+        def sink(offset: int, data: bytes) -> None:
+            digest.update(data)
+            write(offset, data)
+
+        return sink
+
+    manifest = await pull_state(connection, run_id, which, accept)
+    if digest.hexdigest() != manifest.digest:
+        raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
 
 
 @dataclass(frozen=True, slots=True)

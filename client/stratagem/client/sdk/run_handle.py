@@ -150,13 +150,19 @@ class RunHandle:
         return self._loop.iterate(lines)
 
     def download(
-        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+        self,
+        path: str | PathLike[str],
+        which: str = "final",
+        *,
+        plain: bool = False,
+        shard_size: str | None = None,
     ) -> Path:
         """Write a committed state as a safetensors file, whole or not at all.
 
-        plain: only the model, under all names of its state_dict(); see AsyncRun.download.
+        plain: only the model, under all names of its state_dict(); shard_size: that as a folder of
+        files; see AsyncRun.download.
         """
-        return self._loop.call(self._run.download(path, which, plain=plain))
+        return self._loop.call(self._run.download(path, which, plain=plain, shard_size=shard_size))
 
     def export(
         self,
@@ -221,10 +227,15 @@ class RunResult:
         return self.run.state_dict(which)
 
     def download(
-        self, path: str | PathLike[str], which: str = "final", *, plain: bool = False
+        self,
+        path: str | PathLike[str],
+        which: str = "final",
+        *,
+        plain: bool = False,
+        shard_size: str | None = None,
     ) -> Path:
         """Write the trained state as a safetensors file; see RunHandle.download."""
-        return self.run.download(path, which, plain=plain)
+        return self.run.download(path, which, plain=plain, shard_size=shard_size)
 
     def _repr_html_(self) -> str:
         try:

@@ -1,16 +1,26 @@
-"""A committed model as a file that any reader of safetensors loads: all names, and nothing else.
+"""A committed model as files that any reader of safetensors loads: all names, and nothing else.
 
 A state's own file has tied tensors once, and the optimizer's with the model's; see downloads.py.
 Here every name of the model's state_dict() has bytes of its own, as safetensors wants it. The model
-may also be the one of averaged parameters, where a run keeps their average.
+may also be the one of averaged parameters, where a run keeps their average; and it may be divided
+among several files, see model_shards.py.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
-from typing import IO, Final
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
 
+from stratagem.client.sdk.model_files.model_shards import Shards, shards_of
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, Manifest, Purpose, build_manifest
+from stratagem.common.tensors.manifest import (
+    NUM_AVERAGED_KEY,
+    Manifest,
+    Purpose,
+    TensorSpec,
+    build_manifest,
+)
 from stratagem.common.tensors.safetensors_file import header_bytes
 
 MODEL_PREFIX: Final = "model/"
@@ -24,27 +34,37 @@ _FORMAT: Final = {"format": "pt"}
 class PlainModel:
     """Takes the bytes of a state as they come, and puts those of its model where they belong."""
 
-    def __init__(self, manifest: Manifest, file: IO[bytes], which: str = "final") -> None:
-        """Writes the header. Raises InvalidInputError for a state without a model, or without an
-        average if that is wanted."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        write: Callable[[int, int, bytes | memoryview], None],
+        which: str = "final",
+        *,
+        shard_bytes: int | None = None,
+        begin: Callable[[Shards], None] = lambda _: None,
+    ) -> None:
+        """Writes the headers. write: puts bytes into the file of a number, from a byte on; begin:
+        is told of the files before that. Raises InvalidInputError for a state without a model, or
+        without an average if that is wanted."""
         specs = [spec for spec in manifest.tensors if spec.name.startswith(MODEL_PREFIX)]
         if not specs:
             raise InvalidInputError.at("plain", "there is no model in this file of the run")
         means = means_of(manifest) if which == AVERAGE else {}
-        plain = build_manifest(
-            [(spec.name.removeprefix(MODEL_PREFIX), spec.dtype, spec.shape) for spec in specs],
-            Purpose.STATE,
-            metadata=_FORMAT,
-        )
-        header = header_bytes(plain)
-        file.write(header)
-        self._file = file
+        plain = _plain([replace(spec, name=spec.name.removeprefix(MODEL_PREFIX)) for spec in specs])
+        shards = shards_of(plain.tensors, shard_bytes)
+        begin(shards)
+        self._write = write
         self._stored = [spec for spec in manifest.stored() if spec.size_bytes]
         self._starts = [spec.offset for spec in self._stored]
-        self._places: defaultdict[str, list[int]] = defaultdict(list)
-        for source, target in zip(specs, plain.tensors, strict=True):
-            name = means.get(source.name, source.alias_of or source.name)
-            self._places[name].append(len(header) + target.offset)
+        self._places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        sources = iter(specs)
+        for number, shard in enumerate(shards):
+            part = _plain(shard)
+            header = header_bytes(part)
+            write(number, 0, header)
+            for target, source in zip(part.tensors, sources, strict=False):
+                name = means.get(source.name, source.alias_of or source.name)
+                self._places[name].append((number, len(header) + target.offset))
 
     def write(self, offset: int, data: bytes) -> None:
         """data: of the state, from this byte on."""
@@ -53,10 +73,14 @@ class PlainModel:
             tensor = self._stored[bisect_right(self._starts, offset) - 1]
             within = offset - tensor.offset
             piece = rest[: tensor.size_bytes - within]
-            for place in self._places[tensor.name]:
-                self._file.seek(place + within)
-                self._file.write(piece)
+            for number, place in self._places[tensor.name]:
+                self._write(number, place + within, piece)
             offset, rest = offset + len(piece), rest[len(piece) :]
+
+
+def _plain(specs: Iterable[TensorSpec]) -> Manifest:
+    named = [(spec.name, spec.dtype, spec.shape) for spec in specs]
+    return build_manifest(named, Purpose.STATE, metadata=_FORMAT)
 
 
 def means_of(manifest: Manifest) -> dict[str, str]:

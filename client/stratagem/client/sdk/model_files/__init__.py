@@ -1,0 +1,1 @@
+"""Models as files for other programs: what is where in them."""
