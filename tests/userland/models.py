@@ -193,6 +193,30 @@ class LastOfSequence(nn.Module):
         return self.head(self.lstm(x.view(len(x), 4, 3))[0][:, -1])
 
 
+class Recurrent(nn.Module):
+    """The last output of a recurrent layer, or of its cell in a loop, over four times three
+    numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        own = {} if kind.endswith("Cell") else {"batch_first": True}
+        self.recurrent = getattr(nn, kind)(3, 8, **own)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.unflatten(1, (4, 3))
+        if isinstance(self.recurrent, nn.RNNBase):
+            return self.head(self.recurrent(steps)[0][:, -1])
+        state = None
+        for step in steps.unbind(1):
+            state = self.recurrent(step, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+def recurrent(kind: str) -> nn.Module:
+    return Recurrent(kind)
+
+
 def token_model() -> nn.Module:
     return nn.Sequential(nn.Embedding(NUM_WORDS, 8), nn.Tanh(), nn.Linear(8, NUM_WORDS))
 

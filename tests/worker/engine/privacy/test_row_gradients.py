@@ -49,7 +49,8 @@ def trained(spec: Any, round_num: int = 2) -> ClientRound:
     return runner.run(base_of(spec), 1, 3, round_num, settings=RoundSettings(row_noise=own))
 
 
-CASES: dict[str, tuple[dict[str, Any], str]] = {
+RECURRENT = "tests.userland.models:recurrent"
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "momentum": ({}, "mlp"),
     "two epochs of small batches": ({"local_epochs": 2, "batch_size": 3}, "mlp"),
     "mostly empty batches": ({"batch_size": 1, "data": user_data("classes", num_rows=21)}, "mlp"),
@@ -59,9 +60,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "some is clipped": ({"norm": 2.0}, "mlp"),
     "float64": ({"execution": {"precision": "Full"}}, "mlp"),
     "frozen parameters": ({}, "frozen_start"),
+    **{
+        f"a model with {kind}": ({}, {"entrypoint": RECURRENT, "kwargs": {"kind": kind}})
+        for kind in ("RNN", "GRU", "LSTM", "GRUCell", "LSTMCell")
+    },
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch, for LSTM
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_is_that_of_the_loop_over_rows(case: str) -> None:
     changes, model = CASES[case]
@@ -88,6 +94,15 @@ def test_a_round_is_that_of_the_loop_over_rows(case: str) -> None:
 def test_rows_a_few_at_a_time_are_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = trained(protected()).tensors
     monkeypatch.setattr(row_gradients, "_MAX_ROWS", 3)
+    for name, tensor in trained(protected()).tensors.items():
+        torch.testing.assert_close(tensor, at_once[name], **CLOSE)  # type: ignore[arg-type]
+
+
+def test_rows_one_after_the_other_are_the_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for models that torch does not run for many rows at once."""
+    at_once = trained(protected()).tensors
+    monkeypatch.setattr(row_gradients, "_ONE_BY_ONE", (torch.nn.Linear,))
+    monkeypatch.delattr(row_gradients, "vmap")
     for name, tensor in trained(protected()).tensors.items():
         torch.testing.assert_close(tensor, at_once[name], **CLOSE)  # type: ignore[arg-type]
 

@@ -5,7 +5,8 @@
     grad = sum / expected number of rows
 
 Each row goes through the model alone, as a batch of one (`torch.func`: vmap over grad), so nothing
-can mix rows. Norms and sums are float64. A row whose gradient is not finite counts as zero: it
+can mix rows; where torch cannot run a module of the model for many rows at once, one row after the
+other. Norms and sums are float64. A row whose gradient is not finite counts as zero: it
 must not tell of itself by an error. Buffers stay as they are.
 Source: Abadi et al. 2016, https://arxiv.org/abs/1607.00133, Algorithm 1, with Poisson sampling.
 """
@@ -31,7 +32,11 @@ _MAX_NUMBERS: Final = 1 << 25
 """Numbers of all rows' gradients that are in memory at once."""
 _MAX_ROWS: Final = 1024
 
+_ONE_BY_ONE: Final = (nn.RNN, nn.GRU, nn.RNNCellBase)
+"""Modules that write into their state in place, which vmap refuses; LSTM it runs."""
+
 Params = Mapping[str, Tensor]
+Gradients = Callable[[Params, Any, Any], Params]
 
 
 @dataclass(slots=True)
@@ -92,7 +97,7 @@ class RowGradients:
         return torch.from_numpy(noised / self.costs.num_expected).reshape(total.shape)
 
 
-def _row_gradients(passes: Passes, params: Params) -> Callable[[Params, Any, Any], Params]:
+def _row_gradients(passes: Passes, params: Params) -> Gradients:
     """Return what computes the gradients of rows, each with the rows as its first dimension."""
     others = {
         name: tensor.detach()
@@ -109,7 +114,18 @@ def _row_gradients(passes: Passes, params: Params) -> Callable[[Params, Any, Any
         one_x, one_y = tree_map(lambda tensor: tensor.unsqueeze(0), (x, y))
         return passes.objective(cast("nn.Module", model), one_x, one_y, 1).mean
 
+    if any(isinstance(module, _ONE_BY_ONE) for module in passes.model.modules()):
+        return _one_by_one(grad(loss_of_row))
     return vmap(grad(loss_of_row), in_dims=(None, 0, 0), randomness="different")
+
+
+def _one_by_one(of_row: Gradients) -> Gradients:
+    def of_rows(params: Params, x: Any, y: Any) -> Params:
+        num_rows = tree_leaves(x)[0].shape[0]
+        rows = [of_row(params, *tree_map(itemgetter(row), (x, y))) for row in range(num_rows)]
+        return {name: torch.stack([own[name] for own in rows]) for name in params}
+
+    return of_rows
 
 
 def _factors(gradients: Params, norm: float) -> Tensor:
