@@ -68,8 +68,16 @@ def containers(objects: tuple[Object, ...]) -> list[Object]:
 
 def selected(objects: tuple[Object, ...], selector: Object) -> list[Object]:
     """The pod templates that a selector means; an empty one means all."""
-    wanted = selector.get("matchLabels", {}).items()
-    return [pod for pod in templates(objects) if wanted <= pod["metadata"]["labels"].items()]
+    return [pod for pod in templates(objects) if is_selected(pod["metadata"]["labels"], selector)]
+
+
+def is_selected(labels: Object, selector: Object) -> bool:
+    """Whether a selector means what has these labels; of its operators only `In` is used here."""
+    if not selector.get("matchLabels", {}).items() <= labels.items():
+        return False
+    wanted = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in wanted)
+    return all(labels.get(each["key"]) in each["values"] for each in wanted)
 
 
 def ports_of(pod: Object) -> dict[str, int]:

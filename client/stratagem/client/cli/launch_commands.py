@@ -1,6 +1,9 @@
 """`stratagem launch`: a run, and workers for it that an engine starts on many machines."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from shlex import split
 from typing import Annotated, Final
@@ -11,13 +14,13 @@ from stratagem.client.cli.options import CoordinatorOption, with_proof
 from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.cli.run_commands import JobArgument, RunIdOption, SetOption
-from stratagem.client.launch import slurm_script
-from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.client.launch import kubernetes_job, slurm_script
+from stratagem.client.launch.worker_launch import launch_of
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.host_port import is_loopback, split_address
-from stratagem.common.base.ids import check_run_id, new_run_id
+from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.rpc.leader_channel import split_addresses
@@ -38,6 +41,47 @@ WorkerOption = Annotated[
 PrintOption = Annotated[
     bool,
     typer.Option("--print", help="Only print what would be handed over; submit nothing."),
+]
+ServiceOption = Annotated[
+    str,
+    typer.Option(
+        "--service", metavar="HOST:PORT", help="The coordinator as the workers' pods reach it."
+    ),
+]
+NamespaceOption = Annotated[str, typer.Option("--namespace", metavar="NAME", help="Of the pods.")]
+ImageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--image", metavar="IMAGE", show_default="stratagem-worker of this version", help="Theirs."
+    ),
+]
+PerPodOption = Annotated[
+    int, typer.Option("--per-pod", metavar="K", help="Workers of each pod, as for whole nodes.")
+]
+CpusOption = Annotated[
+    int, typer.Option("--cpus", metavar="N", min=1, help="CPUs of each worker: its threads.")
+]
+MemoryOption = Annotated[
+    str, typer.Option("--memory", metavar="QUANTITY", help="Memory of each worker.")
+]
+GpusOption = Annotated[
+    int, typer.Option("--gpus", metavar="N", min=0, max=1, help="GPUs of each worker, 0 or 1.")
+]
+QueueOption = Annotated[
+    str | None,
+    typer.Option("--queue", metavar="QUEUE", help="Kueue's local queue that starts the pods."),
+]
+TlsSecretOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-secret",
+        metavar="NAME",
+        help="Of the namespace, with ca.crt, pool-POOL.crt and pool-POOL.key.",
+    ),
+]
+PoolOption = Annotated[
+    str | None,
+    typer.Option("--pool", metavar="POOL", help="The pool whose certificate the workers have."),
 ]
 
 launch = typer.Typer(
@@ -69,11 +113,10 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
     into the queue.
     """
     with reporting():
-        job = load_job(job_path, overrides or [])
-        chosen = new_run_id(job.name) if run_id is None else check_run_id(run_id)
-        options = tuple(piece for text in worker or () for piece in split(text))
+        job, chosen = _job_of(job_path, overrides, run_id)
         folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
-        wanted = launch_of(job, chosen, coordinator, workers, sys.executable, folders, options)
+        words = _words(worker)
+        wanted = launch_of(job, chosen, coordinator, workers, sys.executable, folders, words)
         text = slurm_script.slurm_script(wanted, tuple(context.args))
         if only_print:
             print(text, end="")
@@ -81,17 +124,88 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
         _warn_of_loopback(coordinator)
         script = Path(f"{chosen}.sbatch")
         script.write_text(text)
-        number = _submit(job, wanted, proof, job_path, script)
+        with _submitted(job, chosen, coordinator, proof, job_path):
+            number = slurm_script.submit(script)
         print(f"run {chosen}; Slurm's job {number}, of {script}")
         print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
 
 
-def _submit(job: JobSpec, wanted: WorkerLaunch, proof: Proof, job_path: Path, script: Path) -> str:
-    """Submit the run, then its workers; without workers the run is stopped again."""
-    with client_of(wanted.coordinator, proof) as client:
-        handle = client.submit(job, wanted.run_id, import_path=import_folders(job_path))
+def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command line)
+    job_path: JobArgument,
+    workers: NumOption,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    overrides: SetOption = None,
+    run_id: RunIdOption = None,
+    worker: WorkerOption = None,
+    service: ServiceOption = "stratagem-coordinator:7070",
+    namespace: NamespaceOption = "stratagem",
+    image: ImageOption = None,
+    per_pod: PerPodOption = 1,
+    cpus: CpusOption = 2,
+    memory: MemoryOption = "8Gi",
+    gpus: GpusOption = 0,
+    queue: QueueOption = None,
+    tls_secret: TlsSecretOption = None,
+    pool: PoolOption = None,
+    only_print: PrintOption = False,
+) -> None:
+    """Submit a job, and an Indexed Job of Kubernetes with workers for it.
+
+    The file, RUN.yaml in this folder, is what kubectl is given: read it, change it, hand it over
+    again. Workers leave when the run has ended; a pod that is preempted or whose node is drained
+    commits, leaves, and comes back. The image has the modules that the job names, under /srv/code,
+    or the job brings its code along.
+    """
+    with reporting():
+        job, chosen = _job_of(job_path, overrides, run_id)
+        words = _words(worker)
+        inside = (kubernetes_job.CODE,)
+        wanted = launch_of(job, chosen, service, workers, "python", inside, words)
+        name = "stratagem-worker-gpu" if gpus else "stratagem-worker"
+        shape = kubernetes_job.PodShape(
+            namespace=namespace,
+            image=image or f"{name}:{version('stratagem')}",
+            per_pod=per_pod,
+            cpus=cpus,
+            memory=memory,
+            gpus=gpus,
+            queue=queue,
+            secret=tls_secret,
+            pool=pool,
+        )
+        text = kubernetes_job.as_text(kubernetes_job.kubernetes_job(wanted, shape), wanted)
+        if only_print:
+            print(text, end="")
+            return
+        path = Path(f"{chosen}.yaml")
+        path.write_text(text)
+        with _submitted(job, chosen, coordinator, proof, job_path):
+            said = kubernetes_job.submit(path)
+        print(f"run {chosen}; {said}, of {path}")
+        print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
+
+
+def _job_of(
+    job_path: Path, overrides: list[str] | None, run_id: str | None
+) -> tuple[JobSpec, RunId]:
+    job = load_job(job_path, overrides or [])
+    return job, new_run_id(job.name) if run_id is None else check_run_id(run_id)
+
+
+def _words(texts: list[str] | None) -> tuple[str, ...]:
+    return tuple(word for text in texts or () for word in split(text))
+
+
+@contextmanager
+def _submitted(
+    job: JobSpec, run_id: RunId, coordinator: str, proof: Proof, job_path: Path
+) -> Iterator[None]:
+    """Submit the run, and then, in the body, its workers; without workers it is stopped again."""
+    with client_of(coordinator, proof) as client:
+        handle = client.submit(job, run_id, import_path=import_folders(job_path))
         try:
-            return slurm_script.submit(script)
+            yield
         except StratagemError:
             handle.cancel()
             raise
@@ -104,3 +218,4 @@ def _warn_of_loopback(coordinator: str) -> None:
 
 
 launch.command("slurm", context_settings=TAKES_OPTIONS)(with_proof(slurm))
+launch.command("kubernetes")(with_proof(kubernetes))

@@ -2,17 +2,16 @@
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Final
 
+from stratagem.client.launch.site_program import answer_of
 from stratagem.client.launch.worker_launch import WorkerLaunch
-from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.process.process_exit import PREEMPTED
 
 GRACE_S: Final = 60
 """Before a job's time ends Slurm sends the signal this long ahead."""
-SUBMIT_TIMEOUT_S: Final = 60.0
 
 SCRIPT: Final = """\
 #!/bin/bash
@@ -56,15 +55,5 @@ def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
 
 def submit(script: Path) -> str:
     """Hand a script to sbatch, and return the id of Slurm's job. Raises UnavailableError."""
-    command = ["sbatch", "--parsable", str(script)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SUBMIT_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise UnavailableError("there is no sbatch here; run this where Slurm's are") from None
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(f"sbatch has not answered in {SUBMIT_TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        raise UnavailableError(f"sbatch: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip().partition(";")[0]
+    answer = answer_of(["sbatch", "--parsable", str(script)], "where Slurm's are")
+    return answer.partition(";")[0]

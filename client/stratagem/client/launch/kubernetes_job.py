@@ -1,0 +1,247 @@
+"""An Indexed Job of Kubernetes: workers of one run, whose pods come back when they are preempted.
+
+Pure, but for `submit`. The pods are those of `deploy/kubernetes`, but for what a StatefulSet gives:
+a launched worker has no name that comes back. They carry a label of their own, so that neither the
+Service nor the disruption budget of the standing workers selects them; a budget would refuse all
+evictions for pods of a Job.
+"""
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from stratagem.client.launch.site_program import answer_of
+from stratagem.client.launch.worker_launch import WorkerLaunch
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.process.process_exit import PREEMPTED
+
+PORT: Final = 7072
+"""Of the first worker of a pod, where the network policies let the coordinator in."""
+HEALTH_PORT: Final = 7172
+MAX_PER_POD: Final = 16
+GRACE_S: Final = 60
+DRAIN_GRACE_S: Final = 45
+TRIES: Final = 3
+"""A worker that ends by itself with an error is started again so often."""
+KEPT_S: Final = 86_400
+MAX_NAME: Final = 50
+"""Pods are called as their job, with an index and five letters: at most 63 in all."""
+USER: Final = 10001
+CODE: Final = "/srv/code"
+DATA: Final = "/var/lib/stratagem"
+CERTIFICATES: Final = "/etc/stratagem/tls"
+QUEUE: Final = "kueue.x-k8s.io"
+
+DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
+
+HEAD: Final = """\
+# Workers of run {run_id}, whose coordinator is {coordinator}.
+# A pod that ends with {preempted} was preempted: it comes back, and counts as no failure.
+"""
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PodShape:
+    """What the pods of a launch are like."""
+
+    namespace: str
+    image: str
+    per_pod: int
+    """Workers of one pod, each a container. One pod of a node lets them share its memory."""
+    cpus: int
+    memory: str
+    gpus: int
+    """Of each worker."""
+    queue: str | None
+    """Of Kueue, which starts the job when its turn has come."""
+    secret: str | None
+    """With ca.crt, pool-POOL.crt and pool-POOL.key."""
+    pool: str | None
+
+
+def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
+    """Return the Job.
+
+    Raises InvalidInputError for workers that do not fill their pods, and for a network without
+    certificates that nobody has allowed.
+    """
+    _check(launch, shape)
+    num_pods = launch.num_workers // shape.per_pod
+    metadata: Object = {"name": _name(launch.run_id), "namespace": shape.namespace}
+    metadata["labels"] = _labels(launch)
+    spec: Object = {
+        "completionMode": "Indexed",
+        "completions": num_pods,
+        "parallelism": num_pods,
+        "backoffLimitPerIndex": TRIES,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [DISRUPTED]},
+                {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}},
+            ]
+        },
+        "ttlSecondsAfterFinished": KEPT_S,
+        "template": {"metadata": {"labels": _labels(launch)}, "spec": _pod(launch, shape)},
+    }
+    if shape.queue is not None:
+        metadata["labels"] = metadata["labels"] | {f"{QUEUE}/queue-name": shape.queue}
+        if num_pods > 1:  # Kueue refuses a minimum that is no smaller than the whole
+            metadata["annotations"] = {
+                f"{QUEUE}/job-min-parallelism": "1",
+                f"{QUEUE}/job-completions-equal-parallelism": "true",
+            }
+        spec = {"suspend": True, **spec}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes equal parts out each time, in place of references to the first one."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def as_text(job: Object, launch: WorkerLaunch) -> str:
+    """Return the file that kubectl is given."""
+    head = HEAD.format(run_id=launch.run_id, coordinator=launch.coordinator, preempted=PREEMPTED)
+    return head + yaml.dump(job, Dumper=_Plain, sort_keys=False, width=1000)
+
+
+def submit(path: Path) -> str:
+    """Hand a file to kubectl, and return what it says of it. Raises UnavailableError."""
+    return answer_of(["kubectl", "create", "-f", str(path)], "where your cluster's is")
+
+
+def _check(launch: WorkerLaunch, shape: PodShape) -> None:
+    if not 1 <= shape.per_pod <= MAX_PER_POD:
+        raise InvalidInputError.at("--per-pod", f"{shape.per_pod} is not 1 to {MAX_PER_POD}")
+    if launch.num_workers % shape.per_pod:
+        problem = f"{launch.num_workers} workers do not fill pods of {shape.per_pod}"
+        raise InvalidInputError.at("--per-pod", problem)
+    if (shape.secret is None) != (shape.pool is None):
+        raise InvalidInputError.at("--tls-secret", "goes with --pool, whose certificate it holds")
+    if shape.secret is None and "--allow-insecure-network" not in launch.command:
+        problem = (
+            "without a certificate nothing is encrypted: say it with --pool, or, for a network "
+            "that you trust, --worker --allow-insecure-network"
+        )
+        raise InvalidInputError.at("--tls-secret", problem)
+
+
+def _pod(launch: WorkerLaunch, shape: PodShape) -> Object:
+    volumes: list[Object] = [{"name": "data", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
+    # The workers of a pod exchange tensors there; what it takes counts as their memory.
+    volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    if shape.secret is not None:
+        secret = {"secretName": shape.secret, "defaultMode": 0o440}
+        volumes.append({"name": "tls", "secret": secret})
+    pod: Object = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(launch, shape, number) for number in range(shape.per_pod)],
+        "volumes": volumes,
+    }
+    if shape.gpus:
+        toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"] = [toleration]
+    return pod
+
+
+def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
+    words = [
+        *launch.command_of("kubernetes"),
+        f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
+        f"--listen=$(POD_IP):{PORT + number}",
+        f"--health-port={HEALTH_PORT + number}",
+        f"--data-dir={DATA}",
+        f"--drain-grace-s={DRAIN_GRACE_S}",
+        "--log-json",
+    ]
+    if shape.secret is not None:
+        words += [
+            f"--tls-ca={CERTIFICATES}/ca.crt",
+            f"--tls-cert={CERTIFICATES}/pool-{shape.pool}.crt",
+            f"--tls-key={CERTIFICATES}/pool-{shape.pool}.key",
+            f"--pool={shape.pool}",
+        ]
+    limits: Object = {"memory": shape.memory}
+    if shape.gpus:
+        limits["nvidia.com/gpu"] = shape.gpus
+    mounts: list[Object] = [
+        {"name": "data", "mountPath": DATA, "subPath": f"worker-{number}"},
+        {"name": "tmp", "mountPath": "/tmp", "subPath": f"worker-{number}"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if shape.secret is not None:
+        mounts.append({"name": "tls", "mountPath": CERTIFICATES, "readOnly": True})
+    probe = {"grpc": {"port": HEALTH_PORT + number}}
+    return {
+        "name": f"worker-{number}",
+        "image": shape.image,
+        "command": words[:3],
+        "args": words[3:],
+        "env": _environment(f"worker-{number}"),
+        "ports": [
+            {"name": f"grpc-{number}", "containerPort": PORT + number},
+            {"name": f"health-{number}", "containerPort": HEALTH_PORT + number},
+        ],
+        "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": 150},
+        "livenessProbe": {**probe, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "resources": {
+            "requests": {"cpu": str(shape.cpus), "memory": shape.memory},
+            "limits": limits,
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _environment(container: str) -> list[Object]:
+    """Return what the pod is told of itself, with the threads that are paid for: the number of a
+    node's cores is not the same everywhere, and threads are part of the numerics."""
+    fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    told: list[Object] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    cpus = {"containerName": container, "resource": "requests.cpu", "divisor": "1"}
+    for name in ("STRATAGEM_WORKER_THREADS", "STRATAGEM_WORKER_MAX_READERS"):
+        told.append({"name": name, "valueFrom": {"resourceFieldRef": cpus}})
+    return told
+
+
+def _labels(launch: WorkerLaunch) -> Object:
+    return {
+        "app.kubernetes.io/name": "stratagem",
+        "app.kubernetes.io/component": "launched-worker",
+        "app.kubernetes.io/instance": _name(launch.run_id),
+    }
+
+
+def _name(run_id: str) -> str:
+    """Return the name of a run's job: a run's id may be longer, and begin and end otherwise."""
+    name = re.sub(r"^[^a-z0-9]+|[^a-z0-9]+$", "", run_id)
+    if name == run_id and len(name) <= MAX_NAME:
+        return name
+    digest = blake2b(run_id.encode(), digest_size=4).hexdigest()
+    return f"{name[: MAX_NAME - 9]}-{digest}".lstrip("-")

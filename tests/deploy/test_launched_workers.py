@@ -1,0 +1,215 @@
+"""What `stratagem launch kubernetes` hands to kubectl: Kubernetes knows it, the policies of the
+deployment let it through, and a worker takes its arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.client.launch.kubernetes_job import (
+    GRACE_S,
+    MAX_PER_POD,
+    Object,
+    PodShape,
+    as_text,
+    kubernetes_job,
+    submit,
+)
+from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.ids import RunId
+from stratagem.worker.process.worker_main import STOP_GRACE_S
+from stratagem.worker.process.worker_settings import from_command_line
+from tests.deploy.compose import VERSION
+from tests.deploy.overlays import is_selected, of_kind, rendered
+from tests.jobs import document, job
+
+pytestmark = pytest.mark.core
+
+INSECURE = "--allow-insecure-network"
+POD = {"POD_NAME": "digits-0-x7k2p", "POD_IP": "10.1.2.3"}
+
+
+def launched(num_workers: int, *options: str, run_id: str = "digits") -> WorkerLaunch:
+    folders = ("/srv/code",)
+    return launch_of(job(), RunId(run_id), "head:7070", num_workers, "python", folders, options)
+
+
+def shape(**changed: Any) -> PodShape:
+    asked: dict[str, Any] = {
+        "namespace": "stratagem",
+        "image": "stratagem-worker:1",
+        "per_pod": 1,
+        "cpus": 3,
+        "memory": "4Gi",
+        "gpus": 0,
+        "queue": None,
+        "secret": None,
+        "pool": None,
+    }
+    return PodShape(**asked | changed)
+
+
+WITH_ALL = {"per_pod": 2, "gpus": 1, "queue": "team", "secret": "workers-tls", "pool": "gpu"}
+SHAPES = [
+    pytest.param(launched(5, INSECURE), shape(), id="plain"),
+    pytest.param(launched(4), shape(**WITH_ALL), id="all"),
+    pytest.param(launched(1, INSECURE), shape(queue="team"), id="one"),
+]
+
+
+def template(made: Object) -> Object:
+    found: Object = made["spec"]["template"]
+    return found
+
+
+@pytest.mark.parametrize(("launch", "of"), SHAPES)
+@pytest.mark.parametrize("version", ["1.29", "1.32", "1.37"])
+def test_kubernetes_knows_every_field(launch: WorkerLaunch, of: PodShape, version: str) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="make kubernetes-test installs it")
+    schemas.validate(kubernetes_job(launch, of), version, strict=True)
+
+
+@pytest.mark.parametrize(("launch", "of"), SHAPES)
+def test_the_text_says_what_the_object_does(launch: WorkerLaunch, of: PodShape) -> None:
+    made = kubernetes_job(launch, of)
+    text = as_text(made, launch)
+    assert yaml.safe_load(text) == made
+    assert "&" not in text
+
+
+@pytest.mark.parametrize(("launch", "of"), SHAPES)
+def test_a_worker_takes_its_arguments(
+    launch: WorkerLaunch, of: PodShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = template(kubernetes_job(launch, of))["spec"]
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    settings = []
+    for container in pod["containers"]:
+        assert container["command"] == ["python", "-m", "stratagem.worker"]
+        for item in container["env"]:
+            told = item["valueFrom"].get("resourceFieldRef")
+            assert told is None or told["containerName"] == container["name"]
+            requested = container["resources"]["requests"]["cpu"]
+            monkeypatch.setenv(item["name"], POD.get(item["name"], requested))
+        words = [re.sub(r"\$\((\w+)\)", lambda m: POD[m[1]], each) for each in container["args"]]
+        settings.append(from_command_line(words))
+    assert len({each.name for each in settings}) == of.per_pod
+    assert settings[0].name == POD["POD_NAME"]
+    assert [each.threads for each in settings] == [of.cpus] * of.per_pod
+    assert all(each.for_run == "digits" and each.ephemeral for each in settings)
+    ports = [port["containerPort"] for each in pod["containers"] for port in each["ports"]]
+    assert len(set(ports)) == len(ports)
+    for each, container in zip(settings, pod["containers"], strict=True):
+        opened = [port["containerPort"] for port in container["ports"]]
+        assert opened == [int(each.listen.rpartition(":")[2]), each.health_port]
+        assert container["livenessProbe"]["grpc"]["port"] == each.health_port
+
+
+def test_pods_end_before_they_are_killed() -> None:
+    pod = template(kubernetes_job(launched(1, INSECURE), shape()))["spec"]
+    (drains,) = [each for each in pod["containers"][0]["args"] if "drain" in each]
+    assert float(drains.partition("=")[2]) + STOP_GRACE_S <= GRACE_S
+    assert pod["terminationGracePeriodSeconds"] == GRACE_S
+
+
+def test_the_policies_of_workers_mean_launched_ones_and_the_rest_does_not() -> None:
+    made = kubernetes_job(
+        launched(MAX_PER_POD, INSECURE), shape(per_pod=MAX_PER_POD, namespace="stratagem")
+    )
+    labels = template(made)["metadata"]["labels"]
+    objects = rendered("cpu")
+    policies = [
+        each["metadata"]["name"]
+        for each in of_kind(objects, "NetworkPolicy")
+        if is_selected(labels, each["spec"]["podSelector"])
+    ]
+    assert sorted(policies) == ["deny-all", "dns", "stratagem-worker"]
+    for each in of_kind(objects, "StatefulSet", "PodDisruptionBudget"):
+        assert not is_selected(labels, each["spec"]["selector"])
+    for each in of_kind(objects, "Service"):
+        assert not is_selected(labels, {"matchLabels": each["spec"]["selector"]})
+    served = {
+        port["containerPort"]
+        for container in template(made)["spec"]["containers"]
+        for port in container["ports"]
+        if port["name"].startswith("grpc")
+    }
+    for policy in of_kind(objects, "NetworkPolicy"):
+        for rule in policy["spec"].get("egress", []) + policy["spec"].get("ingress", []):
+            for port in rule.get("ports", []):
+                if port["port"] == 7072:
+                    assert served == set(range(port["port"], port["endPort"] + 1))
+
+
+def test_a_job_of_one_pod_asks_kueue_for_no_smaller_one() -> None:
+    (alone, several) = (
+        kubernetes_job(launched(number, INSECURE), shape(queue="team")) for number in (1, 2)
+    )
+    assert "annotations" not in alone["metadata"]
+    assert several["metadata"]["annotations"]["kueue.x-k8s.io/job-min-parallelism"] == "1"
+    for each in (alone, several):
+        assert each["spec"]["suspend"] is True
+        assert each["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert "suspend" not in kubernetes_job(launched(2, INSECURE), shape())["spec"]
+
+
+@pytest.mark.parametrize("run_id", ["digits", "-9-", "---", "a" * 64, "x" * 49 + "-y", "0"])
+def test_every_run_has_a_name_that_pods_can_have(run_id: str) -> None:
+    name = kubernetes_job(launched(1, INSECURE, run_id=run_id), shape())["metadata"]["name"]
+    longest = f"{name}-99999-abcde"
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", longest)
+    assert re.fullmatch(r"[a-z0-9].*", name)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "options", "changed", "problem"),
+    [
+        (3, (INSECURE,), {"per_pod": 2}, "--per-pod: 3 workers do not fill pods of 2"),
+        (3, (INSECURE,), {"per_pod": 0}, "--per-pod: 0 is not 1 to 16"),
+        (17, (INSECURE,), {"per_pod": 17}, "--per-pod: 17 is not 1 to 16"),
+        (3, (), {}, "--tls-secret: without a certificate nothing is encrypted"),
+        (3, (), {"secret": "s"}, "--tls-secret: goes with --pool"),
+        (3, (INSECURE,), {"pool": "p"}, "--tls-secret: goes with --pool"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    num_workers: int, options: tuple[str, ...], changed: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        kubernetes_job(launched(num_workers, *options), shape(**changed))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("echo no such namespace >&2; exit 1", "kubectl: no such namespace"), (None, "no kubectl")],
+)
+def test_what_kubectl_refuses_is_said(
+    text: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if text is not None:
+        (tmp_path / "kubectl").write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "kubectl").chmod(0o755)
+    with pytest.raises(UnavailableError, match=problem):
+        submit(tmp_path / "job.yaml")
+
+
+def test_printing_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.json").write_text(json.dumps(document()))
+    command = ["launch", "kubernetes", "job.json", "-n", "2", "--coordinator", "nowhere:1"]
+    command += ["--gpus", "1", "--worker", INSECURE, "--print", "--run-id", "r"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    (container,) = yaml.safe_load(done.output)["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"stratagem-worker-gpu:{VERSION}"
+    assert "stratagem-coordinator:7070" in container["args"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]
