@@ -13,6 +13,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, gates_in, outcome_of
+from tests.crash.rig import until
 from tests.jobs import document, user_data
 from tests.launch.slurm_cluster import Slurm, slurm_in, why_not
 from tests.patience import PATIENCE_S
@@ -79,11 +80,7 @@ def test_a_run_is_trained_on_two_nodes_and_the_job_ends(slurm: Slurm, client: Cl
 def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
     slurm: Slurm, client: Client, tmp_path: Path
 ) -> None:
-    # Far more steps than anybody can do before all have heard that they are to leave.
-    length: dict[str, Any] = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
-    job = document(
-        strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)), **length
-    )
+    job = document(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)))
     with gates_in(tmp_path) as gates:
         gates.close("batch-6")
         number = launch(slurm, client, "preempted", job, "--exclusive")
@@ -91,6 +88,8 @@ def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
         urgent = slurm.folder / "urgent.sh"
         urgent.write_text("#!/bin/bash\n")
         other = slurm.ask("sbatch", "--parsable", "-p", "high", "--exclusive", str(urgent)).strip()
+        log = slurm.folder / f"preempted-{number}.log"
+        until(lambda: log.read_text().count("draining") >= 2, "both have heard that they are to go")
         gates.open()
         slurm.wait_state(other, "COMPLETED")
         waiting = slurm.wait_state(number, "PENDING", "RUNNING")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.run_handle import RunHandle
 from tests.cluster.jobs import ALLOWED, assert_same_bits, data_parallel, gates_in, outcome_of
+from tests.crash.rig import until
 from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
@@ -65,19 +65,21 @@ def test_workers_of_torchrun_train_one_run_and_leave(tmp_path: Path) -> None:
 
 def test_a_preempted_worker_is_started_again_and_the_bits_stay(tmp_path: Path) -> None:
     log = tmp_path / "torchrun.log"
-    # Far more steps than the other worker can do before torchrun has ended it, too.
-    length: dict[str, Any] = {"steps": 3000, "checkpoint": {"every": "100 steps"}}
-    spec = job(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)), **length)
+    spec = job(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)))
     with (
         gates_in(tmp_path) as gates,
         LocalCluster(workers=0) as cluster,
         cluster.client() as client,
     ):
-        gates.close("batch-6")
+        # After step 7, the first to begin with one who is to leave, the other goes on alone.
+        gates.close("batch-6", "batch-8")
         run = client.submit(spec)
         with torchrun(cluster.address, run, log, "--max-restarts", "1") as process:
             gates.wait_reached("batch-6")
             worker_of_rank(process.pid, 1).send_signal(signal.SIGUSR1)
+            until(lambda: log.read_text().count("draining") >= 1, "it has heard that it is to go")
+            gates.open("batch-6")
+            until(lambda: log.read_text().count("draining") >= 2, "torchrun has ended the other")
             gates.open()
             outcome = outcome_of(run)
             assert process.wait(PATIENCE_S) == 0, log.read_text()

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import grpc
 import structlog
@@ -26,16 +26,14 @@ from grpc_health.v1 import health_pb2
 from pydantic import ValidationError
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError
-from stratagem.common.base.ids import new_incarnation
 from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
-from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
 from stratagem.common.process.process_exit import PREEMPTED
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.admission import CallLimits
-from stratagem.common.rpc.channel import Proof, open_channel
+from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.health_service import HealthService
 from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
@@ -45,38 +43,21 @@ from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from stratagem.worker.data.reader.worker_readers import WorkerReaders
-from stratagem.worker.host.client_state_store import ClientStateStore
-from stratagem.worker.host.coordinator_clock import CoordinatorClock
-from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
-from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
 from stratagem.worker.mesh.backend_agreement import MeshOffer
-from stratagem.worker.mesh.peer_service import PeerHub, PeerServicer
-from stratagem.worker.pipeline.activation_store import ActivationStore
+from stratagem.worker.mesh.peer_service import PeerServicer
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.heartbeat import Agent, Identity
 from stratagem.worker.process.shutdown import stop_by_signals
 from stratagem.worker.process.tunnel import Tunnel
+from stratagem.worker.process.worker_host import Reach, host_of, secure_rounds_of
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
 from stratagem.worker.process.worker_security import WorkerSecurity, server_socket
 from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
-from stratagem.worker.secure_aggregation.secret_store import SecretStore
-from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
-from stratagem.worker.secure_aggregation.signing import WorkerSigner
 from stratagem.worker.service.session_table import Sessions
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
-from stratagem.worker.session.context import Host
-from stratagem.worker.session.kept_replicas import KeptReplicas
 from stratagem.worker.site.site_gate import SiteGate
 from stratagem.worker.user_code import bundle_import, output_capture
-from stratagem.worker.user_code.code_policy import CodePolicy
-from stratagem.worker.user_code.code_store import CodeStore
-from stratagem.worker.user_code.entrypoints import EntryPoints
-from stratagem.worker.user_code.job_code import UserCode
-
-if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
-    from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 log = structlog.get_logger(__name__)
 
@@ -162,8 +143,8 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         channel = CoordinatorChannel(coordinators, open_one)
         await opened.enter_async_context(channel)
         reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
-        secure = _secure_rounds(settings, security, site)
-        host = _host(settings, thread, mesh, reach, site, secure)
+        secure = secure_rounds_of(settings, security, site)
+        host = host_of(settings, thread, mesh, reach, site, secure)
         host.last_words.explain_faults()
         sessions = Sessions(host, settings.max_sessions)
         monitor = WorkerMonitor(process, host, sessions)
@@ -329,93 +310,6 @@ async def _in_thread(
 
     thread.submit(ask)
     return await answer
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """The address of this process, its proof of identity, and its stub of the coordinator."""
-
-    address: str
-    proof: Proof
-    coordinator: "CoordinatorServiceAsyncStub"
-
-
-def _host(
-    settings: WorkerSettings,
-    thread: TorchThread,
-    mesh: MeshOffer,
-    reach: Reach,
-    site: SiteGate | None,
-    secure: SecureRounds,
-) -> Host:
-    incarnation = new_incarnation()
-    last_words = LastWords(
-        settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
-    )
-    if site is not None and not site.shares_logs:
-        del last_words.previous.last_lines[:]
-    return Host(
-        worker_id=settings.worker_id,
-        incarnation=incarnation,
-        address=reach.address,
-        device=torch.device(settings.device),
-        user_code=_user_code(settings),
-        local_data=settings.local_data,
-        data_roots=settings.data_roots,
-        exchange_timeout_s=settings.exchange_timeout_s,
-        compile_timeout_s=settings.compile_timeout_s,
-        mesh=mesh,
-        activations=ActivationStore(settings.activation_store),
-        hub=PeerHub(reach.address, reach.proof, max_early_bytes=settings.max_early_bytes),
-        coordinator=reach.coordinator,
-        blobs=ReceivedBlobs(
-            settings.data_dir, settings.max_blob_memory_bytes, max_uploads=settings.max_uploads
-        ),
-        thread=thread,
-        loop=asyncio.get_running_loop(),
-        last_words=last_words,
-        privacy_secret=_privacy_secret(settings),
-        site=site,
-        clock=CoordinatorClock(),
-        secure=secure,
-        readers=WorkerReaders(settings.max_readers),
-        client_states=_client_states(settings),
-        kept=KeptReplicas(settings.data_dir and settings.data_dir / f"kept-{settings.worker_id}"),
-    )
-
-
-_NO_SECRET: Final = (
-    "rows that lie on this worker are protected by a secret that stays here: start it with "
-    "--data-dir, where one is made, or with --privacy-secret FILE"
-)
-
-
-def _privacy_secret(settings: WorkerSettings) -> PrivacySecret:
-    if settings.privacy_secret is not None or settings.data_dir is None:
-        return PrivacySecret(settings.privacy_secret, missing=_NO_SECRET)
-    own = settings.data_dir / f"privacy-secret-{settings.worker_id}"
-    return PrivacySecret(own, may_make=True)
-
-
-def _client_states(settings: WorkerSettings) -> ClientStateStore | None:
-    if settings.data_dir is None:
-        return None
-    folder = settings.data_dir / f"clients-{settings.worker_id}"
-    return ClientStateStore(folder, settings.worker_id)
-
-
-def _secure_rounds(
-    settings: WorkerSettings, security: WorkerSecurity, site: SiteGate | None
-) -> SecureRounds:
-    folder = settings.data_dir and settings.data_dir / f"secure-{settings.worker_id}"
-    signer = WorkerSigner(security.proof.tls, security.revoked)
-    return SecureRounds(SecretStore(folder), signer, site)
-
-
-def _user_code(settings: WorkerSettings) -> UserCode:
-    installed = EntryPoints(tuple(settings.allow), tuple(settings.import_path))
-    folder = settings.data_dir and settings.data_dir / f"code-{settings.worker_id}"
-    return UserCode(installed, CodePolicy(settings.allow_code), CodeStore(folder))
 
 
 async def _serve_health(security: WorkerSecurity, port: int) -> _Health:
