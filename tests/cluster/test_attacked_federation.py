@@ -1,4 +1,4 @@
-"""The example of an attacked federation: what each robust rule is worth when three of ten lie."""
+"""The example of an attacked federation: what robust rules are worth when three of ten lie."""
 
 from collections.abc import Iterator
 
@@ -12,15 +12,8 @@ from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 
-RULES = (
-    "{name: median}",
-    pytest.param("{name: trimmed_mean, trim: 0.3}", marks=pytest.mark.sweep),
-    pytest.param("{name: krum, byzantine: 3}", marks=pytest.mark.sweep),
-    "{name: multi_krum, byzantine: 3}",
-    pytest.param("{name: geometric_median}", marks=pytest.mark.sweep),
-    "{name: norm_bound, norm: 1.0}",
-)
-"""Of each kind one always: a statistic of each number, a choice among updates, a bound of each."""
+RULES = ("{name: multi_krum, byzantine: 3}", "{name: norm_bound, norm: 1.0}")
+"""A choice among updates and a bound of each; the median is a statistic of each number."""
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +35,23 @@ def test_the_mean_learns_what_false_clients_want(clients_of_digits: Client) -> N
     assert max(accuracies(clients_of_digits, "strategy.options={}")) < 0.5
 
 
+def test_the_median_keeps_the_model_right(clients_of_digits: Client) -> None:
+    assert accuracies(clients_of_digits, "strategy.options.robust={name: median}")[-1] > 0.8
+
+
+@pytest.mark.sweep
 def test_the_mean_learns_as_well_as_any_rule_without_them(clients_of_digits: Client) -> None:
     honest = ("strategy.options={}", "data.kwargs.num_false=0")
     assert accuracies(clients_of_digits, *honest)[-1] > 0.85
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rule", RULES)
-def test_a_robust_rule_keeps_the_model_right(clients_of_digits: Client, rule: str) -> None:
+def test_rules_of_other_kinds_keep_it_right(clients_of_digits: Client, rule: str) -> None:
     assert accuracies(clients_of_digits, f"strategy.options.robust={rule}")[-1] > 0.8
 
 
+@pytest.mark.sweep
 def test_bulyan_needs_fewer_false_ones(clients_of_digits: Client) -> None:
     changes = ("data.kwargs.num_false=1", "strategy.options.robust={name: bulyan, byzantine: 1}")
     assert accuracies(clients_of_digits, *changes)[-1] > 0.85

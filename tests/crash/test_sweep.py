@@ -43,12 +43,14 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every failpoint once under every strategy that reaches it, and at each of its hits."""
-    return [
+    """Every failpoint once under every strategy that reaches it, and at each of its hits; those of
+    a job one after the other, so that few of the tests' processes run it undisturbed."""
+    found = [
         Case(job, process_of(job, failpoint, num_passed), failpoint, num_passed)
         for failpoint, jobs in REACHED_BY.items()
         for job, num_passed in each_once(jobs, (0, *LATER_HITS.get(failpoint, ())))
     ]
+    return sorted(found, key=lambda case: case.job)
 
 
 def each_once(jobs: Sequence[str], hits: Sequence[int]) -> list[tuple[str, int]]:
