@@ -1,7 +1,8 @@
 """A small HTTP proxy that connects (CONNECT), in a process of its own: `python -m`.
 
-Prints its port, then a line for each request. It may want USER:PASSWORD, may open TLS with a
-certificate of its own as some companies do, and may cut connections after as many bytes.
+Prints its port, then a line for each request. It may want USER:PASSWORD, may connect to one port
+alone, may open TLS with a certificate of its own as some companies do, and may cut connections
+after as many bytes.
 """
 
 import argparse
@@ -23,19 +24,28 @@ class Proxy:
     num_cuts: int
     cut_after_bytes: int
     opened: ssl.SSLContext | None
+    only_port: str = ""
+    goes_to: int = 0
+    """The port of this machine that it connects to, whatever it is asked for; 0: what it is."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         place = head.split(" ")[1]
         wanted = "Basic " + base64.b64encode(self.credentials.encode()).decode()
         if self.credentials and f"proxy-authorization: {wanted}".lower() not in head.lower():
-            say(f"407 {place}")
-            writer.write(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
-            writer.close()
+            self._refuse(writer, place, "407 Proxy Authentication Required")
+            return
+        host, _, port = place.rpartition(":")
+        if self.only_port and port != self.only_port:
+            self._refuse(writer, place, "403 Forbidden")
+            return
+        host, port = ("127.0.0.1", str(self.goes_to)) if self.goes_to else (host, port)
+        try:
+            their_reader, their_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            self._refuse(writer, place, "502 Bad Gateway")
             return
         say(f"200 {place}")
-        host, _, port = place.rpartition(":")
-        their_reader, their_writer = await asyncio.open_connection(host, int(port))
         writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         await writer.drain()
         if self.opened is not None:
@@ -45,6 +55,11 @@ class Proxy:
             self._pass(reader, their_writer, writer, passed),
             self._pass(their_reader, writer, their_writer, passed),
         )
+
+    def _refuse(self, writer: asyncio.StreamWriter, place: str, status: str) -> None:
+        say(f"{status.split()[0]} {place}")
+        writer.write(f"HTTP/1.1 {status}\r\n\r\n".encode())
+        writer.close()
 
     async def _pass(
         self,
@@ -77,6 +92,8 @@ def say(line: str) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--credentials", default="")
+    parser.add_argument("--only-port", default="")
+    parser.add_argument("--goes-to", type=int, default=0)
     parser.add_argument("--cuts", type=int, default=0)
     parser.add_argument("--cut-after", type=int, default=0)
     parser.add_argument("--opens-tls", nargs=2, metavar=("CERT", "KEY"))
@@ -88,6 +105,7 @@ async def main() -> None:
         opened.load_cert_chain(*given.opens_tls)
         opened.set_alpn_protocols(["h2"])
     proxy = Proxy(given.credentials, given.cuts, given.cut_after, opened)
+    proxy.only_port, proxy.goes_to = given.only_port, given.goes_to
     server = await asyncio.start_server(proxy.serve, given.host, 0)
     say(str(server.sockets[0].getsockname()[1]))
     await server.serve_forever()

@@ -197,6 +197,11 @@ def agreement(
 def advice_on(error: StratagemError) -> str:
     """Return advice for when the coordinator cannot be asked."""
     said = str(error)
+    if "the proxy " in said:
+        return (
+            "ask those who run the proxy; --proxy of a worker, or https_proxy of the environment, "
+            "is http://USER:PASSWORD@HOST:PORT, and what no_proxy names is reached directly"
+        )
     match error:
         case UnauthenticatedError():
             return "name your certificate (--tls-cert, --tls-key) or your token (--token-file)"

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 from stratagem.common.base.host_port import split_address
 
 MAX_ANSWER_BYTES: Final = 16 * 2**10
+MAX_STATUS_CHARS: Final = 200
 _PROXIES: Final = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS: Final = ("no_grpc_proxy", "no_proxy")
 """Variables of the environment, in the order in which gRPC takes the first that is set."""
@@ -32,18 +33,43 @@ class HttpProxy:
         return f"{self.host}:{self.port}"
 
     def connection(self, address: str, timeout_s: float) -> socket.socket:
-        """Return a socket that the proxy has connected to HOST:PORT. Raises OSError, which says
-        what the proxy has answered where that is a refusal."""
-        connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
+        """Return a socket that the proxy has connected to HOST:PORT.
+
+        Raises ProxyRefusalError and ProxyAwayError, which say in a sentence what is wrong.
+        """
+        try:
+            connection = socket.create_connection((self.host.strip("[]"), self.port), timeout_s)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ProxyAwayError(f"the proxy {self} cannot be reached: {reason}") from None
         try:
             connection.sendall(self._request(address))
             status = _answer(connection).split(b"\r\n", 1)[0].decode("ascii", "replace")
-            if status.split(" ")[1:2] != ["200"]:
-                raise ProxyRefusalError(f"the proxy {self} answers {status[:200]!r} for {address}")
+            self._check(status[:MAX_STATUS_CHARS], address)
+        except OSError as error:
+            connection.close()
+            if isinstance(error, ProxyAwayError | ProxyRefusalError):
+                raise
+            raise ProxyAwayError(f"the proxy {self} does not answer: {error}") from None
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _check(self, status: str, address: str) -> None:
+        """Raise what the first line of the proxy's answer means, unless it has connected."""
+        code = status.split(" ")[1:2]
+        if code == ["200"]:
+            return
+        if code == ["407"]:
+            wants = "does not accept this" if self.credentials else "wants a"
+            raise ProxyRefusalError(f"the proxy {self} {wants} USER:PASSWORD ({status!r})")
+        if code and code[0].startswith("5"):
+            raise ProxyAwayError(f"the proxy {self} does not reach {address} ({status!r})")
+        raise ProxyRefusalError(
+            f"the proxy {self} refuses to connect to {address} ({status!r}): have it allow CONNECT "
+            f"to port {split_address(address)[1]}"
+        )
 
     def _request(self, address: str) -> bytes:
         lines = [f"CONNECT {address} HTTP/1.1", f"Host: {address}"]
@@ -54,7 +80,11 @@ class HttpProxy:
 
 
 class ProxyRefusalError(OSError):
-    """A proxy does not connect to where it should."""
+    """A proxy does not connect to where it should, and will not the next time."""
+
+
+class ProxyAwayError(OSError):
+    """A proxy is not there, or does not reach where it should connect to: that may pass."""
 
 
 def check_proxy(url: str) -> str:
@@ -111,6 +141,6 @@ def _answer(connection: socket.socket) -> bytes:
     while not head.endswith(b"\r\n\r\n"):
         byte = connection.recv(1)
         if not byte or len(head) >= MAX_ANSWER_BYTES:
-            raise ProxyRefusalError("the proxy ends the connection, or answers without end")
+            raise OSError("it ends the connection, or answers without end")
         head += byte
     return head

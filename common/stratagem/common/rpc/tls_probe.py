@@ -25,7 +25,7 @@ from stratagem.common.identity.tls_files import (
     worker_name,
 )
 from stratagem.common.rpc.channel import Proof
-from stratagem.common.rpc.http_proxy import HttpProxy, ProxyRefusalError, proxy_for
+from stratagem.common.rpc.http_proxy import HttpProxy, ProxyAwayError, ProxyRefusalError, proxy_for
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -45,16 +45,19 @@ async def identity_problem(
     proof: Proof,
     to_worker: str | None = None,
     proxy: str = "",
+    *,
+    lasting: bool = False,
 ) -> str:
     """The sentence for a failed call; empty where neither identity nor a proxy is the reason.
 
-    to_worker, proxy: as given to open_channel.
+    to_worker, proxy: as given to open_channel. lasting: leave out what may pass by itself, which is
+    a proxy that is away or does not reach the address.
     """
     if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return ""
-    if "Connection refused" in (error.details() or ""):
+    if "Connection refused" in (error.details() or "") and proxy_for(address, proxy) is None:
         return ""
-    return await asyncio.to_thread(explain, address, proof, to_worker, proxy=proxy)
+    return await asyncio.to_thread(explain, address, proof, to_worker, proxy=proxy, lasting=lasting)
 
 
 def explain(
@@ -63,24 +66,22 @@ def explain(
     to_worker: str | None = None,
     timeout_s: float = TIMEOUT_S,
     proxy: str = "",
+    lasting: bool = False,
 ) -> str:
     """Describe what keeps a caller from the server at host:port; empty if a handshake works, and
-    where no server can be reached at all."""
+    where no server can be reached at all. lasting: as in identity_problem."""
     probe = _Probe(address, timeout_s, proxy_for(address, proxy))
     try:
         if proof.tls is None:
             return _of_plaintext(probe)
         material = proof.tls.read()
-    except (InvalidInputError, ProxyRefusalError) as error:
-        return str(error)
-    except (OSError, UnicodeError):
-        return ""
-    trust = DEFAULT_TRUST_DOMAIN if material.cert_id is None else material.cert_id.trust_domain
-    host = address.rpartition(":")[0].strip("[]")
-    expected = host if to_worker is None else worker_name(trust, to_worker)
-    try:
+        trust = DEFAULT_TRUST_DOMAIN if material.cert_id is None else material.cert_id.trust_domain
+        host = address.rpartition(":")[0].strip("[]")
+        expected = host if to_worker is None else worker_name(trust, to_worker)
         return _of_tls(probe, proof.tls, material, expected)
-    except ProxyRefusalError as error:
+    except ProxyAwayError as error:
+        return "" if lasting else str(error)
+    except (InvalidInputError, ProxyRefusalError) as error:
         return str(error)
     except (OSError, UnicodeError):
         return ""

@@ -71,7 +71,7 @@ async def examine(settings: WorkerSettings) -> list[Finding]:
         *await asyncio.to_thread(_advertising, settings),
     ]
     for address in split_addresses(settings.coordinator):
-        report += await _coordinator(address, name, security, own)
+        report += await _coordinator(address, settings, security, own)
     return report
 
 
@@ -84,10 +84,11 @@ def _bad_settings(said: str) -> Finding:
 
 
 async def _coordinator(
-    address: str, name: str, security: WorkerSecurity, own: types_pb2.Environment
+    address: str, settings: WorkerSettings, security: WorkerSecurity, own: types_pb2.Environment
 ) -> list[Finding]:
+    name, proof, proxy = settings.name, security.proof, settings.proxy
     try:
-        async with open_channel(address, security.proof) as channel:
+        async with open_channel(address, proof, proxy=proxy) as channel:
             stub = CoordinatorServiceStub(channel)
             sent_s = time.time()
             answer = await stub.Diagnose(
@@ -95,8 +96,10 @@ async def _coordinator(
             )
             received_s = time.time()
     except grpc.aio.AioRpcError as error:
-        problem = "" if name_of(error) else await identity_problem(error, address, security.proof)
-        if "Connection refused" in (error.details() or ""):
+        problem = (
+            "" if name_of(error) else await identity_problem(error, address, proof, proxy=proxy)
+        )
+        if not problem and "Connection refused" in (error.details() or ""):
             problem = "nobody listens there: connection refused"
         return [_no_answer(address, from_rpc_error(error), problem)]
     except StratagemError as error:
@@ -114,9 +117,8 @@ async def _coordinator(
 def _no_answer(address: str, error: StratagemError, problem: str = "") -> Finding:
     if isinstance(error, StandbyError):
         return Finding("connection", address, Level.OK, f"stands by: {error}")
-    return Finding(
-        "connection", address, Level.FAIL, problem or str(error), findings.advice_on(error)
-    )
+    told = StratagemError(problem) if problem else error
+    return Finding("connection", address, Level.FAIL, str(told), findings.advice_on(told))
 
 
 # ---- how others reach it ----

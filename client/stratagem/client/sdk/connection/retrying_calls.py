@@ -187,11 +187,18 @@ class Connection:
         return self._has_answered or self._num_unanswered < len(self._coordinators.addresses)
 
     async def _raise_identity_problem(self, error: grpc.aio.AioRpcError, asked: str) -> None:
-        """Raise the error that says why one side rejects the other's identity: waiting does not
-        help."""
-        problem = "" if name_of(error) else await identity_problem(error, asked, self._proof)
+        """Raise the error that says why one side rejects the other's identity, or a proxy the
+        address: waiting does not help. A proxy that is away is waited for as a coordinator is."""
+        if name_of(error):
+            return
+        problem = await identity_problem(error, asked, self._proof, lasting=True)
         if problem:
             raise UnauthenticatedError(problem) from None
+        if self._has_answered or self._coordinators.are_several:
+            return
+        problem = await identity_problem(error, asked, self._proof)
+        if problem:
+            raise UnavailableError(problem) from None
 
     def translated(self, error: grpc.aio.AioRpcError) -> StratagemError:
         is_away = error.code() is grpc.StatusCode.UNAVAILABLE and not name_of(error)
