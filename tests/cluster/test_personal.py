@@ -1,5 +1,5 @@
-"""Layers and models that each client keeps to itself: the same bits as the plain rounds, and
-nothing of them leaves a site."""
+"""What each client keeps to itself, layers, models and control variates: the same bits as the plain
+rounds, and nothing of them leaves a site."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +28,7 @@ from tests.cluster.jobs import (
 from tests.jobs import ALLOW, user_data
 from tests.reference.ditto_rounds import ditto_rounds
 from tests.reference.personal_rounds import Own, personal_rounds
+from tests.reference.scaffold_rounds import Scaffold
 from tests.repository import ROOT
 from tests.userland.data import per_client, rows_of
 
@@ -73,7 +74,7 @@ class Sites:
         name = f"worker-{number}"
         states = self.folder / "cluster" / name / f"clients-{name}"
         newest = states / outcome.run.run_id / f"client-{number}" / f"round-{ROUNDS}.safetensors"
-        return {name.removeprefix("model/"): t for name, t in load_file(newest).items()}
+        return {name.partition("/")[2]: tensor for name, tensor in load_file(newest).items()}
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,28 @@ def test_ditto_has_the_bits_of_its_paper_and_leaves_the_global_model_as_it_is(si
         check_not_sent(received, {n: t for n, t in model.items() if n.endswith(".weight")})
     worth = accuracy(spec, {}, last)
     assert outcome.status.metrics["test.accuracy"] == pytest.approx(worth, rel=1e-12)
+
+
+def test_scaffold_has_the_bits_of_its_paper(sites: Sites, tmp_path: Path) -> None:
+    spec = ward_job(control="scaffold", local_epochs=2)
+    job = federated(
+        MODEL,
+        num_clients=NUM_CLIENTS,
+        rounds=ROUNDS,
+        data=user_data("per_client"),
+        options={"local_epochs": 2},
+    )
+    expected = Scaffold(job, ALLOWED)
+    outcome = train(sites.client, spec)
+    assert_same_bits(outcome.state, expected.state)
+    assert outcome.status.reproducible
+    outcome.run.download(tmp_path / "state.safetensors")
+    state = load_file(tmp_path / "state.safetensors")
+    c = {name.removeprefix("control/"): t for name, t in state.items() if "control/" in name}
+    assert_same_bits(c, expected.c)
+    assert any(tensor.abs().max() > 0 for tensor in c.values())
+    received = sites.received()
+    for number in range(NUM_CLIENTS):
+        own = sites.kept(outcome, number)
+        assert_same_bits(own, expected.own[number])
+        check_not_sent(received, own)

@@ -18,6 +18,7 @@ from tests.crash.rig import WORKER_TTL_S, Rig, events_of, outcome_of
 from tests.jobs import user_data
 from tests.patience import PATIENCE_S
 from tests.reference.personal_rounds import personal_rounds
+from tests.reference.scaffold_rounds import Scaffold
 from tests.repository import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(4 * PATIENCE_S)]
@@ -74,14 +75,25 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteRig]:
         yield SiteRig(Rig(cluster, client), folder)
 
 
-def ward_job(**sections: Any) -> Job:
-    strategy = federated(NUM_SITES, ROUNDS) | {"options": {"personal": HEAD}}
+PERSONAL, SCAFFOLD = {"personal": HEAD}, {"control": "scaffold"}
+
+
+def ward_job(options: Job, **sections: Any) -> Job:
+    strategy = federated(NUM_SITES, ROUNDS) | {"options": options}
+    if options is SCAFFOLD:
+        sections["optimizer"] = {"name": "sgd", "lr": 0.1}
     return {**crash_job(strategy), "data": {"worker_local": "ward"}, **sections}
 
 
-def test_no_crash_changes_what_clients_keep(sites: SiteRig) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(PERSONAL, marks=pytest.mark.sweep), SCAFFOLD],
+    ids=["layers", "control"],
+)
+def test_no_crash_changes_what_clients_keep(sites: SiteRig, options: Job) -> None:
     """Every kill is in a round of its own."""
-    rig, job = sites.rig, ward_job(evaluation={"split": "train", "metrics": ["accuracy"]})
+    rig = sites.rig
+    job = ward_job(options, evaluation={"split": "train", "metrics": ["accuracy"]})
     rig.settle()
     assert {
         "worker.client_state.before_sync",
@@ -100,6 +112,7 @@ def test_no_crash_changes_what_clients_keep(sites: SiteRig) -> None:
         rig.armed("worker-1", "worker.client_state.before_sync", 1),
         rig.armed("worker-0", "worker.client_state.after_sync", 2),
         rig.armed("coordinator", "coordinator.round.pulled", 6),
+        rig.armed("coordinator", "coordinator.round.folded", 3),
     ):
         disturbed = trained()
     assert disturbed == expected
@@ -111,13 +124,25 @@ def _tensors(file: Path) -> bytes:
     return data[8 + int.from_bytes(data[:8], "little") :]
 
 
-def test_a_client_that_has_lost_its_state_begins_anew(sites: SiteRig) -> None:
-    rig, job = sites.rig, ward_job(evaluation=None)
+@pytest.mark.parametrize(
+    "options",
+    [PERSONAL, pytest.param(SCAFFOLD, marks=pytest.mark.sweep)],
+    ids=["layers", "control"],
+)
+def test_a_client_that_has_lost_its_state_begins_anew(sites: SiteRig, options: Job) -> None:
+    rig, job = sites.rig, ward_job(options, evaluation=None)
     rig.settle()
     plain = {**job, "data": user_data("gated_clients", folder="nowhere")}
     plain["strategy"] = federated(NUM_SITES, ROUNDS)
     spec = JobSpec.parse({name: each for name, each in plain.items() if each is not None})
-    expected, _ = personal_rounds(spec, ALLOWED, HEAD, forgets=lambda *at: at == (3, 1))
+
+    def forgets(*at: int) -> bool:
+        return at == (3, 1)
+
+    if options is SCAFFOLD:
+        expected = Scaffold(spec, ALLOWED, forgets=forgets).state
+    else:
+        expected = personal_rounds(spec, ALLOWED, HEAD, forgets=forgets)[0].state
     in_round_3 = "client1-8"  # three batches of 23 rows in each round
     with gates_in(sites.gates) as gates, rig.running({**job, "evaluation": None}) as run:
         gates.close(in_round_3)
@@ -128,7 +153,7 @@ def test_a_client_that_has_lost_its_state_begins_anew(sites: SiteRig) -> None:
         rig.cluster.wait_restarted("worker-1", num_starts, timeout_s=PATIENCE_S)
         gates.open()
         events = list(events_of(run))
-        assert_same_bits(run.state_dict(), expected.state)
+        assert_same_bits(run.state_dict(), expected)
         assert not run.status().reproducible
     lost = [event for event in events if event.kind == "ClientStateLost"]
     assert [(each.payload["round_num"], each.payload["client"]) for each in lost] == [(3, 1)]

@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 
 from stratagem.coordinator.core.commands import CancelRun, Refusal, Report, ResumeRun
-from stratagem.coordinator.core.effects import EvaluateState, KeptState, TrainClient
+from stratagem.coordinator.core.effects import (
+    AggregateRound,
+    EvaluateState,
+    KeptState,
+    TrainClient,
+)
 from stratagem.coordinator.core.facts import (
     ROOT,
     ClientEvaluated,
@@ -34,11 +39,15 @@ pytestmark = pytest.mark.core
 NAMES = tuple("abcd")
 
 
-def begun(personal: bool = True, rounds: int = 3, **options: Any) -> Simulation:
+PERSONAL = {"personal": ["head.*"]}
+SCAFFOLD = {"control": "scaffold"}
+
+
+def begun(own: dict[str, Any] = PERSONAL, rounds: int = 3, **options: Any) -> Simulation:
     """Four sites, at the beginning of a run that evaluates each round."""
-    own = {"personal": ["head.*"]} if personal else {}
     strategy = {**FEDERATED, "rounds": rounds, "options": {**own, **options}}
-    sections = {"data": {"worker_local": "ward"}, "evaluation": {"split": "test", "metrics": []}}
+    sections: dict[str, Any] = {"optimizer": {"name": "sgd", "lr": 0.1}}
+    sections |= {"data": {"worker_local": "ward"}, "evaluation": {"split": "test", "metrics": []}}
     simulation = start(job_text(strategy, retention=8, **sections))
     for name in NAMES:
         simulation.tell(register(name, local_data=("ward",)))
@@ -88,7 +97,7 @@ def test_a_client_begins_each_round_with_what_it_kept_of_the_one_before() -> Non
 
 
 def test_where_clients_keep_nothing_no_effect_speaks_of_it() -> None:
-    simulation = begun(personal=False)
+    simulation = begun({})
     until_round(simulation, 2)
     assert {e.state for e in due(simulation, TrainClient).values()} == {None}
     assert run_of(simulation).client_states is None
@@ -175,9 +184,75 @@ def test_a_run_that_goes_back_begins_its_clients_anew_and_evaluates_what_is_owed
     simulation.run()
     simulation.tell(ResumeRun(RUN, from_segment=1))
     states = run_of(simulation).client_states
-    assert states == ClientStates(owed={1: {client: state_of(1, client) for client in range(4)}})
+    owed_then = {1: {client: state_of(1, client) for client in range(4)}}
+    assert states == ClientStates(owed=owed_then, is_incomplete=True)
     assert not simulation.state.runs[RUN].is_reproducible
     owed = {c: (e.base.segment, e.client_state) for c, e in due(simulation, EvaluateState).items()}
     assert owed == {client: (1, state_of(1, client)) for client in range(4)}
     until_round(simulation, 2)
     assert {e.state for e in due(simulation, TrainClient).values()} == {None}
+
+
+def folds(simulation: Simulation) -> dict[int, bool]:
+    """Whether the common variate begins anew, by round, to the end of the run."""
+    found = {}
+    while simulation.queue:
+        for effect in pending(simulation.state):
+            if isinstance(effect, AggregateRound):
+                found[effect.round_num] = effect.is_control_anew
+        simulation.tell(simulation.queue.popleft())
+    assert phase(simulation) is RunPhase.COMPLETED
+    return found
+
+
+def test_a_correction_is_kept_from_round_to_round_and_no_evaluation_needs_it() -> None:
+    simulation = begun(SCAFFOLD)
+    until_round(simulation, 2)
+    known = {c: e.state for c, e in due(simulation, TrainClient).items()}
+    assert known == {c: state_of(1, c) for c in range(4)}
+    states = run_of(simulation).client_states
+    assert states is not None
+    assert not states.owed
+    assert folds(simulation) == {2: False, 3: False}
+    assert simulation.state.runs[RUN].is_reproducible
+
+
+def test_after_a_loss_all_corrections_begin_anew_together() -> None:
+    simulation = begun(SCAFFOLD, rounds=4)
+    until_round(simulation, 2)
+    lost = ClientStateLost(party=ROOT, round_num=2, client=1, reason="no such file")
+    simulation.tell(Report(RUN, lost))
+    simulation.crash()
+    known = {c: e.state for c, e in due(simulation, TrainClient).items()}
+    assert known == {c: state_of(1, c) for c in range(4)}
+    until_round(simulation, 3)
+    assert {e.state for e in due(simulation, TrainClient).values()} == {None}
+
+
+def test_the_round_of_a_loss_ends_without_corrections() -> None:
+    simulation = begun(SCAFFOLD, rounds=4)
+    until_round(simulation, 2)
+    simulation.tell(
+        Report(RUN, ClientStateLost(party=ROOT, round_num=2, client=1, reason="no such file"))
+    )
+    assert folds(simulation) == {2: True, 3: False, 4: False}
+
+
+def test_a_run_that_goes_back_corrects_nothing_after_its_first_round() -> None:
+    simulation = begun(SCAFFOLD, rounds=4)
+    until_round(simulation, 3)
+    simulation.queue.clear()
+    simulation.tell(CancelRun(RUN))
+    simulation.run()
+    simulation.tell(ResumeRun(RUN, from_segment=1))
+    assert folds(simulation) == {2: True, 3: False, 4: False}
+
+
+def test_personal_layers_do_not_begin_anew_with_those_of_another_client() -> None:
+    simulation = begun()
+    until_round(simulation, 2)
+    lost = ClientStateLost(party=ROOT, round_num=2, client=1, reason="no such file")
+    simulation.tell(Report(RUN, lost))
+    until_round(simulation, 3)
+    known = {c: e.state for c, e in due(simulation, TrainClient).items()}
+    assert known == {c: state_of(2, c) for c in range(4)}

@@ -29,6 +29,7 @@ from stratagem.common.job.interval import Every, Unit
 from stratagem.common.job.nested_strategies import effective
 from stratagem.common.job.objective.step_checks import check_objective
 from stratagem.common.job.objective.turns_section import TurnSpec, check_turns
+from stratagem.common.job.optimizer.control_rules import check_control_of
 from stratagem.common.job.optimizer.hyperparameter_schedule import (
     HyperparameterSchedule,
     check_schedule,
@@ -238,9 +239,11 @@ def _weighing(job: JobSpec) -> Iterator[Violation]:
         "data.streams": says_stream(job),
         "turns": job.turns is not None,
         "hyperparameter_schedule": job.hyperparameter_schedule is not None,
+        "compression.codec": job.compression is not None and job.compression.codec != "none",
     }
     sections = [name for name, is_given in has.items() if is_given]
-    return check_weighing_of(job.strategy, job.optimizer, sections)
+    yield from check_weighing_of(job.strategy, job.optimizer, sections)
+    yield from check_control_of(job.strategy, job.optimizer, sections)
 
 
 def _plateau(job: JobSpec) -> ScheduleSpec | None:

@@ -79,6 +79,8 @@ class FederatedOptions(DocumentValue, is_extras=True):
     keeps failing is left alone for some rounds; never unless given. q: how much more a
     client counts the higher its loss, q-FedAvg; by rows unless given. normalize:
     "fednova" divides the change of a client by how far its steps can go; undivided unless given.
+    control: "scaffold" corrects each step of a client by how its gradient differs from that of all;
+    uncorrected unless given.
     personal: patterns of the names of tensors that each client trains for itself, and that are
     never sent. ditto: each client also trains a whole model of its own, near the global one.
     regions: clients, or sites, that are added up together before all are, by region; all at once
@@ -103,6 +105,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     strikes: Strikes | None = None
     q: NotNegative | None = None
     normalize: Literal["fednova"] | None = None
+    control: Literal["scaffold"] | None = None
     personal: NonEmptyItems[NonEmptyText] | None = None
     ditto: Ditto | None = None
     regions: Regions = None
@@ -130,7 +133,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
         self._check_open_roster()
 
     def _check_client_state(self) -> None:
-        for name in ("personal", "ditto"):
+        for name in ("personal", "ditto", "control"):
             if getattr(self, name) is not None and self.inner is not None:
                 text = "a silo trains on several workers, and what a client keeps lies on one"
                 raise InvalidInputError.at(name, f"{text}; leave inner out")
@@ -156,6 +159,11 @@ class FederatedOptions(DocumentValue, is_extras=True):
     @property
     def has_client_state(self) -> bool:
         """Whether clients keep something of their own from one round to the next."""
+        return self.has_own_models or self.control is not None
+
+    @property
+    def has_own_models(self) -> bool:
+        """Whether what a client keeps is part of the model that it evaluates, or the whole."""
         return self.personal is not None or self.ditto is not None
 
     @property

@@ -87,6 +87,8 @@ def _against(options: "FederatedOptions") -> dict[str, str]:
         found["q"] = "a client's weight depends on the losses of all others"
     if options.normalize is not None:
         found["normalize"] = "how far a round goes depends on the steps of all clients"
+    if options.control is not None:
+        found["control"] = "the common state of scaffold is that of all clients together"
     if options.late_updates != "refuse":
         found["late_updates"] = "a late update has another base than the sum of its region"
     if options.secure_aggregation is not None:

@@ -26,6 +26,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|")
 
 
+CONTROL: Final = "control/"
+"""Beginning of the names of the control variates of a federation, in a state and in updates."""
 WITHIN_NORM: Final = "within_norm"
 """Metadata key of a client's change: "1" where it was no longer than the clipping norm."""
 NUM_AVERAGED_KEY: Final = "average/num_averaged"

@@ -281,6 +281,8 @@ class AggregateRound:
     """The accepted updates that are added up together, by their places; empty: all at once."""
     secure: SecureParty | None = None
     """Who opens the masks of the sum; None: it has none."""
+    is_control_anew: bool = False
+    """The common control variate becomes zero, as those of all clients do."""
 
 
 @dataclass(frozen=True, slots=True)

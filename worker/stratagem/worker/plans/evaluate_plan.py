@@ -13,7 +13,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Batch, Inference
 from stratagem.worker.engine.step.model_buffers import constant_buffers
-from stratagem.worker.plans.client_state import state_to_evaluate
+from stratagem.worker.plans.federated.client_state import state_to_evaluate
 from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.train_plan import PROGRESS_INTERVAL_S, Segment, parts_to_proto
 from stratagem.worker.session.context import ExecutionContext

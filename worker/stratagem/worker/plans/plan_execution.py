@@ -30,10 +30,11 @@ from stratagem.common.observe.logs import about
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.numerics.memory_modes import give_back
+from stratagem.worker.plans.build_plan import build
+from stratagem.worker.plans.client_round import client_round
 from stratagem.worker.plans.evaluate_plan import evaluate_state
 from stratagem.worker.plans.measure_plan import measure
 from stratagem.worker.plans.show_plan import show
-from stratagem.worker.plans.single_worker_plans import build, client_round
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.plans.train_plan import Segment, train
 from stratagem.worker.session.context import ExecutionContext

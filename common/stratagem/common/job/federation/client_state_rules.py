@@ -30,7 +30,7 @@ def check_client_state(
     if not is_at_workers:
         text = "lies where a client's rows do, and only data.worker_local binds these to a worker"
         yield Violation(where, f"{text}; use it, or leave this out")
-    if strategy.options.q is not None:
+    if strategy.options.q is not None and strategy.options.has_own_models:
         text = "is not possible with q, which weighs clients by the loss of one model for all"
         yield Violation(where, f"{text}; leave one out")
     if is_private:
@@ -39,4 +39,5 @@ def check_client_state(
 
 
 def _key(strategy: Federated) -> str:
-    return "personal" if strategy.options.personal is not None else "ditto"
+    names = ("personal", "ditto", "control")
+    return next(name for name in names if getattr(strategy.options, name) is not None)

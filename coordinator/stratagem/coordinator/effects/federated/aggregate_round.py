@@ -39,6 +39,7 @@ from stratagem.coordinator.updates.secure.secure_mean import SecureMean, SumErro
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
+from stratagem.coordinator.updates.weighing.controlled_mean import ControlledMean
 from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
 from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
 
@@ -182,6 +183,9 @@ def _fold(
         elif spec_of(job).options.q is not None or spec_of(job).options.normalize is not None:
             shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
             combined = ScaledChanges(shares, manifest, state)
+        elif spec_of(job).options.control is not None:
+            num_clients, is_anew = spec_of(job).num_clients, effect.is_control_anew
+            combined = ControlledMean(weights, num_clients, manifest, state, begins_anew=is_anew)
         elif effect.regions:
             combined = RegionalMean(effect.regions, weights)
         # The last thing before the fold, which leaves nothing of it behind when it fails.

@@ -19,11 +19,22 @@ class ClientStates:
     """By client; without one it begins anew."""
     owed: Mapping[int, Mapping[int, KeptState]] = field(default_factory=dict)
     """By round of a commit that clients still evaluate: the state of each of them then."""
+    is_incomplete: bool = False
+    """Some client no longer has what its newest state is told to be, or all have begun anew from an
+    earlier commit: where states add up to a common one, they do not any more."""
 
     def with_update(self, fact: UpdateReceived) -> "ClientStates":
         """Note what a client keeps from the round of its update on."""
         state = KeptState(fact.round_num, fact.client_state)
         return replace(self, newest={**self.newest, fact.client: state})
+
+    def with_loss(self) -> "ClientStates":
+        """Note that a client has lost its state."""
+        return replace(self, is_incomplete=True)
+
+    def anew(self) -> "ClientStates":
+        """Begin all clients anew where states are gone that add up to a common one."""
+        return replace(self, newest={}, is_incomplete=False) if self.is_incomplete else self
 
     def with_evaluation(self, segment: int, clients: Iterable[int]) -> "ClientStates":
         """Note with which states clients will evaluate a commit, however late they do."""
@@ -36,7 +47,8 @@ class ClientStates:
 
     def returned(self, segment: int) -> "ClientStates":
         """Begin all clients anew, as the run goes back to a commit; what is owed up to it stays."""
-        return ClientStates(owed={n: states for n, states in self.owed.items() if n <= segment})
+        owed = {n: states for n, states in self.owed.items() if n <= segment}
+        return ClientStates(owed=owed, is_incomplete=True)
 
     def of_evaluation(self, segment: int, client: int) -> KeptState | None:
         """Return the state with which a client evaluates a commit."""

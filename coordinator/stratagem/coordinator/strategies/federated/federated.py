@@ -223,6 +223,9 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
             return replace(in_round(value, fact), deadline_s=deadline_of(job, now_s))
         case RoundRestarted():
             return again_with_new_keys(job, value, fact.attempt, now_s)
+        case ClientStateLost():
+            states = value.client_states
+            return replace(value, client_states=states and states.with_loss())
         case ClientBenched():
             return replace(value, attendance=value.attendance.with_bench(fact))
         case _:

@@ -355,11 +355,14 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
     due = schedule_of(job, value.num_rows).evaluates_at(fact.segment)
     evaluators, took_part = dict(value.evaluators), value.took_part
     states = value.client_states
+    if spec_of(job).options.control is not None:
+        states = states and states.anew()
     if evaluates_at_clients(job):
         clients = tuple(accepted.client for accepted in value.accepted)
         took_part = {**took_part, **dict.fromkeys(clients, fact.segment)}
         if due:
             evaluators[fact.segment] = clients
+        if due and spec_of(job).options.has_own_models:
             states = states and states.with_evaluation(fact.segment, clients)
     return replace(
         value,

@@ -143,7 +143,14 @@ def _fold(
         *(run_id, value.party, number, base, accepted, state, metrics, weights, noise, steps),
         regions=places_by_region(spec_of(job), accepted, value.roster),
         secure=secure,
+        is_control_anew=_is_control_anew(job, value),
     )
+
+
+def _is_control_anew(job: JobSpec, value: FederatedRun) -> bool:
+    """Return True where the common control variate counts on states that clients have lost."""
+    states = value.client_states
+    return spec_of(job).options.control is not None and states is not None and states.is_incomplete
 
 
 def _losses_before(value: FederatedRun) -> tuple[float, ...]:

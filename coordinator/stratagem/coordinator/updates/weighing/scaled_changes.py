@@ -8,24 +8,20 @@ those of one client. Knows nothing of rounds, and not why the factors are what t
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from stratagem.common.base.errors import LimitError
-from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.updates.numpy_floats import (
     Raw,
     Wide,
-    is_finite,
-    narrow,
     storage,
     widen,
 )
 from stratagem.coordinator.updates.state_reader import StateReader, averaged_names
 from stratagem.coordinator.updates.update_sources import Source
+from stratagem.coordinator.updates.weighing.pieces import check_range, pieces, runs_of
 
 _WINDOW_ELEMENTS: Final = 1 << 18
 
@@ -49,7 +45,8 @@ class ScaledChanges:
     def __init__(self, shares: Shares, manifest: Manifest, base: StateReader) -> None:
         self._shares, self._base = shares, base
         self.window_elements = _WINDOW_ELEMENTS
-        self._runs = _runs(manifest)
+        averaged = averaged_names(manifest)
+        self._runs = runs_of(manifest, lambda spec: spec.name not in averaged)
 
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
@@ -58,7 +55,7 @@ class ScaledChanges:
         last update. Raises LimitError where a parameter leaves the range of its type."""
         base, term = self._base.read(dtype, offset, out.size), np.empty(out.size)
         is_fixed = ~np.isfinite(base)  # what is infinite stays so: its change is no number
-        parts = self._parts(dtype, offset, out.size)
+        parts = pieces(self._runs, dtype, offset, out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for place, source in enumerate(sources):
             source.read(offset, raw)
@@ -75,7 +72,7 @@ class ScaledChanges:
         for part, is_trained in parts:
             if is_trained:
                 out[part] += base[part]
-                _check(dtype, np.where(is_fixed[part], 0.0, out[part]))
+                check_range(dtype, np.where(is_fixed[part], 0.0, out[part]))
             else:
                 out[part] /= self._shares.divisor
 
@@ -87,32 +84,3 @@ class ScaledChanges:
             if place == self._shares.largest:
                 out[:] = kept
         return False
-
-    def _parts(self, dtype: str, offset: int, num: int) -> list[tuple[slice, bool]]:
-        """Return the pieces of a window that are trained, and those that are averaged."""
-        item_bytes = dtype_named(dtype).item_bytes
-        end, found = offset + num * item_bytes, []
-        for start, stop, is_trained in self._runs:
-            first, last = max(start, offset), min(stop, end)
-            if first < last:
-                piece = slice((first - offset) // item_bytes, (last - offset) // item_bytes)
-                found.append((piece, is_trained))
-        return found
-
-
-def _runs(manifest: Manifest) -> list[tuple[int, int, bool]]:
-    """Return the data as ranges of bytes of neighbours that are all trained, or all not."""
-    averaged, found = averaged_names(manifest), []
-    for is_averaged, group in groupby(manifest.stored(), lambda spec: spec.name in averaged):
-        specs = list(group)
-        end = specs[-1].offset + specs[-1].size_bytes
-        found.append((specs[0].offset, end, not is_averaged))
-    return found
-
-
-def _check(dtype: str, values: Wide) -> None:
-    """Refuse what the type cannot hold."""
-    kept = np.empty(values.size, storage(dtype))
-    narrow(dtype, values, kept)
-    if not is_finite(dtype, kept):
-        raise LimitError(f"the changes of the clients lead beyond the range of {dtype}")

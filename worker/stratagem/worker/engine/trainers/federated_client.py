@@ -7,7 +7,7 @@ gives the same update. Rounds count from 1. Must not know the coordinator or oth
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -69,6 +69,9 @@ class ClientRound:
     """Names of the trainable parameters; tied ones under each of their names."""
     num_applied: int
     """Steps that were not left out."""
+    reach: Mapping[str, float] = field(default_factory=dict)
+    """Of corrected steps, by name of the trained parameter: the sum of the learning rates of those
+    that were not left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class RoundSettings:
     toward: Toward | None = None
     """Trains near that state, and callbacks are shown no steps; else near `base`, as FedProx
     says."""
+    correction: Mapping[str, Tensor] | None = None
+    """By name of each trained parameter: is added to its gradient in every step."""
 
 
 def client_order(num_rows: int, seed: int, client: int, epoch: int) -> Tensor:
@@ -163,7 +168,7 @@ class ClientRunner:
         settings = settings or RoundSettings()
         data = self._rows(ClientShare(client, num_clients))
         state_format.load_model_state(self._model, base)
-        pull = self._pull(settings.toward)
+        pull = self._pull(settings)
         sees_steps = self._callbacks.sees_steps and settings.toward is None
         noise = settings.row_noise
         protected = None if noise is None else self._protected(len(data), noise)
@@ -216,8 +221,10 @@ class ClientRunner:
         num_samples = num_rows // self._strategy.options.local_epochs
         if is_ended or protected is not None:  # it weighs as it would have, or without a draw
             num_samples = max(1, num_samples) if isinstance(data, StreamDataset) else len(data)
+        num_applied = num_steps - num_skipped
+        reach = {} if settings.correction is None else self._reach(local_steps[0], num_applied)
         done = (tensors, num_samples, mean_loss, num_steps, metrics, self._trained)
-        return ClientRound(*done, num_steps - num_skipped)
+        return ClientRound(*done, num_applied, reach)
 
     def loss_before(
         self,
@@ -288,7 +295,29 @@ class ClientRunner:
         aggregation = self._strategy.aggregation
         return aggregation.mu if isinstance(aggregation, FedProx) else 0.0
 
-    def _pull(self, toward: Toward | None) -> Callable[[], None]:
+    def _reach(self, local_step: LocalStep, num_applied: int) -> dict[str, float]:
+        """Returns the sum of the rates of the steps, which are the same in all of a round."""
+        optimizer = local_step.turn.policy.optimizer
+        assert optimizer is not None, "a client holds the whole model"
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        return {name: num_applied * float(rates[id(param)]) for name, param in self._named}
+
+    def _pull(self, settings: RoundSettings) -> Callable[[], None]:
+        """Returns what changes the gradient of a step before it is applied."""
+        if settings.correction is None:
+            return self._toward(settings.toward)
+        added = [
+            torch.empty_like(param).copy_(settings.correction[name]) for name, param in self._named
+        ]
+
+        def correct() -> None:
+            for param, term in zip(self._params, added, strict=True):
+                # A parameter that no loss has reached has a gradient of zero.
+                param.grad = term.clone() if param.grad is None else param.grad.add_(term)
+
+        return correct
+
+    def _toward(self, toward: Toward | None) -> Callable[[], None]:
         """Returns what adds the gradient of (mu / 2)·‖w − anchor‖² to that of a step; nothing at
         all for mu = 0, so that FedProx with mu = 0 is FedAvg to the bit."""
         mu, anchors = self._mu, [param.detach().clone() for param in self._params if self._mu]

@@ -26,6 +26,11 @@ from stratagem.worker.engine.trainers.federated_client import (
 )
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.plans.federated.control_variates import (
+    control_begun,
+    control_moved,
+    is_controlled,
+)
 from stratagem.worker.session.context import ExecutionContext
 
 _FIELD: Final = "strategy.options.personal"
@@ -105,6 +110,9 @@ def kept_state(
     if _ditto(work.job) is not None:
         _store(work)  # refuses before anything is trained
         return RoundStart(base, base if own is None else own, lost)
+    if is_controlled(work.job):
+        _store(work)
+        return RoundStart(base, control_begun(base) if own is None else own, lost)
     own = _beginning(work) if own is None else own
     return RoundStart({**base, **own}, own, lost)
 
@@ -137,7 +145,7 @@ def state_to_evaluate(
 ) -> Mapping[str, Tensor]:
     """Return what a client evaluates with beside the global state. Raises InvalidInputError where
     it is lost."""
-    if not _keeps(work.job) or not ref.digest:
+    if not ref.digest:
         return {}
     try:
         return _load(work, client, ref)
@@ -150,18 +158,24 @@ def keep(
     done: ClientRound,
     plan: pb.ClientRoundPlan,
     model: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    kept: RoundStart,
 ) -> tuple[ClientRound, str]:
-    """Write what the client keeps to itself; return the round without it, and its digest.
+    """Write what the client keeps to itself; return the round as it is sent, and its digest.
 
-    model: of the client's own, where it has one. Raises InvalidInputError where it cannot be
+    model: of the client's own, where it has one. base: the global state. kept: what the round has
+    begun with. Raises InvalidInputError where it cannot be
     written.
     """
     job = work.job
     if not _keeps(job):
         return done, ""
-    own, run_id = model or personal(job, done.tensors), work.key.run_id
-    digest = _store(work).save(run_id, plan.client, work.segment, own, plan.kept_rounds)
-    if model:
+    own = model or personal(job, done.tensors)
+    if is_controlled(job):
+        own, changed = control_moved(base, kept.own, done)
+        done = replace(done, tensors={**done.tensors, **changed})
+    digest = _store(work).save(work.key.run_id, plan.client, work.segment, own, plan.kept_rounds)
+    if model or is_controlled(job):
         return done, digest
     trained = frozenset(name for name in done.trained if name not in own)
     return replace(done, tensors=shared(job, done.tensors), trained=trained), digest

@@ -1,0 +1,46 @@
+"""Windows of a state whose elements are not all treated alike, cut into pieces that are."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from stratagem.common.base.errors import LimitError
+from stratagem.common.tensors.dtypes import dtype_named
+from stratagem.common.tensors.manifest import Manifest, TensorSpec
+from stratagem.coordinator.updates.numpy_floats import Wide, is_finite, narrow, storage
+
+Run = tuple[int, int, bool]
+"""First byte, the byte after the last, and whether what is there is special."""
+
+
+def runs_of(manifest: Manifest, is_special: Callable[[TensorSpec], bool]) -> list[Run]:
+    """Return the data as ranges of bytes of neighbours that are all special, or all not."""
+    found = []
+    for kind, group in groupby(manifest.stored(), is_special):
+        specs = list(group)
+        end = specs[-1].offset + specs[-1].size_bytes
+        found.append((specs[0].offset, end, kind))
+    return found
+
+
+def pieces(
+    runs: Sequence[Run], dtype: str, offset: int, num_elements: int
+) -> list[tuple[slice, bool]]:
+    """Return the pieces of a window, and which are special. offset: of its first byte."""
+    item_bytes = dtype_named(dtype).item_bytes
+    end, found = offset + num_elements * item_bytes, []
+    for start, stop, kind in runs:
+        first, last = max(start, offset), min(stop, end)
+        if first < last:
+            piece = slice((first - offset) // item_bytes, (last - offset) // item_bytes)
+            found.append((piece, kind))
+    return found
+
+
+def check_range(dtype: str, values: Wide) -> None:
+    """Raise LimitError for what the type cannot hold."""
+    kept = np.empty(values.size, storage(dtype))
+    narrow(dtype, values, kept)
+    if not is_finite(dtype, kept):
+        raise LimitError(f"the changes of the clients lead beyond the range of {dtype}")
