@@ -39,6 +39,10 @@ from stratagem.worker.models.model_builder import build_model
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the job's entry points are in examples/
+
+from benchmarks.slow_members import hear, introduce, members, rendezvous, tell  # noqa: E402
+
 HOSTS = ("10.99.77.1", "10.99.77.2")
 CABLE = "cable"
 PORT = 29_577
@@ -96,7 +100,10 @@ def measure(options: argparse.Namespace) -> None:
     print(f"{options.mbit:g} Mbit/s, {options.steps} steps, {what}, target {options.target}")
     head = ("variant", "kB/step", "error", "accuracy", "s to target", "ms/step")
     print("| {} |\n|{}".format(" | ".join(head), "---|" * len(head)))
-    with cable(options.mbit) as names, members(names) as processes:
+    with (
+        cable(options.mbit) as names,
+        members(names, CABLE, __file__, "--member") as processes,
+    ):
         for variant in options.variants:
             order = {**vars(options), "variant": variant}
             for process in processes:
@@ -153,48 +160,6 @@ def cable(mbit: float) -> Iterator[tuple[str, str]]:
             subprocess.run(("ip", "netns", "delete", name), check=False)
 
 
-@contextmanager
-def members(names: tuple[str, str]) -> Iterator[list[subprocess.Popen[str]]]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen(
-            ("ip", "netns", "exec", name, sys.executable, __file__, "--member", str(rank)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": CABLE},
-        )
-        for rank, name in enumerate(names)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def introduce(processes: list[subprocess.Popen[str]]) -> None:
-    """Tells each member the addresses of both."""
-    addresses = [hear(process) for process in processes]
-    for process in processes:
-        tell(process, addresses)
-
-
-def tell(process: subprocess.Popen[str], what: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(what) + "\n")
-    process.stdin.flush()
-
-
-def hear(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError("a member has ended")
-    return json.loads(line)
-
-
 # ---- a member ----
 
 
@@ -232,11 +197,6 @@ def run(step: Step, order: dict[str, Any]) -> dict[str, Any]:
 
 def sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes").read_text())
-
-
-def rendezvous(address: bytes) -> list[bytes]:
-    print(json.dumps(address.hex()), flush=True)
-    return [bytes.fromhex(each) for each in json.loads(sys.stdin.readline())]
 
 
 def job_of(order: dict[str, Any], codec: str) -> JobSpec:

@@ -44,6 +44,9 @@ from stratagem.worker.user_code.entrypoints import EntryPoints
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the job's entry points are in examples/
+
+from benchmarks.slow_members import hear, introduce, members, rendezvous, tell  # noqa: E402
+
 ALLOWED, CPU = EntryPoints(["examples.charlm:*"]), torch.device("cpu")
 NUM_REPLICAS, NETWORK, CABLE, BATCH_SIZE = 4, "10.99.78", "slow", 16
 NUM_TIMED, TIMED_LOCAL_STEPS = 20, 10
@@ -202,14 +205,12 @@ def losses_of(order: dict[str, Any], target: float | None) -> Iterator[dict[str,
 def measure_seconds(options: argparse.Namespace) -> None:
     found: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     for mbit in options.mbit:
-        with switch(mbit) as names, members(names) as processes:
+        with switch(mbit) as names, members(names, CABLE, __file__, "member") as processes:
             for variant in options.variants:
                 order = {**vars(options), "files": [], "out": "", "variant": variant}
                 for process in processes:
                     tell(process, order)
-                addresses = [hear(process) for process in processes]
-                for process in processes:
-                    tell(process, addresses)
+                introduce(processes)
                 steps = steps_of([hear(process) for process in processes])
                 found.setdefault(f"{mbit:g}", {})[variant] = steps
                 print(f"{mbit:g} Mbit/s", variant, said(order, steps), flush=True)
@@ -248,41 +249,6 @@ def switch(mbit: float) -> Iterator[list[str]]:
 
 def host(rank: int) -> str:
     return f"{NETWORK}.{rank + 1}"
-
-
-@contextmanager
-def members(names: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    started = [
-        subprocess.Popen(
-            ("ip", "netns", "exec", name, sys.executable, __file__, "member", str(rank)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": CABLE},
-        )
-        for rank, name in enumerate(names)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def tell(process: subprocess.Popen[str], what: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(what) + "\n")
-    process.stdin.flush()
-
-
-def hear(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError("a member has ended")
-    return json.loads(line)
 
 
 def steps_of(members: list[list[list[float]]]) -> list[float]:
@@ -331,11 +297,6 @@ def time_steps(
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def rendezvous(address: bytes) -> list[bytes]:
-    print(json.dumps(address.hex()), flush=True)
-    return [bytes.fromhex(each) for each in json.loads(sys.stdin.readline())]
 
 
 # ---- the report ----
