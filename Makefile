@@ -46,6 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt requirements.lock
 lock: setup  ## the lock files: what constraints.txt pins, with the hashes of PyPI
 	$(call LOCK,dev,requirements.lock)
 	$(call LOCK,kubernetes,requirements-kubernetes.lock)
+	$(call LOCK,ray,requirements-ray.lock)
 
 demo: setup  ## train digits under two strategies on an embedded cluster
 	$(BIN)/python examples/demo.py
@@ -62,7 +63,9 @@ test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" 
 	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser and not launch" \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-launch-test: setup  ## workers that torchrun and a real Slurm start, the latter where `.ci/slurm` can get one
+launch-test: setup  ## workers that torchrun, Ray and a real Slurm start, the latter where `.ci/slurm` can get one
+	$(PIP) --require-hashes --no-deps --requirement requirements-ray.lock \
+		|| echo "Ray cannot be had here: its tests are skipped"
 	$(BIN)/python -m pytest -q -m launch
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from tests.repository import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOOLS = {"dev", "kubernetes"}
+TOOLS = {"dev", "kubernetes", "ray"}
 """Extras for those who work on this code; their versions are those of constraints.txt."""
 ASKED = [
     each
@@ -31,8 +31,15 @@ def test_a_range_ends_and_holds_the_version_that_is_run(asked: Requirement) -> N
     assert asked.specifier.contains(PINNED[asked.name.lower()])
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "requirements-kubernetes.lock"])
-def test_a_lock_file_has_the_hashes_of_what_is_pinned(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("requirements.lock", "dev"),
+        ("requirements-kubernetes.lock", "kubernetes"),
+        ("requirements-ray.lock", "ray"),
+    ],
+)
+def test_a_lock_file_has_the_hashes_of_what_is_pinned(name: str, extra: str) -> None:
     """Change constraints.txt or an extra, then `make lock`."""
     entries = (ROOT / name).read_text().replace("\\\n", "").splitlines()
     locked = {}
@@ -40,6 +47,5 @@ def test_a_lock_file_has_the_hashes_of_what_is_pinned(name: str) -> None:
         assert "--hash=sha256:" in rest, package
         locked[package] = rest.split()[0]
     assert locked == {package: PINNED[package] for package in locked}
-    extra = "kubernetes" if "kubernetes" in name else "dev"
     for asked in map(Requirement, PROJECT["optional-dependencies"][extra]):
         assert asked.name == PROJECT["name"] or asked.name.lower() in locked, asked

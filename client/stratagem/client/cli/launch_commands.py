@@ -14,7 +14,7 @@ from stratagem.client.cli.options import CoordinatorOption, with_proof
 from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.cli.run_commands import JobArgument, RunIdOption, SetOption
-from stratagem.client.launch import kubernetes_job, slurm_script
+from stratagem.client.launch import kubernetes_job, ray_script, slurm_script
 from stratagem.client.launch.worker_launch import launch_of
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
@@ -186,6 +186,45 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
         print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
 
 
+def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
+    context: typer.Context,
+    job_path: JobArgument,
+    workers: NumOption,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+    overrides: SetOption = None,
+    run_id: RunIdOption = None,
+    worker: WorkerOption = None,
+    cpus: CpusOption = 2,
+    gpus: GpusOption = 0,
+    only_print: PrintOption = False,
+) -> None:
+    """Submit a job, and to a cluster of Ray a program that keeps workers for it.
+
+    The program, RUN.ray.py in this folder, is what `ray job submit` is given: read it, change it,
+    hand it over again. Options after -- are those of `ray job submit`, as in `--
+    --address=http://head:8265`. Workers leave when the run has ended; those whose node goes come
+    back on another.
+    """
+    with reporting():
+        job, chosen = _job_of(job_path, overrides, run_id)
+        folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
+        words = _words(worker)
+        wanted = launch_of(job, chosen, coordinator, workers, sys.executable, folders, words)
+        host = split_address(split_addresses(coordinator)[0])[0]
+        text = ray_script.ray_script(wanted, cpus, gpus, host)
+        if only_print:
+            print(text, end="")
+            return
+        _warn_of_loopback(coordinator)
+        script = Path(f"{chosen}.ray.py")
+        script.write_text(text)
+        with _submitted(job, chosen, coordinator, proof, job_path):
+            ray_script.submit(script, wanted, tuple(context.args))
+        print(f"run {chosen}; Ray's job {chosen}, of {script}")
+        print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
+
+
 def _job_of(
     job_path: Path, overrides: list[str] | None, run_id: str | None
 ) -> tuple[JobSpec, RunId]:
@@ -219,3 +258,4 @@ def _warn_of_loopback(coordinator: str) -> None:
 
 launch.command("slurm", context_settings=TAKES_OPTIONS)(with_proof(slurm))
 launch.command("kubernetes")(with_proof(kubernetes))
+launch.command("ray", context_settings=TAKES_OPTIONS)(with_proof(ray))

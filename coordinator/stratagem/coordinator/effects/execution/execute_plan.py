@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
+import structlog
+
 from stratagem.common.base.errors import (
     InvalidInputError,
     NotFoundError,
@@ -29,6 +31,8 @@ from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import types_pb2, worker_pb2
+
+log = structlog.get_logger()
 
 MAX_PROFILES: Final = 4
 """Recordings taken of one plan; our workers record its steps once, and its evaluation."""
@@ -65,8 +69,8 @@ async def attend(
     A worker that refuses the plan for what it says would refuse it again: that is a result, too.
     base: a state that the plan is certain to need, brought without waiting for the wish.
     """
-    had_begun, run_id = False, RunId(request.session.run_id)
-    plan = _Plan(request, is_secret=_is_secret(env, request))
+    had_begun = False
+    plan = _Plan(request)
     while True:
         link = env.links.to(member, env.state)
         attended = _Attended(env, member, plan, listener, base)
@@ -86,7 +90,7 @@ async def attend(
         if not await link.answers():
             await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
             raise UnavailableError(reason)
-        env.say("stream broke, attaching again", run_id, worker_id=member.worker_id)
+        log.info("stream broke, attaching again", worker_id=member.worker_id)
 
 
 async def finish(
@@ -123,8 +127,6 @@ class _Plan:
     it."""
 
     request: worker_pb2.ExecuteRequest
-    is_secret: bool = False
-    """Nobody may read that the worker has it: it prints and records nothing then."""
     num_profiles: int = 0
     """Recordings taken so far."""
 
@@ -136,7 +138,7 @@ class _Plan:
     @property
     def wants_profile(self) -> bool:
         """Return True where the job asks for recordings, unless there are too many already."""
-        if self.is_secret or self.num_profiles >= MAX_PROFILES:
+        if self.num_profiles >= MAX_PROFILES:
             return False
         return bool((self._job.get("execution") or {}).get("profiling"))
 
@@ -215,23 +217,17 @@ class _Attended:
                 self.listener.progress(message.progress)
             case "history" if self.listener.history is not None:
                 self.listener.history(message.history)
-            case "log" if not self.plan.is_secret:
+            case "log":
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
 
 
-def _is_secret(env: EffectContext, request: worker_pb2.ExecuteRequest) -> bool:
-    of_client = request.WhichOneof("plan") == "client_round"
-    return of_client and env.draws_in_secret(RunId(request.session.run_id))
-
-
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
-    """Return the digests that a worker may have for a plan: its base state, what its client has
-    kept, and those its job names."""
+    """Return the digests that a worker may have for a plan: its base state, and those its job
+    names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         request.measure.outputs,
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
-        request.client_round.state.digest,
         job.get("data", {}).get("inline"),
         (job.get("code") or {}).get("digest"),
         (job.get("initial") or {}).get("digest"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
+from stratagem.common.base.ids import Digest
 from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
@@ -31,7 +32,6 @@ from stratagem.coordinator.effects.federated.client_rows import row_privacy, spe
 from stratagem.coordinator.effects.federated.client_states import (
     client_state_ref,
     kept_rounds,
-    kept_state,
     report_lost_state,
     state_defect,
 )
@@ -127,7 +127,7 @@ async def _trained(
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
             count_if_late(env, effect)
-            env.chores.do(link.abort(_session(effect)), "abort the training of a client")
+            env.chores.do(link.abort(_session(effect)), f"abort client {effect.client}")
         raise
 
 
@@ -159,7 +159,6 @@ async def _collect(
     try:
         async with env.pulls:
             entry = await _pull(env, effect, result, looked)
-            kept = await kept_state(env, effect, _session(effect), result.state_digest)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise
@@ -186,7 +185,7 @@ async def _collect(
             result.num_applied_steps if result.HasField("num_applied_steps") else None
         ),
         spent=spent_of(result),
-        client_state=kept,
+        client_state=Digest(result.state_digest),
         attempt=effect.attempt,
     )
     await report_update(env, effect, received, histories)
@@ -197,7 +196,7 @@ def _close(env: EffectContext, effect: TrainClient) -> None:
     plays."""
     link = env.links.to(effect.member, env.state)
     env.chores.do(
-        link.close_session(effect.run_id, _session(effect).ref), "close the session of a client"
+        link.close_session(effect.run_id, _session(effect).ref), f"close client {effect.client}"
     )
 
 

@@ -1,0 +1,79 @@
+"""What `stratagem launch ray` hands to `ray job submit`."""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from stratagem.client.cli.main import app
+from stratagem.client.launch.ray_script import ray_script, submit
+from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.ids import RunId
+from tests.jobs import document, job
+
+
+def launched(*options: str) -> WorkerLaunch:
+    return launch_of(job(), RunId("r-1"), "head:7070", 3, "/py", ('/a "b"',), options)
+
+
+def constants(script: str) -> dict[str, Any]:
+    """What the program says of itself: its simple assignments of literals."""
+    found: dict[str, Any] = {}
+    for each in ast.parse(script).body:
+        if isinstance(each, ast.Assign) and len(each.targets) == 1:
+            found[ast.unparse(each.targets[0])] = ast.literal_eval(each.value)
+    return found
+
+
+def test_the_program_says_what_was_asked_for() -> None:
+    said = constants(ray_script(launched(), 4, 1, "head"))
+    assert said["NUM_WORKERS"] == 3
+    assert said["(CPUS, GPUS)"] == (4, 1)
+    command = said["COMMAND"]
+    assert command[:3] == ["/py", "-m", "stratagem.worker"]
+    assert command[command.index("--import-path") + 1] == '/a "b"'
+    assert command[-6:] == ["--rendezvous", "env", "--threads", "4", "--max-readers", "4"]
+
+
+def test_threads_that_are_said_stay() -> None:
+    command = constants(ray_script(launched("--threads=2", "--max-readers", "1"), 4, 0, "head"))
+    assert command["COMMAND"][-5:-2] == ["--threads=2", "--max-readers", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "error", "problem"),
+    [
+        ("echo no head >&2; exit 1", (), UnavailableError, "ray: no head"),
+        (None, (), UnavailableError, "there is no ray here"),
+        ("exit 0", ("head",), InvalidInputError, "'head' is no option of ray job submit"),
+        ("exit 0", ("--",), InvalidInputError, "'--' is no option of ray job submit"),
+    ],
+)
+def test_what_cannot_be_handed_over_is_said(
+    text: str | None,
+    options: tuple[str, ...],
+    error: type[Exception],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if text is not None:
+        (tmp_path / "ray").write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "ray").chmod(0o755)
+    with pytest.raises(error, match=problem):
+        submit(tmp_path / "r-1.ray.py", launched(), options)
+
+
+def test_printing_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.json").write_text(json.dumps(document()))
+    command = ["launch", "ray", "job.json", "-n", "2", "--coordinator", "nowhere:1", "--print"]
+    done = CliRunner().invoke(app, [*command, "--run-id", "r", "--", "--address=http://head:8265"])
+    assert done.exit_code == 0, done.output
+    assert constants(done.output)["NUM_WORKERS"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json"]
