@@ -221,7 +221,7 @@ def test_the_nearest_rule_is_named_with_its_first_field(tmp_path: Path) -> None:
     verdict = decide(site_of(tmp_path, far, near), Offer(offered(), "build"), MONDAY_NOON)
     assert verdict == Refused(
         "site st-anna refuses: the nearest of 2 rules, accept[1], max_rounds: strategy.rounds 10 "
-        "is more than 3, and 1 more"
+        "is more than 3; against it also: min_clients"
     )
 
 

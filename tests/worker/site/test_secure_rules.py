@@ -66,7 +66,14 @@ def test_who_requires_it_names_its_peers(tmp_path: Path) -> None:
     assert pins.fingerprints == {"a" * 64}
 
 
-@pytest.mark.parametrize("peers", ['["a"]', '["sha256:zz"]'])
+@pytest.mark.parametrize("written", ["AB" * 32, "ab" * 32, ":".join(["AB"] * 32)])
+def test_a_fingerprint_may_be_written_as_openssl_prints_it(tmp_path: Path, written: str) -> None:
+    site = site_of(tmp_path, ANY, head=f'peers = ["sha256:{written}"]\n')
+    assert site.pins is not None
+    assert site.pins.fingerprints == {"ab" * 32}
+
+
+@pytest.mark.parametrize("peers", ['["a"]', '["sha256:zz"]', f'["md5:{"a" * 64}"]'])
 def test_a_peer_is_a_fingerprint(tmp_path: Path, peers: str) -> None:
     with pytest.raises(InvalidInputError, match="hex digits of a certificate's fingerprint"):
         site_of(tmp_path, ANY, head=f"peers = {peers}\n")

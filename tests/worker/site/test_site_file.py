@@ -97,6 +97,23 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
         read_site(written(tmp_path, text))
 
 
+def test_a_list_with_a_wrong_item_is_not_called_empty(tmp_path: Path) -> None:
+    text = f"{WHOLE}submitters = [3]\nmax_rounds = 0\n"
+    with pytest.raises(InvalidInputError) as caught:
+        read_site(written(tmp_path, text))
+    assert [str(each) for each in caught.value.violations] == [
+        "accept[0].submitters[0]: 3 is not text",
+        "accept[0].max_rounds: 0 is not allowed; must be >= 1",
+    ]
+
+
+def test_an_empty_list_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidInputError, match="submitters: \\[\\] is not allowed; must not be empty"
+    ):
+        read_site(written(tmp_path, f"{WHOLE}submitters = []\n"))
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="No such file"):
         read_site(tmp_path / "site.toml")

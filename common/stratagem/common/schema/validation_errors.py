@@ -39,9 +39,18 @@ _NOT_A: Final[Mapping[str, str]] = {
 def to_invalid_input(error: ValidationError, cls: Any) -> InvalidInputError:
     """Pydantic's findings about the fields of `cls`, one class of a document."""
     violations: list[Violation] = []
-    for details in error.errors(include_url=False)[:MAX_VIOLATIONS]:
+    for details in _first_causes(error.errors(include_url=False)[:MAX_VIOLATIONS]):
         violations += _violations(details, cls)
     return InvalidInputError(violations=violations)
+
+
+def _first_causes(found: list[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """Yield what was found, without lists that seem too short because an item of theirs is wrong:
+    pydantic counts the right ones only."""
+    holders = {each["loc"][:i] for each in found for i in range(len(each["loc"]))}
+    for each in found:
+        if each["type"] != "too_short" or each["loc"] not in holders:
+            yield each
 
 
 def metadata_of(info: FieldInfo) -> Iterator[Any]:

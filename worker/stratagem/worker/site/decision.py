@@ -100,7 +100,8 @@ def decide(
         return Refused(f"site {name} is closed: {text}", opens)
     number, rule, against = min(found, key=lambda each: len(each[2]))
     first = against[0]
-    more = f", and {len(against) - 1} more" if len(against) > 1 else ""
+    others = ", ".join(each.field for each in against[1:])
+    more = f"; against it also: {others}" if others else ""
     which = f"accept[{number - 1}]" if len(site.spec.accept) > 1 else "its rule"
     nearest = f"the nearest of {len(site.spec.accept)} rules, {which}" if found[1:] else which
     return Refused(f"site {name} refuses: {nearest}, {first.field}: {first.reason}{more}")

@@ -58,10 +58,13 @@ def _check_code(value: object) -> str | tuple[str, ...]:
 
 
 def _check_fingerprint(value: str) -> str:
-    if not _DIGEST.fullmatch(value):
+    """Return a fingerprint in small letters without colons; openssl writes both."""
+    kind, _, digits = value.partition(":")
+    plain = f"{kind}:{digits.replace(':', '').lower()}"
+    if not _DIGEST.fullmatch(plain):
         text = "is not sha256: and the 64 hex digits of a certificate's fingerprint"
         raise InvalidInputError(f"{value!r} {text}")
-    return value
+    return plain
 
 
 def _check_window(value: str) -> str:
