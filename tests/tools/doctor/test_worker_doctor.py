@@ -192,8 +192,13 @@ def test_a_certificate_of_somebody_else_and_an_engine_without_tls(tmp_path: Path
     assert found["settings"].startswith("metrics_client_ca: needs TLS")
 
 
-def test_a_worker_with_a_tunnel_needs_no_port() -> None:
-    found = asyncio.run(examine(settings(tunnel=True)))
+def test_a_worker_with_a_tunnel_needs_no_port_no_address_and_no_other_workers() -> None:
+    elsewhere = {"coordinator": "coordinator.invalid:7070", "allow_insecure_network": True}
+    found = asyncio.run(examine(settings(tunnel=True, **elsewhere)))
     (listening,) = (each for each in found if each.check == "listen")
     assert listening.level is Level.OK
     assert listening.found == "nobody dials it: it has a tunnel"
+    assert not {"advertise", "exchange"} & {each.check for each in found}
+    dialled = asyncio.run(examine(settings(**elsewhere)))
+    (advertising,) = (each for each in dialled if each.check == "advertise")
+    assert advertising.level is Level.FAIL
