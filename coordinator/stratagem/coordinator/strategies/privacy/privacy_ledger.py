@@ -9,7 +9,7 @@ clients, and one that the run has gone back behind since. Pure functions of the 
 from dataclasses import dataclass, replace
 
 from stratagem.common.base.ids import Party, RunId
-from stratagem.common.base.wording import counted
+from stratagem.common.base.wording import beyond_text, counted
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.effects import AccountRound
 from stratagem.coordinator.core.facts import (
@@ -100,7 +100,8 @@ def beyond_budget(
     if known is None or target.epsilon is None or known.epsilon <= target.epsilon:
         return None
     budget = f"{ledger.epsilon:.3g} of {target.epsilon:g} spent"
-    text = f"privacy budget: {budget}, round {known.round_num} would cost {known.epsilon:.3g}"
+    cost = beyond_text(known.epsilon, target.epsilon)
+    text = f"privacy budget: {budget}, round {known.round_num} would cost {cost}"
     if not ledger.num_spent:
         return RunFailed(reason=f"{text}; more noise, or clients drawn more rarely, cost less")
     return StoppedEarly(

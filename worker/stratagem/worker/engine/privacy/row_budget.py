@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from stratagem.common.base.errors import BudgetSpentError, InvalidInputError
+from stratagem.common.base.wording import beyond_text
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated
@@ -63,6 +64,6 @@ def check_budget(costs: RowCosts, target: float | None, num_spent: int) -> float
         before = costs.epsilon_after(num_spent)
         raise BudgetSpentError(
             f"privacy budget: {before:.3g} of {target:g} spent in {num_spent} rounds, and one more "
-            f"would cost {epsilon:.3g}"
+            f"would cost {beyond_text(epsilon, target)}"
         )
     return epsilon
