@@ -72,10 +72,10 @@ def test_the_mean_of_models_and_a_share_of_the_sum_of_changes(tmp_path: Path, nu
     found = of(ControlledRound(tmp_path).folded(rows))
     given, base = [arrays(MANIFEST, client) for client in range(num)], arrays(MANIFEST, 1000)
     for name in ("model/w64", "model/w32", "model/mean"):
-        mean = sum(each[name].astype("f8") for each in given) / num
+        mean = np.sum([each[name].astype("f8") for each in given], axis=0) / num
         assert np.array_equal(found[name], mean.astype(found[name].dtype)), name
     for name in ("control/w64", "control/w32", "control/empty"):
-        total = sum(each[name].astype("f8") for each in given)
+        total = np.sum([each[name].astype("f8") for each in given], axis=0)
         moved = base[name].astype("f8") + total / NUM_CLIENTS
         assert np.array_equal(found[name], moved.astype(found[name].dtype)), name
     for name in ("model/count", "model/flag"):  # of the client with most rows, the first of equals
