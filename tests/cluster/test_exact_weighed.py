@@ -1,13 +1,18 @@
 """Rounds whose updates count otherwise than by rows, over real processes: their numbers."""
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from stratagem.client.sdk.blocking_client import Client
-from tests.cluster.jobs import ALLOWED, Outcome, federated, train
+from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, federated, train
+from tests.reference.ditto_rounds import ditto_rounds
 from tests.reference.loops import federated_loop
+from tests.reference.personal_rounds import personal_rounds
+from tests.reference.scaffold_rounds import Scaffold
 
 pytestmark = pytest.mark.cluster
 
@@ -54,3 +59,31 @@ def test_fednova_with_the_term_of_fedprox(client: Client) -> None:
     prox = {"method": "FedProx", "mu": 2.0}
     spec = spec_of({"normalize": "fednova"}, aggregation=prox, **UNEVEN)
     assert_as_the_reference(train(client, spec), spec)
+
+
+def selected(outcome: Outcome) -> Callable[[int], list[int]]:
+    """The clients of each round of a run."""
+    drawn = {e.payload["round_num"]: e.payload["clients"] for e in outcome.of("ClientsSelected")}
+    return lambda round_num: list(drawn[round_num])
+
+
+def test_scaffold_with_simulated_clients_of_which_some_are_drawn(client: Client) -> None:
+    half = {"method": "Random", "fraction": 0.5}
+    rounds: dict[str, Any] = {"num_clients": 7, "rounds": 5, "selection": half, **UNEVEN}
+    outcome = train(client, spec_of({"control": "scaffold"}, "mlp", **rounds))
+    expected = Scaffold(spec_of({}, "mlp", **rounds), ALLOWED, selected(outcome))
+    assert_same_bits(outcome.state, expected.state)
+    assert outcome.status.reproducible
+    times = Counter(
+        number for e in outcome.of("ClientsSelected") for number in e.payload["clients"]
+    )
+    assert max(times.values()) > 1
+
+
+@pytest.mark.sweep
+def test_simulated_clients_keep_layers_and_models_of_their_own(client: Client) -> None:
+    plain, patterns = spec_of({}, evaluation=None), ["3.*"]
+    outcome = train(client, spec_of({"personal": patterns}, evaluation=None))
+    assert_same_bits(outcome.state, personal_rounds(plain, ALLOWED, patterns)[0].state)
+    kept = train(client, spec_of({"ditto": {"lambda": 0.5}}))
+    assert_same_bits(kept.state, ditto_rounds(plain, ALLOWED, 0.5)[0].state)

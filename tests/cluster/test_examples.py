@@ -133,6 +133,15 @@ strategy:
 """
 
 
+def test_corrected_clients_need_fewer_rounds(examples_client: Client) -> None:
+    example, fewer = importlib.import_module("examples.scaffold_curve"), ["strategy.rounds=5"]
+    ways = ("FedAvg, 5 epochs", "SCAFFOLD, 5 epochs")
+    runs = {way: example.trained(examples_client, way, fewer) for way in ways}
+    plain, corrected = (found[-1] for found in runs.values())
+    assert corrected > plain + 0.05
+    assert "SCAFFOLD" in example.picture_of(runs).svg_file
+
+
 @pytest.mark.sweep
 def test_fairness_is_drawn_from_what_clients_measure() -> None:
     example = importlib.import_module("examples.fairness_curve")

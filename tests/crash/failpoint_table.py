@@ -18,7 +18,7 @@ REACHED_BY = {
     "coordinator.commit.pulled": (*NESTED, *EACH_KIND_OF_THEM, "DiLoCo", "Turns", "Scheduled"),
     "coordinator.upload.merged": ("DiLoCo-stopped",),
     "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
-    "coordinator.round.pulled": ("FedAvg",),
+    "coordinator.round.pulled": ("FedAvg", "Scaffold"),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
     "coordinator.round.judged": ("Krum", "Fair"),
     "coordinator.round.folded": (

@@ -242,6 +242,8 @@ JOBS: dict[str, Job] = {
     # Neither the regions nor the rows divide evenly, and one region is a client alone.
     "Regions": crash_job(federated(num_clients=7) | {"options": {"regions": REGIONS}}),
     "Nova": crash_job(federated() | {"options": {"normalize": "fednova"}}),
+    "Scaffold": crash_job(federated() | {"options": {"control": "scaffold"}})
+    | {"optimizer": {"name": "sgd", "lr": 0.1}},
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},
     "Secure": crash_job(federated() | {"options": {"secure_aggregation": {}}}),

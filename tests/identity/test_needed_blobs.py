@@ -9,6 +9,12 @@ from tests.jobs import job
 BASE, INLINE, GIVEN = "1" * 64, "2" * 64, "3" * 64
 
 
+def test_a_client_may_have_what_it_has_kept() -> None:
+    state = pb.ClientStateRef(round=2, digest=GIVEN)
+    plan = pb.ClientRoundPlan(base=pb.StateRef(digest=BASE), state=state)
+    assert blobs_named(pb.ExecuteRequest(client_round=plan), {}) == {BASE, GIVEN}
+
+
 def test_a_plan_names_its_base_and_what_its_job_names() -> None:
     plain = json.loads(job().canonical_json())
     assert blobs_named(pb.ExecuteRequest(build=pb.BuildPlan()), plain) == frozenset()

@@ -55,6 +55,19 @@ def test_what_concerns_shared_tensors_alone_goes_with_it(options: dict[str, Any]
     assert job_with({"personal": ["head.*"], **options}).strategy
 
 
+@pytest.mark.parametrize(
+    ("options", "sections"),
+    [
+        ({"personal": ["head.*"]}, {}),
+        ({"ditto": {"lambda": 1.0}}, {"evaluation": {"split": "test"}}),
+    ],
+)
+def test_simulated_clients_keep_states_too(
+    options: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    assert job_with(options, data={"entrypoint": "a:b"}, **sections).strategy
+
+
 PRIVACY = {"clip": {"norm": 1.0}, "noise_multiplier": 1.0, "target": {"delta": 1e-5}}
 LOCAL = {"type": "Local"}
 
@@ -67,7 +80,11 @@ LOCAL = {"type": "Local"}
         ({"personal": "head.*"}, {}, "strategy.options.personal: "),
         ({"inner": LOCAL}, {}, "strategy.options.personal: a silo trains on several workers"),
         ({"ditto": {"lambda": 1.0}}, {}, "strategy.options.ditto: keeps a whole model at each"),
-        ({}, {"data": {"entrypoint": "a:b"}}, "strategy.options.personal: lies where a client's"),
+        (
+            {},
+            {"data": {"entrypoint": "a:b"}, "evaluation": {"split": "test"}},
+            "evaluation: is not possible with strategy.options.personal and simulated clients",
+        ),
         ({"q": 0.5}, {}, "strategy.options.personal: is not possible with q"),
         ({}, {"privacy": PRIVACY}, "strategy.options.personal: is not possible with privacy"),
     ],

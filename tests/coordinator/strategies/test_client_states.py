@@ -20,7 +20,7 @@ from stratagem.coordinator.core.facts import (
     UpdateRejected,
 )
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import pending
+from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.strategies.client_states.client_states import ClientStates
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from tests.coordinator.core.jobs import FEDERATED, job_text
@@ -256,3 +256,19 @@ def test_personal_layers_do_not_begin_anew_with_those_of_another_client() -> Non
     until_round(simulation, 3)
     known = {c: e.state for c, e in due(simulation, TrainClient).items()}
     assert known == {c: state_of(2, c) for c in range(4)}
+
+
+def test_the_newest_states_of_simulated_clients_stay_in_the_store() -> None:
+    """Those of sites lie there, and nobody here has them."""
+    drawn = {"client_selection": {"method": "Random", "fraction": 0.5}, "rounds": 6}
+    strategy = {**FEDERATED, **drawn, "options": SCAFFOLD}
+    simulation = start(job_text(strategy, optimizer={"name": "sgd", "lr": 0.1}))
+    simulation.tell(register("a"))
+    until_round(simulation, 6)
+    states = run_of(simulation).client_states
+    assert states is not None
+    kept = {state_of(state.round_num, client).digest for client, state in states.newest.items()}
+    assert len(kept) > 2
+    assert kept <= live_blobs(simulation.state)
+    until_round(at_sites := begun(SCAFFOLD), 2)
+    assert not live_blobs(at_sites.state) & {state_of(1, client).digest for client in range(4)}

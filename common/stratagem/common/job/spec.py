@@ -193,6 +193,7 @@ class JobSpec(Section):
                     self.strategy,
                     is_at_workers=self.data.worker_local is not None,
                     is_private=self.privacy is not None,
+                    is_evaluated=self.evaluation is not None,
                 ),
                 *_secure_aggregation(self),
                 *(against_streams(self) if says_stream(self) else ()),

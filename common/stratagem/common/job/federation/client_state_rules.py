@@ -10,11 +10,11 @@ _WHERE: Final = "strategy.options"
 
 
 def check_client_state(
-    strategy: Strategy, *, is_at_workers: bool, is_private: bool
+    strategy: Strategy, *, is_at_workers: bool, is_private: bool, is_evaluated: bool
 ) -> Iterator[Violation]:
     """Yield what does not go together with the state of clients in a job.
 
-    is_at_workers: its rows never leave a worker.
+    is_at_workers: its rows never leave a worker, and each client has one of its own.
     """
     if isinstance(strategy, PopulationBased):
         inner = strategy.options.inner
@@ -27,9 +27,10 @@ def check_client_state(
     if not isinstance(strategy, Federated) or not strategy.options.has_client_state:
         return
     where = f"{_WHERE}.{_key(strategy)}"
-    if not is_at_workers:
-        text = "lies where a client's rows do, and only data.worker_local binds these to a worker"
-        yield Violation(where, f"{text}; use it, or leave this out")
+    if strategy.options.personal is not None and is_evaluated and not is_at_workers:
+        text = "is not possible with strategy.options.personal and simulated clients: one worker "
+        text += "evaluates for all, and no model is whole there; leave it out, or use "
+        yield Violation("evaluation", f"{text}data.worker_local")
     if strategy.options.q is not None and strategy.options.has_own_models:
         text = "is not possible with q, which weighs clients by the loss of one model for all"
         yield Violation(where, f"{text}; leave one out")

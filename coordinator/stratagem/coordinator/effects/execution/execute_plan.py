@@ -222,12 +222,13 @@ class _Attended:
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:
-    """Return the digests that a worker may have for a plan: its base state, and those its job
-    names."""
+    """Return the digests that a worker may have for a plan: its base state, what its client has
+    kept, and those its job names."""
     plan = getattr(request, request.WhichOneof("plan") or "build")
     named = {
         request.measure.outputs,
         plan.base.digest if "base" in plan.DESCRIPTOR.fields_by_name else "",
+        request.client_round.state.digest,
         job.get("data", {}).get("inline"),
         (job.get("code") or {}).get("digest"),
         (job.get("initial") or {}).get("digest"),

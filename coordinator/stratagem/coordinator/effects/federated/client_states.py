@@ -1,17 +1,24 @@
 """What clients keep to themselves, in the messages to their workers and from them.
 
-Only digests come here; the states lie at the workers.
+The states of clients with rows of their own lie at their workers, and only digests come here; those
+of simulated ones lie in the store.
 """
 
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.base.ids import NO_DIGEST, check_digest
+from stratagem.common.base.ids import NO_DIGEST, Digest, check_digest
 from stratagem.coordinator.core.effects import KeptState, TrainClient
 from stratagem.coordinator.core.facts import ClientStateLost
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
+from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
+from stratagem.coordinator.runtime.worker_links import WorkerSession
+from stratagem.coordinator.strategies.federated.federated_run import (
+    FederatedRun,
+    has_simulated_states,
+    spec_of,
+)
 from stratagem.v1 import worker_pb2
 
 _MAX_REASON_CHARS: Final = 300
@@ -56,11 +63,25 @@ def state_defect(
     env: EffectContext, effect: TrainClient, result: worker_pb2.ClientRoundResult
 ) -> tuple[Cause, str] | None:
     """Why an update cannot count whose client should keep something: its digest is no digest."""
-    keeps = spec_of(env.job_of(effect.run_id, effect.party)).options.has_client_state
+    job = env.job_of(effect.run_id, effect.party)
+    is_there = spec_of(job).options.has_client_state and not has_simulated_states(job)
     try:
-        given = check_digest(result.state_digest) if keeps else NO_DIGEST
+        given = check_digest(result.state_digest) if is_there else NO_DIGEST
     except InvalidInputError as error:
         return Cause.LAYOUT, f"what it keeps to itself: {error}"
     if given != result.state_digest:
         return Cause.LAYOUT, "it keeps a state, and the job says nothing of it"
     return None
+
+
+async def kept_state(
+    env: EffectContext, effect: TrainClient, at: WorkerSession, told: str
+) -> Digest:
+    """Return the digest of what the client keeps; a simulated one's is brought into the store.
+
+    told: the digest of what lies at the worker.
+    """
+    if not has_simulated_states(env.job_of(effect.run_id, effect.party)):
+        return Digest(told)
+    digest, _ = await pull_snapshot(env, at, effect.round_num, of_outputs=True)
+    return digest

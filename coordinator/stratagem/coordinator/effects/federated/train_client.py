@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stratagem.common.base.errors import InvalidInputError, LimitError, OutOfRangeError
-from stratagem.common.base.ids import Digest
 from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
@@ -32,6 +31,7 @@ from stratagem.coordinator.effects.federated.client_rows import row_privacy, spe
 from stratagem.coordinator.effects.federated.client_states import (
     client_state_ref,
     kept_rounds,
+    kept_state,
     report_lost_state,
     state_defect,
 )
@@ -159,6 +159,7 @@ async def _collect(
     try:
         async with env.pulls:
             entry = await _pull(env, effect, result, looked)
+            kept = await kept_state(env, effect, _session(effect), result.state_digest)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise
@@ -185,7 +186,7 @@ async def _collect(
             result.num_applied_steps if result.HasField("num_applied_steps") else None
         ),
         spent=spent_of(result),
-        client_state=Digest(result.state_digest),
+        client_state=kept,
         attempt=effect.attempt,
     )
     await report_update(env, effect, received, histories)

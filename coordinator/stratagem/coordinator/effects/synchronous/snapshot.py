@@ -38,9 +38,12 @@ async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Aw
 
 
 async def pull_snapshot(
-    env: EffectContext, at: WorkerSession, segment: int
+    env: EffectContext, at: WorkerSession, segment: int, *, of_outputs: bool = False
 ) -> tuple[Digest, Manifest]:
-    """Pull the snapshot that a member took at the end of a segment; it is durable in the store."""
+    """Pull the snapshot that a member took at the end of a segment; it is durable in the store.
+
+    of_outputs: pull what it has kept beside it instead.
+    """
     writers: list[BlobWriter] = []
 
     def accept(manifest: Manifest) -> Callable[[bytes], None]:
@@ -51,7 +54,8 @@ async def pull_snapshot(
         return writer.write
 
     try:
-        ask = env.links.to(at.member, env.state).snapshot(at, segment)
+        link = env.links.to(at.member, env.state)
+        ask = (link.outputs if of_outputs else link.snapshot)(at, segment)
         manifest = await _pull(env, ask, accept)
         digest = await env.in_thread(writers[0].commit)
     finally:

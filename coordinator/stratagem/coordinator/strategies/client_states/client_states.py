@@ -7,14 +7,16 @@ again begins from the state of the round before it, whatever the client has writ
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from stratagem.common.base.ids import Digest
 from stratagem.coordinator.core.effects import KeptState
 from stratagem.coordinator.core.facts import UpdateReceived
 
 
 @dataclass(frozen=True, slots=True)
 class ClientStates:
-    """The states of all clients, which lie at their workers."""
+    """The states of all clients, which lie at their workers, or as blobs in the store."""
 
+    are_blobs: bool = False
     newest: Mapping[int, KeptState] = field(default_factory=dict)
     """By client; without one it begins anew."""
     owed: Mapping[int, Mapping[int, KeptState]] = field(default_factory=dict)
@@ -22,6 +24,11 @@ class ClientStates:
     is_incomplete: bool = False
     """Some client no longer has what its newest state is told to be, or all have begun anew from an
     earlier commit: where states add up to a common one, they do not any more."""
+
+    @property
+    def blobs(self) -> frozenset[Digest]:
+        """The states that the store keeps."""
+        return frozenset(state.digest for state in self.newest.values() if self.are_blobs)
 
     def with_update(self, fact: UpdateReceived) -> "ClientStates":
         """Note what a client keeps from the round of its update on."""
@@ -48,7 +55,7 @@ class ClientStates:
     def returned(self, segment: int) -> "ClientStates":
         """Begin all clients anew, as the run goes back to a commit; what is owed up to it stays."""
         owed = {n: states for n, states in self.owed.items() if n <= segment}
-        return ClientStates(owed=owed, is_incomplete=True)
+        return ClientStates(are_blobs=self.are_blobs, owed=owed, is_incomplete=True)
 
     def of_evaluation(self, segment: int, client: int) -> KeptState | None:
         """Return the state with which a client evaluates a commit."""

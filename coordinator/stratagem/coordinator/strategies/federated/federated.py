@@ -8,9 +8,9 @@ its kin hand the mean to an optimizer on the coordinator. One round:
     AGGREGATING  w = sum n_k w_k / sum n_k over the accepted updates, in client order
     (commit)     the new global state is a blob; next round
 
-Clients are stateless between rounds, so a lost one is simply trained again elsewhere (or waited
-for, where its rows are on one worker). Only a deadline with a quorum, or over-selection, leaves
-clients out; `late_updates.py` decides what becomes of those.
+What clients keep between rounds is known by its digest (client_states.py), so a lost one is simply
+trained again elsewhere (or waited for, where its rows are on one worker). Only a deadline with a
+quorum, or over-selection, leaves clients out; `late_updates.py` decides what becomes of those.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,6 +83,7 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     again_with_new_keys,
     deadline_of,
     evaluates_at_clients,
+    has_simulated_states,
     in_round,
     spec_of,
 )
@@ -275,7 +276,9 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
 
 def begun(job: JobSpec, party: Party) -> FederatedRun:
     """Return the value of a run before its first fact."""
-    states = ClientStates() if spec_of(job).options.has_client_state else None
+    states = None
+    if spec_of(job).options.has_client_state:
+        states = ClientStates(are_blobs=has_simulated_states(job))
     ledger, rows = privacy_ledger.begun(job), row_ledger.begun(job)
     return FederatedRun(party, ledger=ledger, rows=rows, client_states=states)
 
@@ -292,11 +295,14 @@ def deaths(value: FederatedRun, member: Member) -> tuple[ProcessDied, ...]:
 
 
 def blobs(value: FederatedRun) -> frozenset[Digest]:
-    """Return the global state, what the server optimizer keeps with it, and the states that wait
-    for an evaluation: also while no worker can do it, and while the run is stopped."""
+    """Return the global state, what the server optimizer and simulated clients keep with it, and
+    the states that wait for an evaluation: also while no worker can do it, and while the run is
+    stopped."""
     bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
     kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
     kept |= {*value.server_state} if value.committed else set()
+    if value.client_states is not None:
+        kept |= value.client_states.blobs
     return frozenset(kept) | late_updates.blobs(value) | value.secure.blobs
 
 

@@ -151,6 +151,11 @@ def spec_of(job: JobSpec) -> Federated:
     return job.strategy
 
 
+def has_simulated_states(job: JobSpec) -> bool:
+    """Return True when what clients keep lies in the store: any worker may play any of them."""
+    return spec_of(job).options.has_client_state and job.data.worker_local is None
+
+
 def with_assignments(value: FederatedRun, fact: ClientsAssigned) -> FederatedRun:
     """Assign other workers to some clients, and remember whose they were."""
     moved = {a.client for a in fact.assignments}

@@ -1,7 +1,8 @@
 """What a federated client keeps to itself: read before its round, written before its update goes.
 
-Says which tensors of the model these are, and where they begin. How they are stored is the
-business of host.client_state_store.
+Says which tensors of the model these are, and where they begin. Where a worker has the rows of a
+client of its own they lie on it, see host.client_state_store; those of a simulated client go to the
+coordinator, for its next round may be on another worker.
 """
 
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from stratagem.worker.plans.federated.control_variates import (
     is_controlled,
 )
 from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.session_states import freeze
 
 _FIELD: Final = "strategy.options.personal"
 _OPTIONS: Final = "strategy.options"
@@ -107,11 +109,11 @@ def kept_state(
             own = _load(work, plan.client, plan.state)
         except NotFoundError as error:
             lost = str(error)
-    if _ditto(work.job) is not None:
+    elif is_at_worker(work.job):
         _store(work)  # refuses before anything is trained
+    if _ditto(work.job) is not None:
         return RoundStart(base, base if own is None else own, lost)
     if is_controlled(work.job):
-        _store(work)
         return RoundStart(base, control_begun(base) if own is None else own, lost)
     own = _beginning(work) if own is None else own
     return RoundStart({**base, **own}, own, lost)
@@ -161,7 +163,8 @@ def keep(
     base: Mapping[str, Tensor],
     kept: RoundStart,
 ) -> tuple[ClientRound, str]:
-    """Write what the client keeps to itself; return the round as it is sent, and its digest.
+    """Write what the client keeps to itself; return the round as it is sent, and the digest of what
+    is kept here.
 
     model: of the client's own, where it has one. base: the global state. kept: what the round has
     begun with. Raises InvalidInputError where it cannot be
@@ -174,7 +177,12 @@ def keep(
     if is_controlled(job):
         own, changed = control_moved(base, kept.own, done)
         done = replace(done, tensors={**done.tensors, **changed})
-    digest = _store(work).save(work.key.run_id, plan.client, work.segment, own, plan.kept_rounds)
+    digest = ""
+    if is_at_worker(job):
+        of_round = work.key.run_id, plan.client, work.segment
+        digest = _store(work).save(*of_round, own, plan.kept_rounds)
+    else:
+        work.post(work.states.keep_outputs, work.segment, freeze(_detached(own), {}))
     if model or is_controlled(job):
         return done, digest
     trained = frozenset(name for name in done.trained if name not in own)
@@ -183,6 +191,15 @@ def keep(
 
 def _keeps(job: JobSpec) -> bool:
     return isinstance(job.strategy, Federated) and job.strategy.options.has_client_state
+
+
+def is_at_worker(job: JobSpec) -> bool:
+    """Return whether what a client keeps lies on its worker, and nowhere else."""
+    return job.data.worker_local is not None
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _ditto(job: JobSpec) -> Ditto | None:
@@ -196,14 +213,15 @@ def _store(work: ExecutionContext) -> ClientStateStore:
     return work.host.client_states
 
 
-def _load(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> dict[str, Tensor]:
+def _load(work: ExecutionContext, client: int, ref: pb.ClientStateRef) -> Mapping[str, Tensor]:
+    if not is_at_worker(work.job):
+        return work.blob(ref.digest)[0]
     return _store(work).load(work.key.run_id, client, ref.round, ref.digest)
 
 
 def _beginning(work: ExecutionContext) -> dict[str, Tensor]:
     """Return what every client of the job begins with: of the given state, or of the model as the
     seed makes it."""
-    _store(work)  # refuses before anything is trained
     model = build_model(work.job, work.entrypoints, device=torch.device("cpu"), fresh=True)
     own = personal(work.job, model_state(model))
     initial = work.job.initial
