@@ -1,11 +1,12 @@
 """Rounds whose updates count otherwise than by rows, over real processes: their numbers."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import ALLOWED, Outcome, assert_same_bits, federated, train
@@ -25,9 +26,14 @@ def spec_of(options: dict[str, Any], model: str = "batch_norm_mlp", **changes: A
 
 
 def assert_as_the_reference(outcome: Outcome, spec: Any) -> None:
-    for name, expected in federated_loop(spec, ALLOWED).state.items():
+    assert_close(outcome, federated_loop(spec, ALLOWED).state)
+
+
+def assert_close(outcome: Outcome, state: Mapping[str, Tensor]) -> None:
+    for name, expected in state.items():
         found = outcome.state[name].numpy()
         np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
+    assert outcome.state.keys() == state.keys()
 
 
 def test_q_fedavg(client: Client) -> None:
@@ -80,10 +86,37 @@ def test_scaffold_with_simulated_clients_of_which_some_are_drawn(client: Client)
     assert max(times.values()) > 1
 
 
-@pytest.mark.sweep
-def test_simulated_clients_keep_layers_and_models_of_their_own(client: Client) -> None:
-    plain, patterns = spec_of({}, evaluation=None), ["3.*"]
-    outcome = train(client, spec_of({"personal": patterns}, evaluation=None))
-    assert_same_bits(outcome.state, personal_rounds(plain, ALLOWED, patterns)[0].state)
-    kept = train(client, spec_of({"ditto": {"lambda": 0.5}}))
-    assert_same_bits(kept.state, ditto_rounds(plain, ALLOWED, 0.5)[0].state)
+LAYER, OWN_MODEL = {"personal": ["3.*"]}, {"ditto": {"lambda": 0.5}}
+NOVA = {"normalize": "fednova"}
+
+
+COMBINED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LAYER, {}),
+    (OWN_MODEL, {}),
+    ({**OWN_MODEL, **NOVA}, {}),
+    ({**LAYER, "robust": {"name": "median"}}, {}),
+    (LAYER, {"compression": {"codec": "int8"}}),
+    (LAYER, {"compression": {"codec": "top_k", "k_fraction": 0.1}}),
+    (OWN_MODEL, {"compression": {"codec": "int8"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({**LAYER, **NOVA}, {}),
+        *(pytest.param(*each, marks=pytest.mark.sweep) for each in COMBINED),
+    ],
+    ids=lambda each: "-".join(map(str, each)),
+)
+def test_what_clients_keep_goes_with_what_becomes_of_updates(
+    client: Client, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    spec = spec_of(options, evaluation=None, **UNEVEN, **changes)
+    outcome = train(client, spec)
+    if "ditto" in options:
+        expected = ditto_rounds(spec, ALLOWED, 0.5)[0]
+    else:
+        expected = personal_rounds(spec, ALLOWED, options["personal"])[0]
+    assert_close(outcome, expected.state)
+    assert outcome.status.reproducible

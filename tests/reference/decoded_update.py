@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.common.compression import TensorLayout, derive, make_codec
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated
 
 
 def is_coded(job: JobSpec) -> bool:
@@ -28,7 +30,8 @@ def received(
     each of their names. The difference to the global state is coded, in order of name."""
     assert job.compression is not None
     named = model.named_parameters()  # tied ones once, under the first of their names
-    trained = {name: p.detach() for name, p in sorted(named, key=lambda e: e[0]) if p.requires_grad}
+    sent = [each for each in named if each[1].requires_grad and not _is_kept(job, each[0])]
+    trained = {name: param.detach() for name, param in sorted(sent, key=lambda each: each[0])}
     layout = [TensorLayout(f"model/{name}", tuple(p.shape)) for name, p in trained.items()]
     codec = make_codec(job.compression, layout, job.seed, with_feedback=False, numerics=numerics)
     seed = job.seed if job.compression.seed is None else job.compression.seed
@@ -43,3 +46,9 @@ def received(
     every = dict(model.named_parameters(remove_duplicate=False))
     first = {id(every[name]): name for name in trained}
     return {name: new[first[id(p)]] for name, p in every.items() if id(p) in first}
+
+
+def _is_kept(job: JobSpec, name: str) -> bool:
+    """Whether a tensor is personal, and not sent."""
+    patterns = job.strategy.options.personal if isinstance(job.strategy, Federated) else None
+    return any(fnmatchcase(name, pattern) for pattern in patterns or ())

@@ -30,6 +30,7 @@ from tests.coordinator.core.simulation import (
     digest,
     do,
     phase,
+    reason,
     register,
     start,
 )
@@ -272,3 +273,28 @@ def test_the_newest_states_of_simulated_clients_stay_in_the_store() -> None:
     assert kept <= live_blobs(simulation.state)
     until_round(at_sites := begun(SCAFFOLD), 2)
     assert not live_blobs(at_sites.state) & {state_of(1, client).digest for client in range(4)}
+
+
+@pytest.mark.parametrize("own", [PERSONAL, SCAFFOLD])
+def test_a_site_that_can_keep_nothing_is_no_client_and_is_named(own: dict[str, Any]) -> None:
+    strategy = {**FEDERATED, "options": own}
+    sections: dict[str, Any] = {"optimizer": {"name": "sgd", "lr": 0.1}}
+    simulation = start(job_text(strategy, data={"worker_local": "ward"}, **sections))
+    for name in "abcd":
+        simulation.tell(register(name, local_data=("ward",), keeps_nothing=name in "bd"))
+    assert reason(simulation) == (
+        "4 workers with data 'ward' are needed, 2 are here; b, d have no --data-dir, where clients "
+        "of this job keep their states"
+    )
+    for name in "de":
+        simulation.tell(register(name, local_data=("ward",)))
+    simulation.run()
+    assert {each.worker_id for each in run_of(simulation).roster} == {"a", "c", "d", "e"}
+
+
+def test_a_site_may_keep_nothing_where_clients_need_not() -> None:
+    simulation = start(job_text(FEDERATED, data={"worker_local": "ward"}))
+    for name in "abcd":
+        simulation.tell(register(name, local_data=("ward",), keeps_nothing=True))
+    until_round(simulation, 1)
+    assert len(run_of(simulation).roster) == 4

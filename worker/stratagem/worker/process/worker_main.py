@@ -129,6 +129,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
     policy = settings.allow_code.partition(":")[0] if site is None else site.code_policy
     capability.code_policy = policy
     capability.tunnelled, capability.ephemeral = settings.tunnel, settings.ephemeral
+    capability.keeps_nothing = settings.data_dir is None
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS

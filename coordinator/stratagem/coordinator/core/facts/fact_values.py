@@ -46,6 +46,7 @@ class Capability(Value):
     code_policy: str = ""
     tunnelled: bool = False
     ephemeral: bool = False
+    keeps_nothing: bool = False
 
 
 class Setting(Value):

@@ -11,7 +11,12 @@ from stratagem.coordinator.strategies.federated.federated_run import FederatedRu
 from stratagem.coordinator.strategies.federated.round_metrics import mean_loss
 from stratagem.coordinator.strategies.federated.update_rejections import said
 from stratagem.coordinator.strategies.scheduling.fold_tree import sites_of
-from stratagem.coordinator.strategies.scheduling.placement import eligible, why_none
+from stratagem.coordinator.strategies.scheduling.placement import (
+    eligible,
+    is_site_of,
+    why_forgetful,
+    why_none,
+)
 
 
 def status(job: JobSpec, value: FederatedRun, world: World) -> Status:
@@ -97,7 +102,7 @@ def usable(job: JobSpec, value: FederatedRun, world: World) -> list[WorkerRecord
     workers = eligible(job, world, value.fingerprint)
     if job.data.worker_local is None:
         return workers
-    return [w for w in workers if job.data.worker_local in w.capability.local_data]
+    return [w for w in workers if is_site_of(job, w)]
 
 
 def _why_not_evaluated(value: FederatedRun) -> str:
@@ -119,12 +124,14 @@ def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
     if not usable:
         return why_none(job, world, value.fingerprint)
     if job.data.worker_local is not None:
-        having = [w for w in usable if job.data.worker_local in w.capability.local_data]
+        having = [w for w in usable if is_site_of(job, w)]
         needed = f"{strategy.num_clients} workers with data {job.data.worker_local!r}"
         if (sites := sites_of(strategy)) is not None:
             having = [w for w in having if w.member.worker_id in sites]
             needed += " that options.regions names"
-        return f"{needed} are needed, {len(having)} are here"
+        forgetful = why_forgetful(job, usable)
+        more = f"; {forgetful}" if forgetful else ""
+        return f"{needed} are needed, {len(having)} are here{more}"
     if isinstance(strategy.client_selection, ByCapability):
         tags = ", ".join(strategy.client_selection.required_tags)
         return f"no client has a worker with the tags {tags}"

@@ -18,6 +18,7 @@ from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies.federated.client_crashes import BUILD
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
+from stratagem.coordinator.strategies.scheduling.placement import is_site_of
 
 
 def may_move(job: JobSpec) -> bool:
@@ -48,7 +49,7 @@ def build_failed(
 def only_one_to_build(job: JobSpec, value: FederatedRun, world: World, member: Member) -> bool:
     """Return True when no other worker is left that may build the model: one whose site is closed
     is waited for then."""
-    workers = [w for w in world.usable() if job.data.worker_local in w.capability.local_data]
+    workers = [w for w in world.usable() if is_site_of(job, w)]
     return all(worker.member == member for worker in fit(value, workers))
 
 

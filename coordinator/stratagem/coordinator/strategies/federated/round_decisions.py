@@ -40,6 +40,7 @@ from stratagem.coordinator.strategies.federated.update_rejections import (
 from stratagem.coordinator.strategies.privacy import row_ledger
 from stratagem.coordinator.strategies.privacy.privacy_ledger import PrivacyLedger, beyond_budget
 from stratagem.coordinator.strategies.scheduling.fold_tree import sites_of
+from stratagem.coordinator.strategies.scheduling.placement import is_site_of
 
 
 def new_helper(
@@ -79,7 +80,7 @@ def form_roster(
     strategy = spec_of(job)
     by_name = sorted(workers, key=lambda worker: worker.member.worker_id)
     if job.data.worker_local is not None:
-        by_name = [w for w in by_name if job.data.worker_local in w.capability.local_data]
+        by_name = [w for w in by_name if is_site_of(job, w)]
         if (sites := sites_of(strategy)) is not None:
             by_name = [w for w in by_name if w.member.worker_id in sites]
         if len(by_name) < strategy.num_clients:

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Final
 
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import describe, needs_peers
+from stratagem.common.strategy import Federated, describe, needs_peers
 from stratagem.coordinator.core.state import WorkerRecord, World
 
 MAX_NAMES = 8
@@ -54,6 +54,26 @@ def _refuses_code(job: JobSpec, worker: WorkerRecord) -> bool:
 def _is_apart(job: JobSpec, worker: WorkerRecord) -> bool:
     """Return True when the strategy has members reach each other, and none could reach this one."""
     return worker.capability.tunnelled and needs_peers(job.strategy)
+
+
+def is_site_of(job: JobSpec, worker: WorkerRecord) -> bool:
+    """Return True when the worker has the data that the job binds its clients to, and a place for
+    what they keep."""
+    return job.data.worker_local in worker.capability.local_data and not _forgets(job, worker)
+
+
+def why_forgetful(job: JobSpec, workers: list[WorkerRecord]) -> str:
+    """Return which workers with the job's data cannot keep what its clients must; "" if all can."""
+    having = [w for w in workers if job.data.worker_local in w.capability.local_data]
+    if not (forgetful := [w for w in having if _forgets(job, w)]):
+        return ""
+    are = "has" if len(forgetful) == 1 else "have"
+    return f"{_names(forgetful)} {are} no --data-dir, where clients of this job keep their states"
+
+
+def _forgets(job: JobSpec, worker: WorkerRecord) -> bool:
+    keeps = isinstance(job.strategy, Federated) and job.strategy.options.has_client_state
+    return keeps and worker.capability.keeps_nothing
 
 
 def why_apart(job: JobSpec, world: World) -> str:
