@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,8 @@ SlurmctldParameters=preempt_send_user_signal
 # Without it nodes that have fewer cores than is said here take no work, and srun waits for ever.
 SlurmdParameters=config_overrides
 KillWait=5
+# A node that does not answer for so long is down.
+SlurmdTimeout=5
 MpiDefault=none
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
@@ -98,10 +100,35 @@ class Slurm:
             time.sleep(0.2)  # Slurm tells of no change
         return told
 
+    def lose(self, node: str) -> None:
+        """Kill what runs on a node: its daemon, the steps of jobs, and their processes."""
+        pid_file = self.folder / f"slurmd-{node}.pid"
+        psutil.Process(int(pid_file.read_text())).kill()
+        for each in _processes_of(node):
+            step = each.parent()
+            if step is not None and step.name() == "slurmstepd":
+                step.kill()
+            each.kill()
+
+    def start_again(self, node: str) -> None:
+        """Start a node that was lost."""
+        _start(["slurmd", "-N", node], self.environment)
+        _wait_for_nodes(self)
+
     def logs(self) -> str:
         """What everybody has logged."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("*.out")]
         return "\n".join(f"== {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+
+def _processes_of(node: str) -> list[psutil.Process]:
+    """Processes of jobs on a node, which Slurm tells where they are."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if each.environ().get("SLURMD_NODENAME") == node and each.name() != "slurmstepd":
+                found.append(each)
+    return found
 
 
 @contextmanager

@@ -104,3 +104,23 @@ def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
     starts = [{member["worker_id"] for member in members} for members in formed]
     assert starts[0] <= {f"slurm-{number}-0-{rank}" for rank in range(2)}
     assert starts[-1] <= {f"slurm-{number}-1-{rank}" for rank in range(2)}
+
+
+def test_a_lost_node_takes_its_own_worker_along_and_the_bits_stay(
+    slurm: Slurm, client: Client, tmp_path: Path
+) -> None:
+    job = document(strategy=data_parallel(2), data=user_data("gated", folder=str(tmp_path)))
+    with gates_in(tmp_path) as gates:
+        gates.close("batch-6")
+        number = launch(slurm, client, "node-lost", job)
+        until(lambda: len(client.workers()) == 2, "both are there")
+        gates.wait_reached("batch-6")
+        slurm.lose("n2")  # the script itself is on the first one
+        gates.open()
+        outcome = outcome_of(client.get("node-lost"))
+    assert_same_bits(outcome.state, sharded_loop(JobSpec.parse(job), ALLOWED, 2).state)
+    told = slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+    assert told["Restarts"] == "0", slurm.logs()
+    formed = [event.payload["members"] for event in outcome.of("MembersFormed")]
+    assert {each["worker_id"] for each in formed[-1]} == {f"slurm-{number}-0-0"}
+    slurm.start_again("n2")

@@ -32,7 +32,8 @@ def test_workers_may_import_what_the_job_names_and_nothing_else() -> None:
     words = words_of_srun(slurm_script(launched(job(data=user_data("classes"))), ()))
     allowed = [words[place + 1] for place, word in enumerate(words) if word == "--allow"]
     assert allowed == ["tests.userland.models:mlp", "tests.userland.data:classes"]
-    assert words[:5] == ["srun", "--kill-on-bad-exit=0", "/py", "-m", "stratagem.worker"]
+    assert words[:3] == ["srun", "--no-kill", "--kill-on-bad-exit=0"]
+    assert words[3:6] == ["/py", "-m", "stratagem.worker"]
     assert words[-4:] == ["--import-path", "/my project", "--rendezvous", "slurm"]
     assert words[words.index("--for-run") + 1] == RUN
 

@@ -18,7 +18,7 @@ SCRIPT: Final = """\
 # Workers of run {run_id}, whose coordinator is {coordinator}.
 {directives}
 
-srun --kill-on-bad-exit=0 {command}
+srun --no-kill --kill-on-bad-exit=0 {command}
 status=$?
 # {preempted}: preempted; the run goes on from its last commit. Without this Slurm takes a job that
 # ends within its grace for a failed one. Slurm starts a job again after some two minutes.
@@ -39,6 +39,7 @@ def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
         f"--job-name={launch.run_id}",
         f"--ntasks={launch.num_workers}",
         f"--output={launch.run_id}-%j.log",
+        "--no-kill",  # a lost node takes its own workers along, and no others
         "--requeue",
         "--open-mode=append",
         f"--signal=USR1@{GRACE_S}",
