@@ -104,6 +104,8 @@ class Simulation:
     agenda: Agenda = field(init=False)
     structural: tuple[str, ...] = ()
     """What workers find out when they build a model."""
+    keys: set[tuple[RunId, str]] = field(default_factory=set)
+    """Of the facts so far that must not happen twice."""
 
     def __post_init__(self) -> None:
         self.state = CoordinatorState(self.strategies)
@@ -154,6 +156,10 @@ class Simulation:
         return [fact for fact in decoded if isinstance(fact, kind)]
 
     def _add(self, entry: JournalEntry) -> CoordinatorState:
+        assert entry.key is None or (entry.run_id, entry.key) not in self.keys, (
+            f"the journal refuses a second {entry.key}, and the coordinator ends"
+        )
+        self.keys.add((entry.run_id, entry.key or ""))
         kind, payload = encode(entry.fact)
         self.journal.append((entry.run_id, kind, payload, self.now_s))
         self.state = apply(self.state, entry.run_id, decode(kind, 1, payload), self.now_s)

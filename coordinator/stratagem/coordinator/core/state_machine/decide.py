@@ -144,6 +144,8 @@ def key_of(fact: Fact, num_returns: int = 0) -> str | None:
         case UpdateReceived():
             # No rejection stands in its way: a client that has failed may be asked again.
             again = f"/{num_returns}" if num_returns else ""
+            if fact.attempt:  # of a secure round, in which the client sends one under new masks
+                again += f"/attempt-{fact.attempt}"
             return f"received/{fact.party}/{fact.round_num}/{fact.client}{again}"
         case RunSubmitted():
             return "submitted"
