@@ -28,6 +28,7 @@ REACHED_BY = {
         "Median",
         "Krum",
         "Nova",
+        "OpenRoster",
         "Private",
         "Regions",
     ),
@@ -87,7 +88,7 @@ REACHED_BY = {
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
     "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
-    "worker.round.trained": ("FedAvg", "Private", "Rows", "Regions"),
+    "worker.round.trained": ("FedAvg", "OpenRoster", "Private", "Rows", "Regions"),
 }
 AFTER_ANOTHER = {
     "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),

@@ -244,6 +244,9 @@ JOBS: dict[str, Job] = {
     "Nova": crash_job(federated() | {"options": {"normalize": "fednova"}}),
     "Scaffold": crash_job(federated() | {"options": {"control": "scaffold"}})
     | {"optimizer": {"name": "sgd", "lr": 0.1}},
+    "OpenRoster": crash_job(
+        federated() | {"options": {"roster": {"open": True, "min_clients": 3, "wait_s": 600.0}}}
+    ),
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},
     "Secure": crash_job(federated() | {"options": {"secure_aggregation": {}}}),
