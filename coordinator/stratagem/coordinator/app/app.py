@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -22,6 +23,7 @@ from stratagem.common.rpc.channel import Proof
 from stratagem.common.tensors.traffic import stream_bytes
 from stratagem.coordinator.app.housekeeping import House
 from stratagem.coordinator.app.listeners import tls_of
+from stratagem.coordinator.app.shown_facts import shown_facts
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.core.commands import LoseWorker
 from stratagem.coordinator.core.effects import Effect
@@ -45,6 +47,7 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkerRegistered,
 )
+from stratagem.coordinator.core.secret_draws import hides_draws, shown
 from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending, pending_of
@@ -112,7 +115,7 @@ class App:
         self.barriers = Barriers(self._membership)
         self.supervisor = RunSupervisor(
             lambda effect: perform(self.env, effect),
-            lambda effect, reason: say_what_fails(self.feed, effect, reason),
+            lambda effect, reason: say_what_fails(self.feed, loop.state, effect, reason),
         )
         self._chores = Chores()
         self.env = EffectContext(
@@ -196,10 +199,11 @@ class App:
         batch."""
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
-        say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed)
+        told = {item.entry.run_id for item in facts if item.shown_index >= 0}
+        say_what_is_missing(self.feed, self.loop.state, self.loop.world, told)
         for item in facts:
-            self._follow(item.entry.run_id, item.entry.fact)
-        publish_counts(self.feed, self.loop.state, self.loop.world, changed)
+            self._follow(item.entry.run_id, item.entry.fact, item.shown_index)
+        publish_counts(self.feed, self.loop.state, self.loop.world, told)
         for run_id in changed:
             self._look_at(run_id, has_facts=True)
         self.barriers.drop_stale()
@@ -219,7 +223,9 @@ class App:
             if run is None:
                 self.feed.forget(run_id)
                 continue
-            is_last = item.index == run.num_facts - 1 and self.is_over(run_id)
+            if item.shown_index < 0:
+                continue
+            is_last = item.shown_index == run.num_shown - 1 and self.is_over(run_id)
             self.feed.add_event(run_id, self._event(run, item), is_last=is_last)
 
     def _look_at(self, run_id: RunId, *, has_facts: bool = False) -> None:
@@ -238,22 +244,30 @@ class App:
 
     async def _history(self, run_id: RunId, span: EventSpan, num_events: int) -> list[FeedEvent]:
         """Return events as they are stored."""
-        facts = await self.loop.recorded.read(run_id, span, num_events)
+        run = self.loop.state.find(run_id)
+        if run is not None and hides_draws(run):
+            facts = await shown_facts(self.loop.recorded, run_id, span, num_events)
+        else:
+            read = await self.loop.recorded.read(run_id, span, num_events)
+            facts = [replace(item, shown_index=item.index) for item in read]
         run = self.loop.state.find(run_id)
         if run is None:
             return []
-        return [self._event(run, item) for item in facts if item.index < run.num_facts]
+        return [self._event(run, item) for item in facts if item.shown_index < run.num_shown]
 
     def _event(self, run: RunRecord | EndedRun, item: Committed) -> FeedEvent:
-        is_newest, fact = item.index == run.num_facts - 1, item.entry.fact
-        phase = phase_of(self.loop.world, run) if is_newest else phase_then(fact)
-        return FeedEvent(item.index, item.wall_s, fact, phase, item.time_s, item.payload)
+        index, fact = item.shown_index, item.entry.fact
+        phase = phase_of(self.loop.world, run) if index == run.num_shown - 1 else phase_then(fact)
+        told = shown(run, fact)
+        payload = item.payload if told is fact else ""
+        return FeedEvent(index, item.wall_s, told, phase, item.time_s, payload)
 
-    def _follow(self, run_id: RunId, fact: Fact) -> None:
+    def _follow(self, run_id: RunId, fact: Fact, shown_index: int) -> None:
         if isinstance(fact, RunSubmitted):
             self._forget_lines(run_id)  # a crash may have left those of an earlier run of that id
-        if run_id != CLUSTER and not isinstance(fact, RunDeleted):
-            self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", sentence(fact)))
+        if run_id != CLUSTER and not isinstance(fact, RunDeleted) and shown_index >= 0:
+            told = sentence(shown(self.loop.state.find(run_id), fact))
+            self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", told))
         self._named += _written_for(fact)
         match fact:
             case WorkerRegistered():

@@ -97,6 +97,8 @@ class RunRecord:
     """Leader-clock time of the newest fact."""
     num_facts: int = 0
     """Facts journaled so far, which is the index of the next one."""
+    num_hidden: int = 0
+    """Of these, the facts that no reader gets; see core/secret_draws.py."""
     is_released: bool = True
     """False while workers may hold sessions of the run."""
     is_reproducible: bool = True
@@ -109,6 +111,11 @@ class RunRecord:
     has_raised: bool = False
     """Its strategy has raised when a fact was folded, which stands in no fact: another version of
     the strategy may not raise there."""
+
+    @property
+    def num_shown(self) -> int:
+        """Return how many facts readers get, which is the index of the next one for them."""
+        return self.num_facts - self.num_hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,14 @@ class EndedRun:
     owner: str = ""
     submission: str = ""
     """See RunSubmitted."""
+    num_hidden: int = 0
+    """Of its facts, those that no reader gets."""
+    draws_in_secret: bool = False
+
+    @property
+    def num_shown(self) -> int:
+        """Return how many facts readers get."""
+        return self.num_facts - self.num_hidden
 
     @property
     def is_released(self) -> bool:

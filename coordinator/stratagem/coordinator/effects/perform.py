@@ -46,6 +46,8 @@ async def perform(env: EffectContext, effect: Effect) -> None:
     run = env.state.runs.get(effect.run_id)
     parent = "" if run is None else run.traceparent
     ids = ids_of(effect.run_id, effect)
+    if env.draws_in_secret(effect.run_id):
+        ids.pop("worker_id", None)
     with about(**ids), tracing.span(type(effect).__name__, parent, term=env.loop.term, **ids):
         try:
             await _perform(env, effect)

@@ -7,7 +7,7 @@ from typing import Final
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World
-from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of
 from stratagem.coordinator.core.strategy_contract import Status
 from stratagem.coordinator.core.time_left import Pace, epoch_of
 from stratagem.coordinator.observe.event_feed import SegmentProgress
@@ -46,7 +46,7 @@ class Paces:
         if not anew and looked_s is not None and now_s - looked_s < LOOK_PAUSE_S:
             return
         self._looked_s[run.run_id] = now_s
-        status = status_of(run, world)
+        status = shown_status_of(run, world)
         step = max(status.step, shown.step if shown else 0)
         trains = status.phase is RunPhase.RUNNING and status.strategy_phase not in _BEFORE_TRAINING
         pace = self._paces.get(run.run_id, Pace())

@@ -5,9 +5,10 @@ from collections.abc import Set
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.effects import Effect
+from stratagem.coordinator.core.secret_draws import WHY, draws_in_secret
 from stratagem.coordinator.core.state import CoordinatorState, World
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
-from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
+from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of, why_waiting
 from stratagem.coordinator.observe.event_feed import Feed, SegmentProgress
 from stratagem.coordinator.observe.log_ids import ids_of
 
@@ -21,15 +22,21 @@ def say_what_is_missing(
     for run_id in looked_at:
         run, shown = state.runs[run_id], feed.progress(run_id)
         reason = "" if run.ended is not None else why_waiting(run, world)
+        if reason and draws_in_secret(run.job):
+            reason = shown_status_of(run, world).reason
         if reason and (shown is None or shown.reason != reason):
             feed.set_progress(run_id, SegmentProgress(reason=reason))
         elif not reason and shown is not None and shown.reason:
             feed.set_progress(run_id, None)
 
 
-def say_what_fails(feed: Feed, effect: Effect, reason: str) -> None:
+def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, reason: str) -> None:
     """Publish, until the next fact of the run, which effect keeps failing, and why."""
-    kind = type(effect).__name__
+    kind, run = type(effect).__name__, state.runs.get(effect.run_id)
+    if kind == "TrainClient" and run is not None and draws_in_secret(run.job):
+        told = f"the training of a client keeps failing and is tried again; {WHY}"
+        feed.set_trouble(effect.run_id, told)
+        return
     worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
     where = f" on {worker_id}" if worker_id else ""
     log = f"the log of {worker_id or 'the coordinator'} says more"

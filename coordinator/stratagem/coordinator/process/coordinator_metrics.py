@@ -26,7 +26,7 @@ from stratagem.coordinator.core.facts import KINDS
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, WorkerRecord
 from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.v1 import coordinator_pb2
 
@@ -282,7 +282,9 @@ def _labelled(counts: Mapping[str, int], state: str) -> dict[tuple[str, ...], fl
 
 def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
     world = world_of(state)
-    return {run_id: run.ended or status_of(run, world).phase for run_id, run in state.runs.items()}
+    return {
+        run_id: run.ended or shown_status_of(run, world).phase for run_id, run in state.runs.items()
+    }
 
 
 def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:

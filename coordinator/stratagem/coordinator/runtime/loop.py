@@ -29,7 +29,8 @@ from stratagem.common.observe.metric_definition import Durations
 from stratagem.coordinator.core.commands import Command, JournalEntry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import RunDeleted
-from stratagem.coordinator.core.state import CoordinatorState, EndedRun, World
+from stratagem.coordinator.core.secret_draws import shown
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
 from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import CLUSTER, apply
 from stratagem.coordinator.core.state_machine.archived_runs import at_rest, put_to_rest
@@ -247,7 +248,9 @@ class Loop:
             batch.num_of_cluster += 1
         batch.state = apply(batch.state, entry.run_id, entry.fact, now_s)
         self._agenda.note(batch.state, entry.run_id)
-        batch.committed.append(Committed(entry, index, now_s, time.time()))
+        shown_index = _shown_index(run, batch.state.find(entry.run_id))
+        item = Committed(entry, index, now_s, time.time(), shown_index=shown_index)
+        batch.committed.append(item)
 
     async def _commit(self, batch: _Batch, on_change: Callable[[list[Committed]], None]) -> None:
         if batch.committed:
@@ -266,7 +269,9 @@ class Loop:
         self._num_of_cluster = batch.num_of_cluster
         for item in batch.committed:
             fact = item.entry.fact
-            log.info(sentence(fact), kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
+            say = log.debug if item.shown_index < 0 else log.info
+            told = sentence(shown(self.state.find(item.entry.run_id), fact))
+            say(told, kind=type(fact).__name__, **ids_of(item.entry.run_id, fact))
         if batch.committed:
             on_change(batch.committed)
         for ask, answer in batch.answers:
@@ -286,6 +291,13 @@ class Loop:
 
     def _tick(self) -> None:
         self._queue.put_nowait(_Ask(Tick(), asyncio.get_running_loop().create_future()))
+
+
+def _shown_index(before: RunRecord | EndedRun | None, now: RunRecord | EndedRun | None) -> int:
+    """Return the number of a fact for readers, -1 where it is hidden. before, now: its run without
+    it and with it; None: it is of the cluster, begins the run or deletes it."""
+    num_shown = 0 if before is None else before.num_shown
+    return -1 if now is not None and now.num_shown == num_shown else num_shown
 
 
 def _at_rest(

@@ -111,14 +111,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.WatchRunResponse]:
         run = self._run(request.run_id)
         run_id, num_events = run.run_id, 0
-        span = span_of(request, run.num_facts)
+        span = span_of(request, run.num_shown)
         feed = self._app.feed
         with self._watchers.taken(current_caller()):
             if not follows_on(request):
                 async for response in past_events(feed, run_id, span, request):
                     yield response
                 return
-            async for item in feed.watch(run_id, span, run.num_facts):
+            async for item in feed.watch(run_id, span, run.num_shown):
                 if isinstance(item, FeedEvent):
                     num_events += 1
                     yield pb.WatchRunResponse(event=protobuf_views.event(item))

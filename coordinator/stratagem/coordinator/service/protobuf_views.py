@@ -9,6 +9,7 @@ from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import dump_json
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import Member, Setting
+from stratagem.coordinator.core.secret_draws import draws_in_secret
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     RunPhase,
@@ -17,7 +18,7 @@ from stratagem.coordinator.core.state import (
     World,
 )
 from stratagem.coordinator.core.state_machine.run_view import CommitView, RunView
-from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of
 from stratagem.coordinator.observe.event_feed import FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.v1 import coordinator_pb2, types_pb2
@@ -63,7 +64,7 @@ def progress(
     paces: Paces, world: World, run: RunRecord, item: SegmentProgress
 ) -> coordinator_pb2.RunProgress:
     """Return the latest progress of a run as a message."""
-    status = status_of(run, world)
+    status = shown_status_of(run, world)
     counts, step = status.counts, max(item.step, status.step)
     return coordinator_pb2.RunProgress(
         **asdict(item) | {"step": step, "loss": item.loss or counts.loss},
@@ -101,7 +102,7 @@ def worker_infos(
     lease."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     for run in state.runs.values():
-        if run.ended is None:
+        if run.ended is None and not draws_in_secret(run.job):
             for member in run.touched:
                 runs_of[member].append(run.run_id)
     workers = sorted(state.workers.values(), key=lambda worker: worker.member.worker_id)

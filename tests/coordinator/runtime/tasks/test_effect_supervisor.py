@@ -16,9 +16,10 @@ from stratagem.coordinator.core.effects import (
 )
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunReleased
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.runtime.tasks import effect_supervisor as supervisor_module
 from stratagem.coordinator.runtime.tasks.effect_supervisor import TROUBLE, RunSupervisor
 from stratagem.coordinator.runtime.tasks.task_group import task_group
@@ -119,7 +120,7 @@ async def test_watchers_are_told_what_keeps_failing() -> None:
         raise ZeroDivisionError("a defect")
 
     def on_trouble(effect: Effect, reason: str) -> None:
-        say_what_fails(feed, effect, reason)
+        say_what_fails(feed, CoordinatorState(BUILT_IN), effect, reason)
         told.set()
 
     supervisor = RunSupervisor(fail, on_trouble)

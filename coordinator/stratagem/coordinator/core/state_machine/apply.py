@@ -43,6 +43,7 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.metric_course import resumed_metrics, with_course
+from stratagem.coordinator.core.secret_draws import is_hidden
 from stratagem.coordinator.core.state import (
     CommittedState,
     CoordinatorState,
@@ -78,7 +79,9 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         record = _submitted(state.strategies, run_id, fact)
     else:
         record = _apply_to_run(state.runs[run_id], fact, time_s)
-    record = replace(record, num_facts=record.num_facts + 1, changed_s=time_s)
+    num_hidden = record.num_hidden + is_hidden(record.job, fact)
+    num_facts = record.num_facts + 1
+    record = replace(record, num_facts=num_facts, num_hidden=num_hidden, changed_s=time_s)
     return replace(state, runs={**state.runs, run_id: record})
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import Command, ResumeRun, SubmitRun
 from stratagem.coordinator.core.facts import Fact
+from stratagem.coordinator.core.secret_draws import draws_in_secret
 from stratagem.coordinator.core.state import (
     CoordinatorState,
     EndedRun,
@@ -48,6 +49,8 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
         ended_s=run.changed_s,
         initial=initial_of(run),
         submission=run.submission,
+        num_hidden=run.num_hidden,
+        draws_in_secret=draws_in_secret(run.job),
     )
     return ended, view
 

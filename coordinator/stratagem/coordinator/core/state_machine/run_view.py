@@ -22,7 +22,7 @@ from stratagem.coordinator.core.state import (
     best_commit,
     retained,
 )
-from stratagem.coordinator.core.state_machine.strategy_boundary import status_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of
 from stratagem.coordinator.core.strategy_contract import Status
 
 
@@ -65,6 +65,7 @@ class RunView(Value):
     error: ErrorRecord | None
     job_json: str
     num_facts: int
+    """Those that readers get."""
     engine: str
     is_reproducible: bool
     data_plane: str
@@ -73,7 +74,7 @@ class RunView(Value):
 
 def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
     """Return the view of one run; last_wall_s is the wall time of its newest event."""
-    status = status_of(run, world)
+    status = shown_status_of(run, world)
     return RunView(
         run_id=run.run_id,
         name=run.job.name,
@@ -93,7 +94,7 @@ def view_of(world: World, run: RunRecord, last_wall_s: float) -> RunView:
         worker_ids=() if run.ended else tuple(member.worker_id for member in status.members),
         error=run.error,
         job_json=run.job.canonical_json(),
-        num_facts=run.num_facts,
+        num_facts=run.num_shown,
         engine=run.engine,
         is_reproducible=run.is_reproducible,
         data_plane=_data_plane(world, status),
@@ -105,7 +106,7 @@ def phase_of(world: World, run: RunRecord | EndedRun) -> RunPhase:
     """Return the phase of a run: how it ended, else what its strategy says."""
     if isinstance(run, EndedRun):
         return run.ended
-    return run.ended or status_of(run, world).phase
+    return run.ended or shown_status_of(run, world).phase
 
 
 def phase_then(fact: Fact) -> RunPhase:

@@ -13,6 +13,7 @@ from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Party
 from stratagem.common.job import JobSpec, check_optimizer
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
+from stratagem.coordinator.core.secret_draws import draws_in_secret, shown_status
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World
 from stratagem.coordinator.core.strategy_contract import PartyView, Status
 from stratagem.coordinator.core.strategy_table import Strategies
@@ -76,6 +77,12 @@ def status_of(run: RunRecord, world: World) -> Status:
         return run.strategy.status(run.job, run.value, world)
     except Exception as error:
         return Status(run.ended or RunPhase.RUNNING, "", Raised.by(error))
+
+
+def shown_status_of(run: RunRecord, world: World) -> Status:
+    """Return the run's status as readers get it."""
+    status = status_of(run, world)
+    return shown_status(status) if draws_in_secret(run.job) else status
 
 
 def why_waiting(run: RunRecord, world: World) -> str:

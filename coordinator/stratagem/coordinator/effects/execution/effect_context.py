@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
@@ -24,6 +24,7 @@ from stratagem.coordinator.core.commands import DrainWorker, LoseWorker, Report
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import ROOT, Fact, Member
 from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.secret_draws import draws_in_secret
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
 from stratagem.coordinator.effects.execution.reported_errors import Told
@@ -145,6 +146,17 @@ class EffectContext:
         evaluation = self.job_of(run_id, party).evaluation
         return list(evaluation.metrics) if evaluation else []
 
+    def draws_in_secret(self, run_id: RunId) -> bool:
+        """Return whether nobody may read who trains in the rounds of a run."""
+        run = self.state.runs.get(run_id)
+        return run is not None and draws_in_secret(run.job)
+
+    def say(self, event: str, run_id: RunId, **ids: Any) -> None:
+        """Write into the coordinator's log what happens with one worker of a run; where its clients
+        are drawn in secret, at the level debug."""
+        say = log.debug if self.draws_in_secret(run_id) else log.info
+        say(event, run_id=run_id, **ids)
+
     async def report(self, run_id: RunId, fact: Fact, histories: Sequence[HistoryRow] = ()) -> bool:
         """Report a fact to the loop; one that came too late is dropped and logged with its reason.
 
@@ -154,7 +166,8 @@ class EffectContext:
         try:
             await self.loop.submit(Report(run_id, fact), histories)
         except StaleError as error:
-            log.info("stale", run_id=run_id, kind=type(fact).__name__, reason=str(error))
+            kind, reason = type(fact).__name__, str(error)
+            self.say("stale", run_id, kind=kind, reason=reason)
             return False
         return True
 
@@ -169,7 +182,7 @@ class EffectContext:
         """Handle a plan that ended without result or error: its worker drains, or the plan was
         aborted."""
         reason = result.interrupted.reason
-        log.info("plan interrupted", run_id=run_id, worker_id=member.worker_id, reason=reason)
+        self.say("plan interrupted", run_id, worker_id=member.worker_id, reason=reason)
         if reason == "drained":
             await self.loop.submit(DrainWorker(member))
 
@@ -230,7 +243,8 @@ class EffectContext:
             del self.pushes[key]
         error = None if task.cancelled() else task.exception()
         if error is not None:  # no task may be left to see it
-            log.info("blob not brought", worker_id=key[0].worker_id, reason=told(error))
+            worker_id = key[0].worker_id
+            self.say("blob not brought", key[1], worker_id=worker_id, reason=told(error))
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         link = self.links.to(member, self.state)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
-import structlog
-
 from stratagem.common.base.errors import (
     InvalidInputError,
     NotFoundError,
@@ -31,8 +29,6 @@ from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import types_pb2, worker_pb2
-
-log = structlog.get_logger()
 
 MAX_PROFILES: Final = 4
 """Recordings taken of one plan; our workers record its steps once, and its evaluation."""
@@ -69,8 +65,8 @@ async def attend(
     A worker that refuses the plan for what it says would refuse it again: that is a result, too.
     base: a state that the plan is certain to need, brought without waiting for the wish.
     """
-    had_begun = False
-    plan = _Plan(request)
+    had_begun, run_id = False, RunId(request.session.run_id)
+    plan = _Plan(request, is_secret=_is_secret(env, request))
     while True:
         link = env.links.to(member, env.state)
         attended = _Attended(env, member, plan, listener, base)
@@ -90,7 +86,7 @@ async def attend(
         if not await link.answers():
             await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
             raise UnavailableError(reason)
-        log.info("stream broke, attaching again", worker_id=member.worker_id)
+        env.say("stream broke, attaching again", run_id, worker_id=member.worker_id)
 
 
 async def finish(
@@ -127,6 +123,8 @@ class _Plan:
     it."""
 
     request: worker_pb2.ExecuteRequest
+    is_secret: bool = False
+    """Nobody may read that the worker has it: it prints and records nothing then."""
     num_profiles: int = 0
     """Recordings taken so far."""
 
@@ -138,7 +136,7 @@ class _Plan:
     @property
     def wants_profile(self) -> bool:
         """Return True where the job asks for recordings, unless there are too many already."""
-        if self.num_profiles >= MAX_PROFILES:
+        if self.is_secret or self.num_profiles >= MAX_PROFILES:
             return False
         return bool((self._job.get("execution") or {}).get("profiling"))
 
@@ -217,8 +215,13 @@ class _Attended:
                 self.listener.progress(message.progress)
             case "history" if self.listener.history is not None:
                 self.listener.history(message.history)
-            case "log":
+            case "log" if not self.plan.is_secret:
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
+
+
+def _is_secret(env: EffectContext, request: worker_pb2.ExecuteRequest) -> bool:
+    of_client = request.WhichOneof("plan") == "client_round"
+    return of_client and env.draws_in_secret(RunId(request.session.run_id))
 
 
 def blobs_named(request: worker_pb2.ExecuteRequest, job: Mapping[str, Any]) -> frozenset[str]:

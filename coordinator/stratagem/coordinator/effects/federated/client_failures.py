@@ -58,7 +58,10 @@ async def reject_for_error(env: EffectContext, effect: TrainClient, error: Error
 
 
 def log_error(env: EffectContext, run_id: RunId, client: int, error: ErrorRecord) -> None:
-    """Write an error into the run's log, as a line of the worker."""
+    """Write an error into the run's log, as a line of the worker; not that of a client which was
+    drawn in secret: the journal has it."""
+    if env.draws_in_secret(run_id):
+        return
     text = f"client {client}, {error.activity}: {error.traceback or error.message}".rstrip()
     env.logs.add(run_id, RunLogLine(time.time(), error.worker_id, "ERROR", text))
 

@@ -127,7 +127,7 @@ async def _trained(
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
             count_if_late(env, effect)
-            env.chores.do(link.abort(_session(effect)), f"abort client {effect.client}")
+            env.chores.do(link.abort(_session(effect)), "abort the training of a client")
         raise
 
 
@@ -197,7 +197,7 @@ def _close(env: EffectContext, effect: TrainClient) -> None:
     plays."""
     link = env.links.to(effect.member, env.state)
     env.chores.do(
-        link.close_session(effect.run_id, _session(effect).ref), f"close client {effect.client}"
+        link.close_session(effect.run_id, _session(effect).ref), "close the session of a client"
     )
 
 

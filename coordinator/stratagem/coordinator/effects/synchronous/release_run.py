@@ -2,15 +2,11 @@
 
 import asyncio
 
-import structlog
-
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.coordinator.core.effects import Release
 from stratagem.coordinator.core.facts import Member, RunReleased
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-
-log = structlog.get_logger()
 
 
 async def release(env: EffectContext, effect: Release) -> None:
@@ -26,4 +22,5 @@ async def _close(env: EffectContext, effect: Release, member: Member) -> None:
         await env.links.to(member, env.state).close_session(effect.run_id)
     except StratagemError as error:
         # Its sessions end with its process, or when it next asks about the run.
-        log.info("not released", run_id=effect.run_id, worker_id=member.worker_id, why=str(error))
+        worker_id = member.worker_id
+        env.say("not released", effect.run_id, worker_id=worker_id, why=str(error))

@@ -44,6 +44,9 @@ class Committed:
     wall_s: float
     payload: str = ""
     """The fact as JSON, where it was read; empty where it was not."""
+    shown_index: int = -1
+    """Its number among the facts of its run that readers get; -1: they do not get it, or nobody
+    has counted."""
 
 
 def committed(record: Record) -> Committed:

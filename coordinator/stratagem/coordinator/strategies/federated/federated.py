@@ -44,6 +44,7 @@ from stratagem.coordinator.core.facts import (
     RoundAccounted,
     RoundClosed,
     RoundRestarted,
+    RunFailed,
     RunResumed,
     SegmentCommitted,
     SharesRouted,
@@ -52,6 +53,7 @@ from stratagem.coordinator.core.facts import (
     UpdatesJudged,
 )
 from stratagem.coordinator.core.metric_course import course_of
+from stratagem.coordinator.core.secret_draws import WHY, draws_in_secret
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
 from stratagem.coordinator.core.strategy_table import Strategies
@@ -119,6 +121,20 @@ def decide_round(
     train: Callable[[list[WorkerRecord]], Fact | None],
 ) -> Fact | None:
     """Return the next fact of the round; while it is open, what `train` decides of its clients."""
+    fact = _decided(job, value, world, now_s, train)
+    if isinstance(fact, RunFailed) and value.is_opened and draws_in_secret(job):
+        why = f"round {value.round_num} cannot be closed as the job asks: clients have failed, or "
+        return RunFailed(reason=f"{why}are too few; {WHY}, so only the journal says which")
+    return fact
+
+
+def _decided(
+    job: JobSpec,
+    value: FederatedRun,
+    world: World,
+    now_s: float,
+    train: Callable[[list[WorkerRecord]], Fact | None],
+) -> Fact | None:
     workers = usable(job, value, world)
     if failed := forbidden(job, value) or build_failed(job, value, workers) or too_deadly(value):
         return failed

@@ -25,6 +25,7 @@ from stratagem.coordinator.core.facts import (
     StoppedEarly,
 )
 from stratagem.coordinator.core.metric_course import follows_evaluations, why_stopped
+from stratagem.coordinator.core.secret_draws import draws_in_secret
 from stratagem.coordinator.core.state import WorkerRecord
 from stratagem.coordinator.strategies.federated.client_selection import quorum_of, select
 from stratagem.coordinator.strategies.federated.federated_run import (
@@ -303,4 +304,5 @@ def complete(job: JobSpec, value: FederatedRun) -> RunCompleted | None:
 
 
 def _with_rejections(job: JobSpec, value: FederatedRun, done: str) -> str:
-    return "; ".join(filter(None, (done, in_all(job, in_closed_rounds(value)))))
+    rejected = () if draws_in_secret(job) else in_closed_rounds(value)
+    return "; ".join(filter(None, (done, in_all(job, rejected))))
