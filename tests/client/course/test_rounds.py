@@ -167,3 +167,16 @@ def test_who_was_not_asked_or_has_left_is_excused_and_a_round_goes_on_with_other
     assert [(each.worker_id, each.num_selected) for each in found] == [
         ("w0", 1), ("w1", 0), ("w2", 0), ("w3", 0), ("", 1),
     ]  # fmt: skip
+
+
+def test_a_client_sits_on_the_bench_until_its_round_has_begun_or_the_run_goes_back() -> None:
+    benched: Fact = ("ClientBenched", {"client": 2, "until_round": 4, "reason": "rejected"})
+    facts = [*FACTS[:7], benched, selected(2, 0, 1), selected(3, 0, 1)]
+
+    def sitting(*more: Fact) -> list[int | None]:
+        return [each.benched_until for each in clients(events(*facts, *more))]
+
+    assert sitting() == [None, None, 4, None]
+    assert sitting(selected(4, 0, 2)) == [None] * 4
+    assert sitting(("RunResumed", {"from_segment": 1})) == [None] * 4
+    assert sitting(("RunResumed", {"from_segment": None})) == [None, None, 4, None]

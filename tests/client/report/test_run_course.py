@@ -165,3 +165,30 @@ def test_bars_of_very_many_clients_are_those_of_the_newest_rounds() -> None:
     assert "round 7: not answered so far" in picture.svg
     assert "round 4" not in picture.svg
     assert panel.note.endswith(f" Of clients the newest {MAX_CLIENTS} at most.")
+
+
+def test_who_is_excused_is_drawn_and_the_bench_has_a_column_where_somebody_sits() -> None:
+    events = golden("golden-fedavg")
+    last = events[-1]
+    excused = [{"reason": "benched until round 9", "clients": [2]}]
+    chosen = {"round_num": 4, "clients": [0, 1], "excused": excused, "deadline_s": None}
+    more = [
+        replace(last, kind="ClientBenched", payload={"client": 2, "until_round": 9}),
+        replace(last, kind="ClientsSelected", payload={**chosen, "party": ""}),
+    ]
+    run = reported("golden-fedavg")
+
+    def grid(course: RunCourse) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        (panel,) = [p for p in federated_panels(replace(run, course=course)) if p.name == "clients"]
+        drawn = panel.draw(720)
+        assert drawn.table is not None
+        return drawn.svg, drawn.table.headings, [*drawn.table.rows]
+
+    _, heads, _ = grid(RunCourse.of(events, run.job))
+    assert heads == ("client", "state", "loss", "samples", "more")
+    svg, heads, rows = grid(RunCourse.of([*events, *more], run.job))
+    assert heads == ("client", "state", "loss", "samples", "benched until", "more")
+    assert [(row[0], row[1], row[4]) for row in rows][:3] == [
+        ("0", "selected", ""), ("1", "selected", ""), ("2", "excused", "round 9"),
+    ]  # fmt: skip
+    assert "benched until round 9" in svg

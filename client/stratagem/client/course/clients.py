@@ -3,10 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
-from stratagem.client.course.payloads import party_of
+from stratagem.client.course.payloads import party_of, undone_from
 from stratagem.client.course.rounds import ClientInRound, ClientState, Round, RoundsFolding
 from stratagem.client.course.shapes import EventLike
 
@@ -36,16 +37,19 @@ class FederatedClient:
     """That its updates took, in the mean; NaN: it has sent none."""
     sent_bytes: int
     """In all, with a codec."""
+    benched_until: int | None = None
+    """The round from which on it may take part again; None: it sits on no bench."""
 
 
 def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClient, ...]:
     """Return the clients of a federation, in order; empty for other runs."""
-    folding, roster = RoundsFolding(party), dict[int, Home]()
+    folding, roster, benches = RoundsFolding(party), dict[int, Home](), dict[int, int]()
     for event in events:
         folding.fold(event)
+        fold_benches(benches, event, party)
         if event.kind in ROSTER_KINDS and party_of(event) == party:
             roster |= homes(event)
-    return of_rounds(folding.rounds, roster)
+    return of_rounds(folding.rounds, roster, benches)
 
 
 ROSTER_KINDS: Final = ("RosterFormed", "ClientsJoined")
@@ -59,14 +63,32 @@ def homes(event: EventLike) -> dict[int, Home]:
     return {each["client"]: (each["worker_id"], tuple(each.get("tags", ()))) for each in listed}
 
 
-def of_rounds(found: Sequence[Round], roster: Mapping[int, Home]) -> tuple[FederatedClient, ...]:
-    """Return the clients of these rounds and of a roster."""
+def fold_benches(benches: dict[int, int], event: EventLike, party: str) -> None:
+    """Take the next event into the first round in which a benched client may take part, by client.
+    Who goes back to an earlier commit forgets benches."""
+    if undone_from(event) is not None:
+        benches.clear()
+    elif event.kind == "ClientBenched" and party_of(event) == party:
+        benches[event.payload["client"]] = event.payload["until_round"]
+
+
+def of_rounds(
+    found: Sequence[Round],
+    roster: Mapping[int, Home],
+    benches: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[FederatedClient, ...]:
+    """Return the clients of these rounds and of a roster. benches: as `fold_benches` has it."""
+    newest = found[-1].number if found else 0
+    sitting = {client: until for client, until in benches.items() if until > newest}
     seen: dict[int, list[ClientInRound]] = {client: [] for client in roster}
     for each in found:
         for client in each.clients:
             if not client.staleness:  # which was seen in its own round
                 seen.setdefault(client.client, []).append(client)
-    return tuple(_client(number, seen[number], roster.get(number)) for number in sorted(seen))
+    return tuple(
+        replace(_client(each, seen[each], roster.get(each)), benched_until=sitting.get(each))
+        for each in sorted(seen)
+    )
 
 
 def _client(number: int, seen: Sequence[ClientInRound], home: Home | None) -> FederatedClient:

@@ -15,6 +15,7 @@ STATES = {
     "selected": ("muted", "…", "2 2"),
     "late": ("warn", "◷", "4 2"),
     "rejected": ("bad", "✕", None),
+    "excused": ("muted", "–", "1 3"),
     "": ("grid", "", None),
 }
 """Of each state its colour, its sign and how its edge is broken; "": in no round so far."""
@@ -30,6 +31,8 @@ class ClientCell:
     num_samples: int
     text: str = ""
     """What else there is to say: where it is, why it was rejected."""
+    benched_until: str = ""
+    """When it may take part again, where it sits on the bench."""
 
 
 def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) -> Picture:
@@ -58,18 +61,31 @@ def client_grid(cells: Sequence[ClientCell], *, title: str, width: int = 720) ->
     counts = {state: sum(cell.state == state for cell in cells) for state in STATES if state}
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     words = f"{len(cells)} clients: {told or 'none selected so far'}"
-    table = NumberTable(
-        ("client", "state", "loss", "samples", "more"),
-        tuple(
-            (
-                *(cell.name, cell.state or "not selected"),
-                short(cell.loss) if cell.num_samples else "",
-                *(f"{cell.num_samples:,}", cell.text),
-            )
-            for cell in cells
-        ),
+    return Picture(title, words, width, height, "".join(parts), _table(cells))
+
+
+def _table(cells: Sequence[ClientCell]) -> NumberTable:
+    """Return the same numbers; the bench has a column where somebody sits on it."""
+    has_bench = any(cell.benched_until for cell in cells)
+    heads = (
+        "client",
+        "state",
+        "loss",
+        "samples",
+        *(["benched until"] if has_bench else []),
+        "more",
     )
-    return Picture(title, words, width, height, "".join(parts), table)
+    rows = (
+        (
+            *(cell.name, cell.state or "not selected"),
+            short(cell.loss) if cell.num_samples else "",
+            f"{cell.num_samples:,}",
+            *([cell.benched_until] if has_bench else []),
+            cell.text,
+        )
+        for cell in cells
+    )
+    return NumberTable(heads, tuple(rows))
 
 
 def _size(count: int, width: int) -> float:
@@ -87,6 +103,8 @@ def _cell(
     text = f"client {cell.name}: {cell.state or 'not selected'}"
     if cell.num_samples:
         text += f", loss {short(cell.loss)}, {cell.num_samples:,} samples"
+    if cell.benched_until:
+        text += f", benched until {cell.benched_until}"
     parts = [hint(f"{text}. {cell.text}" if cell.text else text)]
     if math.isfinite(cell.loss) and cell.num_samples:
         low, high = span

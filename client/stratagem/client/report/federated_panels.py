@@ -23,6 +23,7 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
         ClientCell(
             *(str(each.client), each.state or "", each.loss, each.num_samples),
             "; ".join(filter(None, [each.worker_id, each.reason and f"rejected: {each.reason}"])),
+            "" if each.benched_until is None else f"round {each.benched_until}",
         )
         for each in known
     ]

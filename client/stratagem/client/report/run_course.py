@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from stratagem.client.course.clients import FederatedClient, Home, homes, of_rounds
+from stratagem.client.course.clients import (
+    FederatedClient,
+    Home,
+    fold_benches,
+    homes,
+    of_rounds,
+)
 from stratagem.client.course.members import MembersFolding
 from stratagem.client.course.outages import OutagesFolding
 from stratagem.client.course.payloads import party_of
@@ -39,7 +45,9 @@ class PartyCourse:
 
     def __init__(self, party: str) -> None:
         self._lines, self._rounds = LinesFolding(party), RoundsFolding(party)
+        self._party = party
         self._roster: dict[int, Home] = {}
+        self._benches: dict[int, int] = {}
         self.ranks: tuple[int, ...] = ()
         """Of each stage of a pipeline, in the newest membership."""
         self.worker_ids: tuple[str, ...] = ()
@@ -65,12 +73,13 @@ class PartyCourse:
     @property
     def clients(self) -> tuple[FederatedClient, ...]:
         """Return the clients of a federation."""
-        return of_rounds(self.rounds, self._roster)
+        return of_rounds(self.rounds, self._roster, self._benches)
 
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""
         self._lines.fold(event)
         self._rounds.fold(event)
+        fold_benches(self._benches, event, self._party)
 
     def fold_own(self, event: EventLike) -> None:
         """Take the next event that is about this party."""
