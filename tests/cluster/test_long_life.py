@@ -15,7 +15,7 @@ from tests.coordinator.core.jobs import LOCAL as ONE_WORKER
 from tests.coordinator.core.jobs import job_text
 from tests.coordinator.core.simulation import Simulation, start
 from tests.crash.hands import hands
-from tests.crash.jobs import LOCAL, crash_job
+from tests.crash.jobs import JOBS, LOCAL, crash_job
 from tests.crash.rig import outcome_of, until
 from tests.repository import ROOT
 
@@ -32,6 +32,9 @@ def test_states_that_took_each_others_place_are_gone_soon_after() -> None:
             assert len(outcome_of(run).digests) == 13
             until(lambda: len(list(blobs.glob("??/*"))) == 1, "the last one is left")
             assert run.download(cluster.folder / "final.safetensors").exists()
+            outcome_of(client.submit(JOBS["Scaffold"] | {"retention": 1}))
+            count = 1 + 1 + 3  # its last one, and what each of its three clients keeps
+            until(lambda: len(list(blobs.glob("??/*"))) == count, "the newest ones are left")
 
 
 def test_probes_find_a_coordinator_alive_that_reads_and_a_killed_one_has_not_read_for_nothing(

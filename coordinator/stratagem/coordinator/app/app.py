@@ -42,6 +42,7 @@ from stratagem.coordinator.core.facts import (
     RunSubmitted,
     SegmentCommitted,
     SegmentFinished,
+    UpdateReceived,
     UpdateRejected,
     WorkerLeft,
     WorkerLost,
@@ -417,6 +418,8 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.digest,)
         case Evaluated():
             return (fact.predictions,) if fact.predictions else ()
+        case UpdateReceived():
+            return (fact.client_state,) if fact.client_state else ()
         case _:
             return ()
 
