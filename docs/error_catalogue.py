@@ -22,6 +22,7 @@ ONLY_A_BASE = ("StratagemError",)
 AGAIN: Mapping[str, str] = {
     "InvalidInputError": "no: mend the input",
     "OutOfRangeError": "no: ask where it ends",
+    "UnfitModelError": "no: change the job, or name another model",
     "LimitError": "no: ask for less, or have the limit raised; for room that others use, later",
     "IntegrityError": "a transfer yes, which is done by itself; a damaged file no",
     "StaleError": "no: something newer has taken its place",
@@ -64,6 +65,12 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "OutOfRangeError": (
         ("… is beyond the newest event, …", "watch from an index that the run has reached"),
         ("… is beyond the end at …", "a transfer was resumed beyond the end of its data"),
+    ),
+    "UnfitModelError": (
+        (
+            "… fits no tensor of the model; the first are …",
+            "print `list(model.state_dict())`, and write patterns that fit these names",
+        ),
     ),
     "LimitError": (
         ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),

@@ -2,7 +2,8 @@
 
     StratagemError
     ├── InvalidInputError   the caller's input is wrong; says which fields (also a ValueError)
-    │   └── OutOfRangeError     an offset or index is beyond the end
+    │   ├── OutOfRangeError     an offset or index is beyond the end
+    │   └── UnfitModelError     the job does not fit the model that it names
     ├── LimitError          a size or count is over its limit
     ├── IntegrityError      bytes do not match their checksum or digest
     ├── StaleError          the fence: the term or membership is older than one already seen
@@ -65,6 +66,12 @@ class InvalidInputError(StratagemError, ValueError):
 
 class OutOfRangeError(InvalidInputError):
     """An offset or an index is beyond the end of what exists."""
+
+
+class UnfitModelError(InvalidInputError):
+    """The job does not fit the model that it names, such as by a pattern that no tensor's name
+    fits. The message is made of the job and of what the model's tensors and layers are called and
+    are; no data have a part in it."""
 
 
 class LimitError(StratagemError):

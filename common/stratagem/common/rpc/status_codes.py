@@ -33,6 +33,7 @@ from stratagem.common.base.errors import (
     StratagemError,
     UnauthenticatedError,
     UnavailableError,
+    UnfitModelError,
     UserCodeError,
     Violation,
     WrongStateError,
@@ -44,6 +45,7 @@ Code = grpc.StatusCode
 TABLE: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
     # The first row that fits counts, so an error stands before its base.
     (OutOfRangeError, Code.OUT_OF_RANGE),
+    (UnfitModelError, Code.INVALID_ARGUMENT),
     (InvalidInputError, Code.INVALID_ARGUMENT),
     (LimitError, Code.RESOURCE_EXHAUSTED),
     (IntegrityError, Code.DATA_LOSS),

@@ -18,6 +18,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.objective.turns_section import check_turn_parameters
 from stratagem.common.job.optimizer.optimizer_section import check_groups, is_matched
 from stratagem.worker.models.graph_model import graph_module
+from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _ACTIVITY: Final = "building the model"
@@ -73,6 +74,7 @@ def _factory(job: JobSpec, entrypoints: EntryPoints) -> Callable[[], nn.Module]:
     return lambda: _as_trained(_checked(build(), by), job)
 
 
+@checks_of_the_model()
 def _as_trained(model: nn.Module, job: JobSpec) -> nn.Module:
     """Freezes what the job does not train, and checks that each group of the optimizer holds
     something."""

@@ -22,6 +22,7 @@ from stratagem.worker.engine.step.state_format import (
     load_model_state,
     model_state,
 )
+from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
 from stratagem.worker.plans.federated.client_state import check_personal, personal, shared
 from stratagem.worker.plans.federated.control_variates import (
@@ -44,9 +45,10 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
     built = make(fresh=initial is None)
     check_built(work.job, built.model, built.setup.num_rows)
-    check_rows_apart(work.job, built.model)
-    check_personal(work.job, built.model)
-    check_control(work.job, built.model, built.setup.callbacks)
+    with checks_of_the_model():
+        check_rows_apart(work.job, built.model)
+        check_personal(work.job, built.model)
+        check_control(work.job, built.model, built.setup.callbacks)
     if initial is not None:
         metadata = _begin_from(work, initial, built.model)
         if initial.resume:

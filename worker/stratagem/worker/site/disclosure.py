@@ -7,7 +7,12 @@ own log. Decides nothing about jobs.
 from dataclasses import dataclass
 from typing import Final
 
-from stratagem.common.base.errors import RefusedBySiteError, StratagemError, UserCodeError
+from stratagem.common.base.errors import (
+    RefusedBySiteError,
+    StratagemError,
+    UnfitModelError,
+    UserCodeError,
+)
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.site.error_place import CodePlaces, told_place, told_type
 
@@ -97,12 +102,17 @@ class Disclosure:
         return name.removeprefix(WEIGHT) in self.metrics | {LOSS}
 
     def error(self, error: BaseException, places: CodePlaces, activity: str) -> UserCodeError:
-        """Return what is told of an error: its type, and where in the job's code it was raised."""
+        """Return what is told of an error: its type, and where in the job's code it was raised.
+
+        That a job does not fit its model is told in full, unless code of the job has said so.
+        """
         cause = error.__cause__ if isinstance(error, UserCodeError) else error
         if isinstance(cause, ALWAYS):
             return UserCodeError(type(cause).__name__, str(cause), activity=activity)
         kind = told_type(cause or error)
         place = told_place(cause or error, places)
+        if isinstance(cause, UnfitModelError) and not place:
+            return UserCodeError(type(cause).__name__, str(cause), activity=activity)
         where = f" at {place}" if place else ""
         if self.shares_messages:
             text = error.message if isinstance(error, UserCodeError) else str(error)
