@@ -40,10 +40,10 @@ pytestmark = pytest.mark.core
 OVERLAYS = [
     *sorted(path.name for path in (FOLDER / "overlays").iterdir()),
     *("cpu+metrics", "cpu+postgres-ha", "cpu+s3", "cpu+tls"),
-    *("cpu+metrics+pod-monitor", "cpu+metrics+service-monitor+tls"),
+    *("cpu+metrics+pod-monitor", "cpu+metrics+service-monitor+tls", "cpu+metrics+keda"),
 ]
 """With components, each behind a plus."""
-OF_OTHERS = {"monitoring.coreos.com/v1"}
+OF_OTHERS = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1"}
 """Kinds that Kubernetes itself does not know; test_monitors.py has their schemas."""
 VERSIONS = ("1.29", "1.32", "1.37")
 """The oldest that has all fields, one in the middle, the newest that there are schemas of."""

@@ -1,4 +1,5 @@
-"""What the Prometheus Operator is given: its schemas know every field, and each selector selects.
+"""What the Prometheus Operator and KEDA are given: their schemas know every field, and each
+selector selects.
 
 The schemas are those of its custom resource definitions (crds/), with unknown fields forbidden, as
 the API server would only drop them. Rules in CEL are not among them.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
+from stratagem.coordinator.process.coordinator_metrics import METRICS
 from tests.deploy.overlays import (
     Object,
     component,
@@ -32,8 +35,8 @@ pytestmark = pytest.mark.core
 
 CRDS = Path(__file__).parent / "crds"
 KINDS = {
-    "PodMonitor": ("pod-monitor", "podmonitors", "podMetricsEndpoints"),
-    "ServiceMonitor": ("service-monitor", "servicemonitors", "endpoints"),
+    "PodMonitor": ("pod-monitor", "podMetricsEndpoints"),
+    "ServiceMonitor": ("service-monitor", "endpoints"),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -51,7 +54,7 @@ def strict(schema: Any) -> Any:
 
 
 def schema_of(kind: str) -> Draft202012Validator:
-    schema = json.loads((CRDS / f"{KINDS[kind][1]}.json").read_text())
+    schema = json.loads((CRDS / f"{kind.lower()}s.json").read_text())
     return Draft202012Validator(strict(schema))
 
 
@@ -69,7 +72,7 @@ def test_the_operator_s_schemas_know_every_field(kind: str, more: tuple[str, ...
     for each in found:
         schema.validate(each)
         wrong = copy.deepcopy(each)
-        wrong["spec"][KINDS[kind][2]][0]["portt"] = "metrics"
+        wrong["spec"][KINDS[kind][1]][0]["portt"] = "metrics"
         with pytest.raises(ValidationError, match="'portt' was unexpected"):
             schema.validate(wrong)
 
@@ -81,7 +84,7 @@ def test_each_process_is_scraped_once_at_the_port_of_its_metrics(
     objects, found = monitors(kind)
     scraped = []
     for monitor in found:
-        (endpoint,) = monitor["spec"][KINDS[kind][2]]
+        (endpoint,) = monitor["spec"][KINDS[kind][1]]
         for pod in meant(objects, monitor):
             scraped.append(component(pod))
             assert endpoint == {"port": "metrics"}
@@ -120,8 +123,27 @@ def test_under_tls_the_operator_knows_whom_to_expect(kind: str) -> None:
         if "secret" in volume
     }
     for monitor in found:
-        (endpoint,) = monitor["spec"][KINDS[kind][2]]
+        (endpoint,) = monitor["spec"][KINDS[kind][1]]
         (pod,) = meant(objects, monitor)
         assert endpoint["scheme"] == "https"
         assert endpoint["tlsConfig"]["serverName"] == names[component(pod)]
         assert endpoint["tlsConfig"]["ca"]["secret"]["name"] in secrets
+
+
+def test_keda_scales_the_workers_by_a_metric_that_there_is() -> None:
+    objects = rendered("cpu+metrics+keda")
+    (found,) = of_kind(objects, "ScaledObject")
+    schema = schema_of("ScaledObject")
+    schema.validate(found)
+    wrong = copy.deepcopy(found)
+    wrong["spec"]["maxReplicas"] = 3
+    with pytest.raises(ValidationError, match="'maxReplicas' was unexpected"):
+        schema.validate(wrong)
+    target = found["spec"]["scaleTargetRef"]
+    scaled = named(objects, target["kind"], target["name"])
+    assert "replicas" not in scaled["spec"], "a number that is applied again takes KEDA's back"
+    (trigger,) = found["spec"]["triggers"]
+    names = {metric.name for metric in METRICS}
+    assert set(re.findall(r"stratagem_\w+", trigger["metadata"]["query"])) <= names
+    namespace = found["metadata"]["namespace"]
+    assert f'deployment="{namespace}"' in trigger["metadata"]["query"]

@@ -335,7 +335,9 @@ async def test_a_run_that_is_not_running_is_told_for_how_long(tmp_path: Path) ->
                 labelled(phase="PLACING")
             ] > 0.0
             now_s += 1000.0
-        assert (await scrape(metrics))[name] == {(): 2000.0}
+        found = await scrape(metrics)
+        assert found[name] == {(): 2000.0}
+        assert found["stratagem_coordinator_workers_wanted"] == {(): 2.0}
         await stub.CancelRun(pb.CancelRunRequest(run_id="first"))
         assert (await scrape(metrics))[name] == {(): 1000.0}
         await stub.CancelRun(pb.CancelRunRequest(run_id="second"))

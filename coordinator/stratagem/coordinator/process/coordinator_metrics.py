@@ -20,6 +20,7 @@ from stratagem.common.observe.metric_definition import Metric, Readings, Values,
 from stratagem.common.observe.metrics_endpoint import metrics_served
 from stratagem.common.observe.process_metrics import SHARED, ProcessStats
 from stratagem.common.observe.scrape_guard import Guard, deployment_of
+from stratagem.common.strategy.demand import workers_used
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.facts import KINDS
@@ -114,6 +115,12 @@ WORKERS: Final = Metric(
     "registered workers as they are now: alive, draining; lost, until they are forgotten",
     ("state",),
 )
+WANTED: Final = Metric(
+    "stratagem_coordinator_workers_wanted",
+    "gauge",
+    "workers that the runs which have not ended could use at once, each run by itself: what an "
+    "autoscaler may start",
+)
 HEARTBEAT_AGE: Final = Metric(
     "stratagem_coordinator_heartbeat_age_max_seconds",
     "gauge",
@@ -151,6 +158,7 @@ METRICS: Final = (
     SPOOL_LIMIT,
     DISK,
     WORKERS,
+    WANTED,
     HEARTBEAT_AGE,
     STREAMS,
     RELAYED,
@@ -205,6 +213,7 @@ class CoordinatorMonitor:
             yield RUNS, _runs(phases, app.loop.state)
             yield NOT_RUNNING, one(self._longest_not_running_s(phases))
             yield WORKERS, _workers(app.loop.state)
+            yield WANTED, one(_wanted(phases, app.loop.state))
             yield SPOOL_BYTES, one(app.spool.used_bytes)
             yield APPEND_SECONDS, one(app.loop.append_seconds)
         yield SPOOL_LIMIT, one(self._settings.max_spool_bytes)
@@ -291,6 +300,15 @@ def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
     """Count the runs in each phase, phases without runs included."""
     counts = Counter(phases.values()) + Counter(run.ended for run in state.ended.values())
     return {(phase.value,): counts[phase] for phase in RunPhase}
+
+
+def _wanted(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> int:
+    """Count the workers that runs have work for."""
+    return sum(
+        workers_used(state.runs[run_id].job.strategy)
+        for run_id, phase in phases.items()
+        if not phase.is_terminal
+    )
 
 
 def _workers(state: CoordinatorState) -> Values:

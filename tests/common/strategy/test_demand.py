@@ -1,0 +1,57 @@
+"""How many workers a strategy has work for."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.strategy import parse_strategy
+from stratagem.common.strategy.demand import workers_used
+
+pytestmark = pytest.mark.core
+
+PAIR = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+STAGES = {
+    "type": "ModelParallel",
+    "partitions": [
+        {"id": str(number), "node_ids": [f"n{number}"], "target": {"Tag": "t"}}
+        for number in range(3)
+    ],
+    "communication": {"protocol": "Direct"},
+}
+SILOS = {
+    "type": "Federated",
+    "num_clients": 7,
+    "rounds": 1,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "Random", "fraction": 0.5},
+}
+MEMBERS = {
+    "type": "PopulationBased",
+    "population_size": 5,
+    "generations": 1,
+    "exploit": {"method": "Binary", "threshold": 0.5},
+    "explore": {"method": "Perturbation", "factor": 0.2},
+}
+
+
+def inside(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
+    return outer | {"options": {"inner": inner}}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"type": "Local"}, 1),
+        ({"type": "Custom", "coordinator": "SuccessiveHalving", "config": {}}, 1),
+        (PAIR, 2),
+        (STAGES, 3),
+        (SILOS, 3),
+        (SILOS | {"client_selection": {"method": "All"}}, 7),
+        (MEMBERS, 5),
+        (inside(PAIR, STAGES), 6),
+        (inside(SILOS, PAIR), 6),
+        (inside(MEMBERS, inside(PAIR, STAGES)), 30),
+    ],
+)
+def test_each_strategy_says_how_many(document: dict[str, Any], expected: int) -> None:
+    assert workers_used(parse_strategy(document)) == expected
