@@ -124,6 +124,7 @@ data = ["ward"]
     [
         ("tests.userland.data:classes", "ok", "st-anna: ward; 1 rule"),
         ("tests.userland.data:gone", "fail", 'no attribute "gone"'),
+        ("nowhere.data:rows", "fail", "data.ward.entrypoint: 'nowhere.data:rows' cannot be found"),
         ("classes", "fail", "data.ward.entrypoint: 'classes' is not of the form"),
     ],
 )

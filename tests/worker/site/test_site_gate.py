@@ -40,6 +40,19 @@ def request_of(job: Any, run: str = "run-1", submitter: str = "client/maria") ->
     )
 
 
+def test_data_that_are_not_there_are_named_without_an_import(tmp_path: Path) -> None:
+    (tmp_path / "ward_loaders.py").write_text("raise ImportError('it was imported')")
+    (tmp_path / "ct.safetensors").write_bytes(b"")
+    site_of(tmp_path, ANY, more='[data.lab]\nentrypoint = "ward_loaders:lab"\n')
+    file = tmp_path / "site.toml"
+    gate = SiteGate(file, "w0", import_paths=(str(tmp_path),))
+    absent = f"data.xray.file: {tmp_path / 'xray.safetensors'} is no file"
+    assert gate.absent_data() == [absent]
+    text = "no module 'ward_loaders' is installed, or in --import-path"
+    loader = f"data.lab.entrypoint: 'ward_loaders:lab' cannot be found: {text}"
+    assert SiteGate(file, "w0").absent_data() == [absent, loader]
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.base.wording import counted
 from stratagem.common.diagnostics import findings
 from stratagem.common.diagnostics.findings import Finding, Level
@@ -21,6 +21,7 @@ from stratagem.worker.engine.numerics.layer_support import obstacles
 from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.worker_settings import WorkerSettings
+from stratagem.worker.site.site_data import absent_data
 from stratagem.worker.site.site_file import read_site
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
@@ -123,11 +124,14 @@ def _site(settings: WorkerSettings) -> Iterator[Finding]:
         return
     name, advice = settings.worker_id, "see docs/reference/site-file.md"
     try:
-        spec = read_site(settings.site).spec
-        for data in spec.data.values():
+        site = read_site(settings.site)
+        spec, paths = site.spec, tuple(settings.import_path)
+        if absent := "; ".join(absent_data(site, paths)):
+            raise InvalidInputError(absent)
+        for key, data in spec.data.items():
             if data.entrypoint is not None:
-                known = EntryPoints((data.entrypoint,), tuple(settings.import_path))
-                known.resolve(data.entrypoint, "data.entrypoint")
+                known = EntryPoints((data.entrypoint,), paths)
+                known.resolve(data.entrypoint, f"data.{key}.entrypoint")
     except StratagemError as error:
         yield Finding("site", name, Level.FAIL, f"{settings.site}: {error}", advice)
     else:

@@ -87,6 +87,8 @@ def main(arguments: list[str], malloc: str = "") -> int:
     identify(worker_id=settings.worker_id)
     log.info("allocator", result=malloc or "untouched")
     log.info("descriptors", limit=raise_descriptor_limit())
+    for reason in site.absent_data() if site is not None else ():
+        log.warning("data of the site are not there; jobs that name them will fail", reason=reason)
     thread = TorchThread(settings.threads)
     thread.start()
     try:

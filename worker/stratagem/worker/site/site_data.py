@@ -1,7 +1,10 @@
 """The data sets of a site, as its file names them: never by a function that came with a job."""
 
-from collections.abc import Mapping
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +26,28 @@ def site_data(site: SiteFile, import_paths: tuple[str, ...]) -> dict[str, LocalD
         name: partial(_load, site, name, spec, import_paths)
         for name, spec in site.spec.data.items()
     }
+
+
+def absent_data(site: SiteFile, import_paths: tuple[str, ...]) -> Iterator[str]:
+    """Yield a sentence for each data set whose file, or whose loader's module, is not there now.
+
+    Nothing is imported: a loader may need minutes for that.
+    """
+    for name, spec in site.spec.data.items():
+        if spec.file is not None and not site.path(spec.file).is_file():
+            yield f"data.{name}.file: {site.path(spec.file)} is no file"
+        package = (spec.entrypoint or "").partition(":")[0].partition(".")[0]
+        if package and not _is_found(package, import_paths):
+            text = f"no module {package!r} is installed, or in --import-path"
+            yield f"data.{name}.entrypoint: {spec.entrypoint!r} cannot be found: {text}"
+
+
+def _is_found(package: str, import_paths: tuple[str, ...]) -> bool:
+    return (
+        package in sys.modules
+        or importlib.util.find_spec(package) is not None
+        or PathFinder.find_spec(package, list(import_paths)) is not None
+    )
 
 
 def data_version(site: SiteFile) -> str:

@@ -28,7 +28,7 @@ from stratagem.worker.site.decision import FitsRule, Offer, decide, epsilon_of
 from stratagem.worker.site.disclosure import Disclosure
 from stratagem.worker.site.error_place import CodePlaces
 from stratagem.worker.site.site_admission import SiteAdmission, unwritten
-from stratagem.worker.site.site_data import data_version, site_data
+from stratagem.worker.site.site_data import absent_data, data_version, site_data
 from stratagem.worker.site.site_file import SiteFile, read_site
 
 log = structlog.get_logger(__name__)
@@ -63,6 +63,11 @@ class SiteGate:
     def site(self) -> SiteFile:
         """The file as it was last read."""
         return self._site
+
+    def absent_data(self) -> list[str]:
+        """Return a sentence for each data set that cannot be loaded now, as far as that shows
+        without loading it."""
+        return list(absent_data(self._site, self._import_paths))
 
     @property
     def data_names(self) -> list[str]:
