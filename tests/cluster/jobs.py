@@ -176,6 +176,7 @@ class Gates:
 
     def close(self, *names: str) -> None:
         for name in names:
+            (self.folder / f"{name}.reached").unlink(missing_ok=True)  # of an earlier run
             file = (self.folder / name).open("w")
             fcntl.flock(file, fcntl.LOCK_EX)
             self._held[name] = file
