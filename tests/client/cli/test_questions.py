@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,27 @@ def test_a_list_on_a_terminal_is_cut(client: Client) -> None:
     print_runs(PlainConsole(file=out, force_terminal=True, width=40), [status])
     assert all(cell_len(Text.from_ansi(line).plain) <= 40 for line in out.getvalue().splitlines())
     assert len(out.getvalue().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "told"),
+    [
+        ({"split": "test", "metrics": ["accuracy"], "best": "loss"}, "test.loss 0.25"),
+        ({"split": "test", "metrics": ["accuracy"]}, "test.accuracy 0.75"),
+        ({"split": "test"}, "test.loss 0.25"),
+        (None, ""),
+    ],
+)
+def test_a_list_has_a_metric_of_the_evaluation(
+    client: Client, evaluation: dict[str, object] | None, told: str
+) -> None:
+    metrics = {"test.accuracy": 0.75, "test.loss": 0.25, "train.loss": 0.5}
+    status = client.submit(JOB, "mine").status()
+    status = replace(status, job={**status.job, "evaluation": evaluation}, metrics=metrics)
+    out = io.StringIO()
+    print_runs(PlainConsole(file=out, width=400), [status])
+    assert f"{told}  train.loss 0.5".strip() in out.getvalue()
+    assert out.getvalue().count("test.") == bool(told)
 
 
 def test_the_first_sign_of_a_run_comes_before_anything_is_imported(

@@ -46,7 +46,8 @@ class PageGate:
         if reason:
             refusal = PlainTextResponse(reason, 403)
         elif not self._is_open(scope["path"]) and not self._knows(headers):
-            refusal = PlainTextResponse("open this page by the address that it printed", 401)
+            text = "open this page by the address that it printed, or enter its token on it"
+            refusal = PlainTextResponse(text, 401)
         else:
             await self._answer(scope, receive, send_with_headers)
             return

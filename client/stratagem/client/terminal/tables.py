@@ -179,8 +179,11 @@ def _run_cells(run: RunStatus) -> list[str]:
 
 
 def _chief_metrics_text(run: RunStatus) -> str:
-    """Return the metric that decides which state is best, and the loss of the training."""
-    shown = (_chief_metric(run), "train.loss")
+    """Return the metric that decides which state is best, or else the first of the evaluation, and
+    the loss of the training."""
+    evaluation = run.job.get("evaluation") or {}
+    first = next(iter(evaluation.get("metrics") or ()), "loss")
+    shown = (f"{evaluation.get('split')}.{evaluation.get('best') or first}", "train.loss")
     return metrics_text({n: v for n, v in run.metrics.items() if n in shown})
 
 
