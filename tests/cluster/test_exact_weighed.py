@@ -86,6 +86,22 @@ def test_scaffold_with_simulated_clients_of_which_some_are_drawn(client: Client)
     assert max(times.values()) > 1
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregation": {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}},
+        {"optimizer": {"name": "sgd", "lr": 0.05, "weight_decay": 0.1}},
+        {"weight_average": {"kind": "ema", "decay": 0.5}},
+    ],
+    ids=["yogi", "decay", "average"],
+)
+def test_scaffold_with_what_leaves_its_steps_alone(client: Client, changes: dict[str, Any]) -> None:
+    outcome = train(client, spec_of({"control": "scaffold"}, **changes))
+    assert_close(outcome, Scaffold(spec_of({}, **changes), ALLOWED).state)
+    assert outcome.status.reproducible
+
+
 LAYER, OWN_MODEL = {"personal": ["3.*"]}, {"ditto": {"lambda": 0.5}}
 NOVA = {"normalize": "fednova"}
 
