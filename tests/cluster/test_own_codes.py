@@ -4,7 +4,7 @@ import pytest
 
 from examples.own_codes import VARIANTS, picture_of, sites, trained
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
 
 
 def test_the_worst_site_gains_most() -> None:

@@ -93,7 +93,10 @@ def test_every_failpoint_of_the_audit_is_tried() -> None:
     assert {name for name, _ in CASES} == ONLY_AT_A_SITE
 
 
-@pytest.mark.parametrize(("failpoint", "num_passed"), CASES)
+@pytest.mark.parametrize(
+    ("failpoint", "num_passed"),
+    [pytest.param(*case, marks=[pytest.mark.sweep] if case[1] else []) for case in CASES],
+)
 def test_a_crash_beside_a_line_changes_no_bits(
     sites: SiteRig, failpoint: str, num_passed: int
 ) -> None:
