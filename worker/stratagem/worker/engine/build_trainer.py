@@ -4,6 +4,7 @@ The only place that knows all of them by name.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,12 +37,14 @@ def build_trainer(
     fresh: bool,
     sources: DataSources | None = None,
     numerics: int = CURRENT,
+    folder: Path | None = None,
 ) -> Trainer:
     """Builds the trainer of a synchronous job.
 
-    fresh: the model is initialised from the seed; otherwise load_state must come first.
+    fresh: the model is initialised from the seed; otherwise load_state must come first. folder: see
+    build_model.
     """
-    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics))
+    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics, folder))
 
 
 def build_inference(
@@ -52,12 +55,14 @@ def build_inference(
     fresh: bool,
     sources: DataSources | None = None,
     numerics: int = CURRENT,
+    folder: Path | None = None,
 ) -> Inference:
     """Builds a model of the job that is only run.
 
-    fresh: the model is initialised from the seed; otherwise load_state must come first.
+    fresh: the model is initialised from the seed; otherwise load_state must come first. folder: see
+    build_model.
     """
-    return Inference(_setup(job, entrypoints, device, fresh, sources, numerics))
+    return Inference(_setup(job, entrypoints, device, fresh, sources, numerics, folder))
 
 
 def build_gossip_trainer(
@@ -110,10 +115,11 @@ def _setup(
     fresh: bool,
     sources: DataSources | None,
     numerics: int,
+    folder: Path | None = None,
 ) -> Setup:
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=numerics)
-    model = build_model(job, entrypoints, device=device, fresh=fresh)
+    model = build_model(job, entrypoints, device=device, fresh=fresh, folder=folder)
     check_optimizer_of(job, model, entrypoints)
     gather = make_gather(job, device, sources.readers)
     return make_setup(job, entrypoints, model, data, gather, numerics)

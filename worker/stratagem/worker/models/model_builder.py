@@ -6,7 +6,9 @@ run for real instead. Must not know training.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.objective.turns_section import check_turn_parameters
 from stratagem.common.job.optimizer.optimizer_section import check_groups, is_matched
+from stratagem.worker.models.file_storage import FileStorage
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
@@ -32,9 +35,24 @@ def float_dtype(job: JobSpec) -> torch.dtype:
 
 
 def build_model(
-    job: JobSpec, entrypoints: EntryPoints, *, device: torch.device, fresh: bool
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    *,
+    device: torch.device,
+    fresh: bool,
+    folder: Path | None = None,
 ) -> nn.Module:
-    """fresh: initialised from the seed. Otherwise its state is still undefined."""
+    """fresh: initialised from the seed. Otherwise its state is still undefined.
+
+    folder: large tensors lie in files there instead of memory; the bits are the same.
+    """
+    with nullcontext() if folder is None else FileStorage(folder):
+        return _build(job, entrypoints, device, fresh=fresh)
+
+
+def _build(
+    job: JobSpec, entrypoints: EntryPoints, device: torch.device, *, fresh: bool
+) -> nn.Module:
     factory = _factory(job, entrypoints)
     dtype = float_dtype(job)
     if not fresh:

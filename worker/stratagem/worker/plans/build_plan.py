@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -22,6 +23,7 @@ from stratagem.worker.engine.step.state_format import (
     load_model_state,
     model_state,
 )
+from stratagem.worker.models.file_storage import FileStorage
 from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
 from stratagem.worker.plans.federated.client_state import check_personal, personal, shared
@@ -43,7 +45,8 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     work.set_activity("building")
     initial = work.job.initial
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
-    built = make(fresh=initial is None)
+    folder = work.host.build_dir
+    built = make(fresh=initial is None, folder=folder)
     check_built(work.job, built.model, built.setup.num_rows)
     with checks_of_the_model():
         check_rows_apart(work.job, built.model)
@@ -53,7 +56,8 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
         metadata = _begin_from(work, initial, built.model)
         if initial.resume:
             check_resumed_state(work.job, initial, metadata, built.num_steps)
-    tensors, metadata = built.copy_state()
+    with nullcontext() if folder is None else FileStorage(folder):
+        tensors, metadata = built.copy_state()
     if isinstance(work.job.strategy, Federated):
         tensors = shared(work.job, tensors)
         if is_controlled(work.job):

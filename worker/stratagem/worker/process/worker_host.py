@@ -90,6 +90,7 @@ def host_of(
         secure=secure,
         readers=WorkerReaders(settings.max_readers),
         client_states=_client_states(settings),
+        build_dir=settings.build_dir,
         kept=KeptReplicas(settings.data_dir and settings.data_dir / f"kept-{settings.worker_id}"),
     )
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    DirectoryPath,
     Field,
     ValidationInfo,
     field_validator,
@@ -178,6 +179,11 @@ class WorkerSettings(BaseSettings):
         None,
         description="blobs that exceed the memory limit go here, what clients of federations keep "
         "to themselves, and what tells the next process how this one has ended",
+    )
+    build_dir: DirectoryPath | None = Field(
+        None,
+        description="existing folder on a disk for nameless files that hold a model while it is "
+        "built from its seed, so that it need not fit this worker's memory; in memory unless set",
     )
     previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
         "",

@@ -117,6 +117,8 @@ class Host:
     """Used by the torch thread."""
     client_states: ClientStateStore | None = None
     """What federated clients keep to themselves here; None without a data folder."""
+    build_dir: Path | None = None
+    """Of files that hold a model while it is built; None: memory does."""
     kept: KeptReplicas = field(default_factory=KeptReplicas)
     """What only this worker has of the commits of its runs."""
 
@@ -327,8 +329,11 @@ class ExecutionContext:
         """Return the processes that read rows for this run; None where the torch thread does."""
         return self.host.readers.of(self.key.run_id, self.job, self.entrypoints)
 
-    def new_trainer(self, *, fresh: bool) -> Trainer:
-        """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded."""
+    def new_trainer(self, *, fresh: bool, folder: Path | None = None) -> Trainer:
+        """Build a trainer of the job, initialised (fresh) or waiting for a state to be loaded.
+
+        folder: of files that hold its model instead of memory.
+        """
         trainer = build_trainer(
             self.job,
             self.entrypoints,
@@ -336,12 +341,14 @@ class ExecutionContext:
             fresh=fresh,
             sources=self.sources(),
             numerics=self.numerics,
+            folder=folder,
         )
         self.warn(trainer.setup.notes)
         return trainer
 
-    def new_inference(self, *, fresh: bool) -> Inference:
-        """Build a model of the job that is only run, initialised (fresh) or to be loaded."""
+    def new_inference(self, *, fresh: bool, folder: Path | None = None) -> Inference:
+        """Build a model of the job that is only run, initialised (fresh) or to be loaded; folder:
+        as for `new_trainer`."""
         inference = build_inference(
             self.job,
             self.entrypoints,
@@ -349,6 +356,7 @@ class ExecutionContext:
             fresh=fresh,
             sources=self.sources(),
             numerics=self.numerics,
+            folder=folder,
         )
         self.warn(inference.setup.notes)
         return inference

@@ -1,0 +1,155 @@
+"""Models that are built in files instead of memory: the same bits, and little memory."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import LimitError
+from stratagem.worker.models.file_storage import SMALLEST_BYTES, FileStorage
+from stratagem.worker.models.model_builder import build_model
+from tests.jobs import job
+from tests.repository import ROOT
+from tests.worker.engine.support import ALLOWED, CPU, assert_same_bits
+
+
+class Mixed(nn.Module):
+    """Layers that draw in different ways, a tied weight, and buffers that operations have made."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3)
+        self.linear = nn.Linear(width, 4 * width, dtype=torch.float64)
+        self.embedding = nn.Embedding(20 * width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.patches = nn.Parameter(torch.zeros(1, 9 * width, width))
+        nn.init.trunc_normal_(self.patches, std=0.02)
+        self.square = nn.Linear(2 * width, 2 * width, bias=False)
+        nn.init.orthogonal_(self.square.weight)
+        self.head = nn.Linear(width, 20 * width, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("places", torch.arange(8 * width**2).view(-1, width).T)
+        self.register_buffer("drawn", torch.randn(40 * width, width)[1:])
+        self.first, self.second = torch.randn(16 * width, 2 * width).half().chunk(2)
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**model.state_dict(), "first": model.first, "second": model.second}
+
+
+def built(width: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of the model, and what the generator draws after it."""
+    torch.manual_seed(7)
+    return tensors(Mixed(width)), torch.rand(3)
+
+
+@pytest.mark.parametrize("width", [8, 256])
+def test_the_bits_and_the_generator_are_those_of_memory(tmp_path: Path, width: int) -> None:
+    wanted, drawn_after = built(width)
+    with FileStorage(tmp_path):
+        found, drawn = built(width)
+    assert drawn.equal(drawn_after)
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.equal(wanted[name]), name
+        assert (tensor.dtype, tensor.stride()) == (wanted[name].dtype, wanted[name].stride())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_shares_storage_shares_it_in_a_file(tmp_path: Path) -> None:
+    with FileStorage(tmp_path):
+        torch.manual_seed(7)
+        model = Mixed(256)
+    assert model.head.weight is model.embedding.weight
+    assert model.first.untyped_storage().data_ptr() == model.second.untyped_storage().data_ptr()
+    model.first[0, 0] = 5  # it is memory as any other, also after the mode has ended
+    assert model.first[0, 0] == 5
+    with FileStorage(tmp_path):
+        whole = torch.zeros(512, 1024)
+        part = whole[3:]
+        part.add_(1)
+        assert whole.sum() == 509 * 1024  # in-place operations are not moved elsewhere
+
+
+def test_only_large_cpu_tensors_are_in_files(tmp_path: Path) -> None:
+    num = SMALLEST_BYTES // 4
+    with FileStorage(tmp_path):
+        small, large = torch.empty(num - 1), torch.empty(num)
+        nothing = torch.empty(num, device="meta")
+        sparse = torch.empty(num, num, layout=torch.sparse_coo)
+    assert [mapped(each) for each in (small, large)] == [False, True]
+    assert nothing.is_meta
+    assert sparse.layout is torch.sparse_coo
+
+
+def mapped(tensor: Tensor) -> bool:
+    """Whether the tensor lies in memory that is mapped from a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return "model-" in line
+    raise AssertionError("nowhere")
+
+
+def test_the_model_of_a_job_is_built_in_the_folder(tmp_path: Path) -> None:
+    size = {"in_features": 1024, "out_features": 1024}
+    spec = job({"graph": {"nodes": [{"id": "0", "module": "Linear", "kwargs": size}]}})
+    wanted, found = (
+        build_model(spec, ALLOWED, device=CPU, fresh=True, folder=folder)
+        for folder in (None, tmp_path)
+    )
+    assert_same_bits(wanted.state_dict(), found.state_dict())
+    in_file = [mapped(each.get_parameter("0.weight")) for each in (wanted, found)]
+    assert in_file == [False, True]
+
+
+def test_a_disk_that_is_full_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int, _offset: int, _length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    text = rf"{re.escape(str(tmp_path))} has no room for \d+ bytes of a model: No space left"
+    with pytest.raises(LimitError, match=text), FileStorage(tmp_path):
+        nn.Linear(1024, 1024)
+    assert list(tmp_path.iterdir()) == []
+
+
+MEASURED = """
+import re, sys, torch
+from pathlib import Path
+from stratagem.worker.models.file_storage import FileStorage
+from torch import nn
+from contextlib import nullcontext
+
+def anonymous():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"^Anonymous: +(\\d+) kB", text, re.M)[1]) * 1024
+
+def model(width):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(12)), nn.Embedding(width, width))
+
+with FileStorage(Path(sys.argv[1])) if sys.argv[1] else nullcontext():
+    model(512)  # imports what the mode needs
+before = anonymous()
+with FileStorage(Path(sys.argv[1])) if sys.argv[1] else nullcontext():
+    built = model(2048)
+print(anonymous() - before, sum(each.nbytes for each in built.parameters()))
+"""
+
+
+def test_memory_of_the_process_stays_small(tmp_path: Path) -> None:
+    def measured(folder: str) -> tuple[int, int]:
+        command = [sys.executable, "-c", MEASURED, folder]
+        text = subprocess.run(command, check=True, capture_output=True, cwd=ROOT, text=True).stdout
+        grown, held = map(int, text.split())
+        return grown, held
+
+    grown, held = measured("")
+    assert held > 200 << 20
+    assert grown > held / 2  # what is measured is measured
+    grown, held = measured(str(tmp_path))
+    assert grown < held / 4
