@@ -20,6 +20,7 @@ REACHED_BY = {
     "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
     "coordinator.round.pulled": ("FedAvg", "Scaffold"),
     "coordinator.silo.collected": ("Silos", "Silo-pipelines"),
+    "coordinator.region.summed": ("Regions-nested",),
     "coordinator.round.judged": ("Krum", "Fair"),
     "coordinator.round.folded": (
         "FedAvg",
@@ -31,6 +32,7 @@ REACHED_BY = {
         "OpenRoster",
         "Private",
         "Regions",
+        "Regions-nested",
     ),
     "coordinator.privacy.accounted": ("Private",),
     "coordinator.secure.keys_gathered": ("Secure",),
@@ -52,6 +54,7 @@ REACHED_BY = {
     "coordinator.fold.after_window": (
         *("FedAvg", "FedAvg-coded", "FedAvg-large", "FedYogi", "Median", "Krum", "Private"),
         "Regions",
+        "Regions-nested",
     ),
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
@@ -88,7 +91,9 @@ REACHED_BY = {
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
     "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
-    "worker.round.trained": ("FedAvg", "OpenRoster", "Private", "Rows", "Regions"),
+    "worker.round.trained": (
+        *("FedAvg", "OpenRoster", "Private", "Rows", "Regions", "Regions-nested"),
+    ),
 }
 AFTER_ANOTHER = {
     "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),

@@ -247,6 +247,11 @@ JOBS: dict[str, Job] = {
     "OpenRoster": crash_job(
         federated() | {"options": {"roster": {"open": True, "min_clients": 3, "wait_s": 600.0}}}
     ),
+    # Two rounds inside each: the first is folded as any, the second is summed.
+    "Regions-nested": crash_job(
+        federated(num_clients=3)
+        | {"options": {"regions": REGIONS, "inner": federated(num_clients=3, rounds=2)}}
+    ),
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},
     "Secure": crash_job(federated() | {"options": {"secure_aggregation": {}}}),

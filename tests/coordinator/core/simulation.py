@@ -28,6 +28,7 @@ from stratagem.coordinator.core.effects import (
     RouteShares,
     RowsAsked,
     RunSegment,
+    SumRegion,
     TrainClient,
     UploadCommit,
 )
@@ -293,6 +294,20 @@ def do(effect: Effect) -> list[Fact]:
                     num_steps=effect.num_steps,
                     metrics=dict(effect.metrics),
                     traffic=dict(effect.traffic),
+                )
+            ]
+        case SumRegion():
+            return [
+                UpdateReceived(
+                    party=effect.party,
+                    round_num=effect.round_num,
+                    client=effect.client,
+                    digest=digest(f"sum{effect.round_num}/{effect.client}"),
+                    num_samples=sum(each.num_samples for each in effect.accepted),
+                    loss=effect.loss,
+                    seconds=0.0,
+                    num_steps=effect.num_steps,
+                    metrics=dict(effect.metrics),
                 )
             ]
         case PostKeys():

@@ -241,7 +241,6 @@ def test_rounds_with_some_of_the_silos() -> None:
             {},
             "strategy.options.inner.num_replicas",
         ),
-        ({"options": {"inner": silos()}}, {}, "strategy.options.inner"),
         (
             {"options": {"inner": {"type": "Custom", "coordinator": "mine", "config": None}}},
             {},

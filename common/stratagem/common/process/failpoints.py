@@ -27,6 +27,7 @@ FAILPOINTS: Final = (
     "coordinator.step.summed",
     "coordinator.round.pulled",
     "coordinator.silo.collected",
+    "coordinator.region.summed",
     "coordinator.round.judged",
     "coordinator.round.folded",
     "coordinator.privacy.accounted",

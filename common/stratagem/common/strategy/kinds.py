@@ -51,6 +51,7 @@ from stratagem.common.strategy.local_steps import (
     OuterField,
     OuterOptimizer,
 )
+from stratagem.common.strategy.nested_regions import check_nested
 from stratagem.common.strategy.regions import check_regions
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
@@ -241,7 +242,10 @@ class Federated(DocumentValue, tag="type"):
             violations.append(Violation("options.late_updates", f"{text}; Random does not"))
         violations += too_few(options.robust, self._num_selected(), options.quorum)
         violations += check_weighing(options, self.aggregation)
-        violations += check_regions(options, self.num_clients)
+        if isinstance(options.inner, Federated):
+            violations += check_nested(self, options.inner)
+        else:
+            violations += check_regions(options, self.num_clients)
         secure = options.secure_aggregation, options, self.num_clients, self._num_selected()
         violations += against_secure_aggregation(*secure)
         refuse(violations)

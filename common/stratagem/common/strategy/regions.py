@@ -61,24 +61,30 @@ def check_regions(options: "FederatedOptions", num_clients: int) -> Iterator[Vio
     together with them."""
     if options.regions is None:
         return
-    members = members_of(options.regions)
+    wrong = [*check_members(options.regions, num_clients)]
+    num_members = len(members_of(options.regions))
+    yield from wrong
+    if not wrong and num_members != num_clients:  # of sites: numbers have been counted
+        text = f"has {num_members} sites, and num_clients is {num_clients}; name each of them"
+        yield Violation(_FIELD, text)
+    for name, text in against_regions(options).items():
+        yield Violation(f"options.{name}", f"is not possible with regions: {text}")
+
+
+def check_members(regions: Mapping[str, Any], num_clients: int) -> Iterator[Violation]:
+    """Yield the clients that are in none of the regions, or in two, and numbers of none."""
+    members = members_of(regions)
     if twice := [member for member, number in Counter(members).items() if number > 1]:
         yield Violation(_FIELD, f"{_said(twice)} in more than one place; each client is in one")
-    elif are_named(options.regions):
-        if len(members) != num_clients:
-            text = f"has {len(members)} sites, and num_clients is {num_clients}; name each of them"
-            yield Violation(_FIELD, text)
-    else:
+    elif not are_named(regions):
         if unknown := [number for number in members if number >= num_clients]:
             text = f"{_said(unknown)} no client; they are numbered from 0 to {num_clients - 1}"
             yield Violation(_FIELD, text)
         if missing := sorted(set(range(num_clients)) - set(members)):
             yield Violation(_FIELD, f"{_said(missing)} in no region; each client is in one")
-    for name, text in _against(options).items():
-        yield Violation(f"options.{name}", f"is not possible with regions: {text}")
 
 
-def _against(options: "FederatedOptions") -> dict[str, str]:
+def against_regions(options: "FederatedOptions") -> dict[str, str]:
     """Return the other options that a sum by regions has no meaning for, and why."""
     found = {}
     if options.robust is not None:

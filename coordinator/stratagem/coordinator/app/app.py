@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -80,6 +81,7 @@ from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME
+from stratagem.coordinator.strategies.regional.regional import rounds_inside
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0
@@ -319,6 +321,9 @@ class App:
         of_run = self._spool_run(run_id)
         what = f"delete the updates of a round of run {run_id}"
         self._do_in_thread(lambda: self.spool.delete_round(of_run, party, oldest), what)
+        run = self.loop.state.runs.get(run_id)
+        for below, each in rounds_inside(run.job, run.value, number) if run and not party else ():
+            self._do_in_thread(partial(self.spool.delete_round, of_run, below, each), what)
         if not fact.max_staleness:
             return
         # The committed state no longer says what made it; the newest closing of the round does.

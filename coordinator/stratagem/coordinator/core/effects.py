@@ -166,6 +166,9 @@ class TrainClient:
     it is not."""
     num_members: int = 0
     """The clients that have posted keys."""
+    share: tuple[int, int] | None = None
+    """Of a client in a region: its number among those of all regions, and how many these are, which
+    decide its rows and their order; None: `client` and `num_clients` do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +249,27 @@ class CollectUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class SumRegion:
+    """Add up the accepted updates of a region, a client that is a federation of its own, as its
+    update of the round."""
+
+    run_id: RunId
+    party: Party
+    round_num: int
+    client: int
+    inside: Party
+    """The party of the region; its clients' updates are spooled under its name."""
+    round_inside: int
+    base: Base
+    """The state that those have begun from."""
+    accepted: tuple[Accepted, ...]
+    num_steps: int
+    loss: float
+    metrics: tuple[tuple[str, float], ...] = ()
+    """Metrics of the clients' steps, by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeUpdates:
     """Compare the accepted updates of a round, and say what each counts under a robust rule, or by
     its loss."""
@@ -283,6 +307,9 @@ class AggregateRound:
     """Who opens the masks of the sum; None: it has none."""
     is_control_anew: bool = False
     """The common control variate becomes zero, as those of all clients do."""
+    integers_of: int | None = None
+    """Of updates that are the sums of regions, the place of the one whose integers are taken; None:
+    they are no sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +352,7 @@ Effect = (
     | RouteShares
     | AccountRound
     | CollectUpdate
+    | SumRegion
     | JudgeUpdates
     | AggregateRound
     | EvaluateState
@@ -341,7 +369,7 @@ def slots(effect: Effect) -> frozenset[Member]:
             return frozenset({effect.member})
         case CommitSegment() | UploadCommit():
             return frozenset()
-        case AccountRound() | CollectUpdate() | JudgeUpdates():
+        case AccountRound() | CollectUpdate() | SumRegion() | JudgeUpdates():
             return frozenset()
         case AggregateRound() | PostKeys() | RouteShares() | Release():
             return frozenset()

@@ -16,6 +16,7 @@ GROUP = "stratagem.strategies"
 """The entry points under which packages register strategies."""
 
 SILOS = "FederatedSilos"
+REGIONAL = "FederatedRegions"
 EVALUATION = "Evaluation"
 SCHEDULED = "Scheduled"
 
@@ -64,14 +65,16 @@ class Strategies:
 def _name_of(job: JobSpec) -> str:
     """Return the name that a job's strategy has here: for Custom its coordinator's.
 
-    Federated clients that are parties of their own have an implementation of its own, and so have
-    jobs whose hyperparameters change by step, and those that train nothing.
+    Federated clients that are parties of their own have an implementation of its own, so have those
+    that are federations, jobs whose hyperparameters change by step, and those that train nothing.
     """
     if _is_evaluated_in_shares(job):
         return EVALUATION
     if job.hyperparameter_schedule is not None:
         return SCHEDULED
     strategy = job.strategy
+    if isinstance(strategy, Federated) and isinstance(strategy.options.inner, Federated):
+        return REGIONAL
     if isinstance(strategy, Federated) and strategy.options.inner not in (None, Local()):
         return SILOS
     return str(getattr(strategy, "coordinator", type(strategy).__name__))

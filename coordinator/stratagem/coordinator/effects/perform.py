@@ -18,6 +18,7 @@ from stratagem.coordinator.core.effects import (
     Release,
     RouteShares,
     RunSegment,
+    SumRegion,
     TrainClient,
     UploadCommit,
 )
@@ -30,6 +31,7 @@ from stratagem.coordinator.effects.federated.account_round import account_round
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
 from stratagem.coordinator.effects.federated.judge_updates import judge_updates
+from stratagem.coordinator.effects.federated.sum_region import sum_region
 from stratagem.coordinator.effects.federated.train_client import train_client
 from stratagem.coordinator.effects.secure_aggregation.exchange_keys import exchange
 from stratagem.coordinator.effects.synchronous.build_model import build
@@ -93,7 +95,7 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await train_client(env, effect)
         case PostKeys() | RouteShares():
             await exchange(env, effect)
-        case AccountRound() | CollectUpdate() | JudgeUpdates() | AggregateRound():
+        case AccountRound() | JudgeUpdates() | AggregateRound() | CollectUpdate() | SumRegion():
             await _perform_of_round(env, effect)
         case EvaluateState():
             await evaluate_state(env, effect)
@@ -104,7 +106,8 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
 
 
 async def _perform_of_round(
-    env: EffectContext, effect: AccountRound | CollectUpdate | JudgeUpdates | AggregateRound
+    env: EffectContext,
+    effect: AccountRound | JudgeUpdates | AggregateRound | CollectUpdate | SumRegion,
 ) -> None:
     """Perform what is done with the updates of a round."""
     match effect:
@@ -112,6 +115,8 @@ async def _perform_of_round(
             await account_round(env, effect)
         case CollectUpdate():
             await collect_update(env, effect)
+        case SumRegion():
+            await sum_region(env, effect)
         case JudgeUpdates():
             await judge_updates(env, effect)
         case AggregateRound():

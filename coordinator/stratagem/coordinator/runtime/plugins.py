@@ -15,12 +15,14 @@ from stratagem.coordinator.core.strategy_contract import VERSION, Strategy
 from stratagem.coordinator.core.strategy_table import (
     EVALUATION,
     GROUP,
+    REGIONAL,
     SCHEDULED,
     SILOS,
     Strategies,
 )
 from stratagem.coordinator.strategies.federated import federated, silos
 from stratagem.coordinator.strategies.population import population, scheduled
+from stratagem.coordinator.strategies.regional import regional
 from stratagem.coordinator.strategies.synchronous import (
     data_parallel,
     evaluation_run,
@@ -36,6 +38,7 @@ BUILT_IN = Strategies(
         "ModelParallel": model_parallel.STRATEGY,
         "PopulationBased": population.STRATEGY,
         EVALUATION: evaluation_run.STRATEGY,
+        REGIONAL: regional.STRATEGY,
         SCHEDULED: scheduled.STRATEGY,
         SILOS: silos.STRATEGY,
     }

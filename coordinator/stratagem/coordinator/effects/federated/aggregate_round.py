@@ -30,6 +30,7 @@ from stratagem.coordinator.updates.folding.fold import (
 )
 from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
+from stratagem.coordinator.updates.folding.region_sums import MeanOfSums
 from stratagem.coordinator.updates.folding.regional_mean import RegionalMean
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.folding.server_step import ServerStep
@@ -186,6 +187,9 @@ def _fold(
         elif spec_of(job).options.control is not None:
             num_clients, is_anew = spec_of(job).num_clients, effect.is_control_anew
             combined = ControlledMean(weights, num_clients, manifest, state, begins_anew=is_anew)
+        elif effect.integers_of is not None:
+            combined = MeanOfSums(entries, weights, manifest, effect.integers_of)
+            entries, weights = [], []
         elif effect.regions:
             combined = RegionalMean(effect.regions, weights)
         # The last thing before the fold, which leaves nothing of it behind when it fails.

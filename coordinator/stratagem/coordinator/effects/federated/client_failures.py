@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stratagem.common.base.ids import RunId
-from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
+from stratagem.coordinator.core.effects import CollectUpdate, SumRegion, TrainClient
 from stratagem.coordinator.core.facts import SKIPPED_STEPS, ErrorRecord, UpdateRejected
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -24,7 +24,7 @@ MAX_JOURNALED_TRACE: Final = 4000
 
 async def reject(
     env: EffectContext,
-    effect: TrainClient | CollectUpdate,
+    effect: TrainClient | CollectUpdate | SumRegion,
     cause: Cause,
     reason: str,
     error: ErrorRecord | None = None,

@@ -6,7 +6,7 @@ not, since nothing follows from it.
 
 from collections.abc import Sequence
 
-from stratagem.coordinator.core.effects import CollectUpdate, TrainClient
+from stratagem.coordinator.core.effects import CollectUpdate, SumRegion, TrainClient
 from stratagem.coordinator.core.facts import UpdateReceived, UpdateRejected
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -15,7 +15,7 @@ from stratagem.coordinator.store.journal.history_rows import HistoryRow
 
 async def report_update(
     env: EffectContext,
-    effect: TrainClient | CollectUpdate,
+    effect: TrainClient | CollectUpdate | SumRegion,
     fact: UpdateReceived | UpdateRejected,
     histories: Sequence[HistoryRow] = (),
 ) -> None:
@@ -27,7 +27,7 @@ async def report_update(
         count_if_late(env, effect)
 
 
-def count_if_late(env: EffectContext, effect: TrainClient | CollectUpdate) -> None:
+def count_if_late(env: EffectContext, effect: TrainClient | CollectUpdate | SumRegion) -> None:
     """The effect has ended without its update; not counted where the client goes on elsewhere, and
     where the run is over or only this process ends."""
     run = env.state.runs.get(effect.run_id)

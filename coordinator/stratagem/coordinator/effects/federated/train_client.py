@@ -53,10 +53,11 @@ from stratagem.v1 import worker_pb2
 
 async def train_client(env: EffectContext, effect: TrainClient) -> None:
     """Train, pull, and report UpdateReceived or UpdateRejected."""
+    client, num_clients = effect.share or (effect.client, effect.num_clients)
     plan = worker_pb2.ClientRoundPlan(
         base=state_ref(effect.base),
-        client=effect.client,
-        num_clients=effect.num_clients,
+        client=client,
+        num_clients=num_clients,
         local_epochs=effect.local_epochs,
         num_lr_reductions=effect.num_lr_reductions,
         clip_norm=effect.clip_norm,

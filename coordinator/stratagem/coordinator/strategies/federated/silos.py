@@ -23,7 +23,6 @@ from stratagem.common.job.optimizer.optimizer_section import UpdateRuleSpec
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
     All,
-    Federated,
     FedProx,
     Local,
     PopulationBased,
@@ -95,9 +94,6 @@ def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
         violations.append(Violation("strategy.options.on_missing_quorum", text))
     if isinstance(spec.options.inner, PopulationBased):
         text = "a population is no client: its members end with different models"
-        violations.append(Violation("strategy.options.inner", text))
-    if isinstance(spec.options.inner, Federated):
-        text = "a federation is no client: rows are divided among clients once; use more clients"
         violations.append(Violation("strategy.options.inner", text))
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 

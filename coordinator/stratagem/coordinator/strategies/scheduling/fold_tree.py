@@ -16,8 +16,8 @@ def places_by_region(
     Regions stand in order of name; those without an update are left out. Without regions: ().
     """
     regions = strategy.options.regions
-    if regions is None:
-        return ()
+    if regions is None or isinstance(strategy.options.inner, Federated):
+        return ()  # of regions that are clients each update is a sum already
     region_of = _region_by_member(regions)
     are_names = are_named(regions)
     places: dict[str, list[int]] = {region: [] for region in sorted(regions)}

@@ -35,14 +35,8 @@ class RegionalMean:
         last update that was read."""
         sum_of_region, term = np.empty(out.size), np.empty(out.size)
         for number, region in enumerate(self._regions):
-            total = sum_of_region if number else out
-            for index, place in enumerate(region):
-                target = term if index else total
-                sources[place].read(offset, raw)
-                widen(dtype, raw, target)
-                target *= self._factors[place]
-                if index:
-                    total += term
+            parts = [(sources[place], self._factors[place]) for place in region]
+            add_up(parts, dtype, offset, raw, sum_of_region if number else out, term)
             if number:
                 out += sum_of_region
         out /= self._divisor
@@ -57,3 +51,17 @@ class RegionalMean:
                 source.read(offset, other)
                 differ |= not np.array_equal(other, out)
         return differ
+
+
+def add_up(
+    parts: Sequence[tuple[Source, float]], dtype: str, offset: int, raw: Raw, out: Wide, term: Wide
+) -> None:
+    """Fill `out` with the sum of the elements of updates times their weights, in the order given;
+    `raw` and `term` are used on the way."""
+    for index, (source, weight) in enumerate(parts):
+        target = term if index else out
+        source.read(offset, raw)
+        widen(dtype, raw, target)
+        target *= weight
+        if index:
+            out += term

@@ -1,0 +1,1 @@
+"""Federations of federations: rounds of regions, each of which has rounds of clients."""
