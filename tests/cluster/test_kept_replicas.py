@@ -74,6 +74,23 @@ def test_a_killed_worker_goes_on_with_its_file(
     assert not files_of(exact_cluster, "worker-0", run).exists()
 
 
+def test_a_stopped_run_is_uploaded_and_goes_on_where_it_was(client: Client, gates: Gates) -> None:
+    """In segment 4, after a commit that has no replicas."""
+    spec = spec_of(gates)
+    gates.close("worker-1-batch-7")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 3)
+    gates.wait_reached("worker-1-batch-7")
+    run.cancel()
+    gates.open()
+    run.resume()
+    outcome = outcome_of(run)
+    (uploaded,) = outcome.of("CommitUploaded")
+    assert uploaded.payload["segment"] == 3
+    assert not outcome.of("SoleCopiesLost")
+    assert_is(outcome, spec, 1, 2, 3, 4, 5)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", ["removed", "changed"])
 def test_a_lost_file_returns_all_to_the_last_commit_that_is_whole(

@@ -9,6 +9,7 @@ from stratagem.coordinator.core.commands import (
     DrainWorker,
     LeaveWorker,
     LoseWorker,
+    Refusal,
     Report,
     ReportTrouble,
     ResumeRun,
@@ -18,6 +19,8 @@ from stratagem.coordinator.core.facts import (
     ROOT,
     CommitUploaded,
     MembersFormed,
+    RunFailed,
+    RunReleased,
     SegmentCommitted,
     SegmentFinished,
     SoleCopiesLost,
@@ -241,12 +244,62 @@ def test_a_file_that_is_lost_is_reported_once() -> None:
     assert simulation.facts(CommitUploaded) == []
 
 
-def test_a_stopped_run_goes_on_from_its_last_whole_commit() -> None:
-    """Its workers have let go of it, and of its files."""
+def test_a_stopped_run_uploads_its_last_commit_before_its_workers_forget_it() -> None:
     simulation = start(four_a_round(), "a", "b")
     until_committed(simulation, 6)
     simulation.tell(CancelRun(RUN, "somebody"))
-    assert "commit 4 is kept" in record(simulation).reason
+    stopped = record(simulation)
+    assert stopped.ended is RunPhase.CANCELLED
+    assert stopped.reason.endswith(
+        "commit 4 is kept, and 6 once its workers have uploaded their parts"
+    )
+    (upload,) = pending(simulation.state)
+    assert isinstance(upload, UploadCommit)
+    assert (upload.segment, upload.holders) == (6, (member("a"), member("b")))
+    assert isinstance(simulation.tell(ResumeRun(RUN, "somebody")), Refusal)
+    go_on(simulation)  # also after a crash of the coordinator
+    assert [fact.segment for fact in simulation.facts(CommitUploaded)] == [6]
+    assert not pending(simulation.state)
+    assert resumed_from(record(simulation), 6, "me") is not None
+    simulation.tell(ResumeRun(RUN, "somebody"))
+    segment = due(simulation, RunSegment)
+    assert (segment.base.segment, segment.base.digest) == (6, digest("whole6"))
+    assert segment.kept == ()
+    simulation.run()
+    assert steps(simulation) == [*range(5, 65, 5)]
+
+
+def test_a_run_that_fails_uploads_its_last_commit_too() -> None:
+    simulation = start(four_a_round(), "a", "b")
+    until_committed(simulation, 6)
+    simulation.tell(Report(RUN, RunFailed(reason="a row is bad")))
+    simulation.run()
+    assert [fact.segment for fact in simulation.facts(CommitUploaded)] == [6]
+    assert record(simulation).reason == "a row is bad"
+    simulation.tell(ResumeRun(RUN, "somebody"))
+    assert due(simulation, RunSegment).base.segment == 6
+
+
+@pytest.mark.parametrize("when", ["at the stop", "before it", "after a join"])
+def test_a_stopped_run_of_which_a_part_is_lost_goes_on_from_its_last_whole_commit(
+    when: str,
+) -> None:
+    simulation = start(four_a_round(), "a", "b")
+    until_committed(simulation, 6)
+    if when == "before it":
+        simulation.tell(LoseWorker(member("b"), "gone"))
+    elif when == "after a join":
+        simulation.tell(register("c"))
+        simulation.queue.clear()
+    simulation.tell(CancelRun(RUN, "somebody"))
+    if when == "before it":
+        assert due(simulation, UploadCommit) is None, "only b has its part"
+    else:
+        assert due(simulation, UploadCommit).holders == (member("a"), member("b"))
+        simulation.queue.clear()
+        lost = SoleCopiesLost(party=ROOT, segment=6, reason="b is lost")
+        simulation.tell(Report(RUN, lost))
+        assert isinstance(simulation.tell(Report(RUN, lost)), Refusal), "it was reported"
     simulation.run()
     simulation.crash()
     simulation.run()
@@ -258,6 +311,20 @@ def test_a_stopped_run_goes_on_from_its_last_whole_commit() -> None:
     assert due(simulation, RunSegment).base.segment == 4
     simulation.run()
     assert steps(simulation)[6:] == [*range(25, 65, 5)]
+
+
+def test_an_upload_that_comes_after_the_release_is_stale() -> None:
+    """As in journals of versions that did not upload at a stop."""
+    simulation = start(four_a_round(), "a", "b")
+    until_committed(simulation, 6)
+    simulation.tell(CancelRun(RUN, "somebody"))
+    simulation.queue.clear()
+    simulation.tell(Report(RUN, RunReleased()))
+    late = CommitUploaded(party=ROOT, segment=6, digest=digest("late"), size_bytes=1)
+    assert isinstance(simulation.tell(Report(RUN, late)), Refusal)
+    assert not pending(simulation.state)
+    simulation.tell(ResumeRun(RUN, "somebody"))
+    assert due(simulation, RunSegment).base.segment == 4
 
 
 def test_the_whole_commit_before_partial_ones_is_kept() -> None:

@@ -34,6 +34,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.facts import (
     ROOT,
+    CommitUploaded,
     DataUploaded,
     Fact,
     Member,
@@ -45,6 +46,7 @@ from stratagem.coordinator.core.facts import (
     RunReleased,
     RunResumed,
     RunSubmitted,
+    SoleCopiesLost,
     UpdateReceived,
     WorkerDraining,
     WorkerLeft,
@@ -199,6 +201,8 @@ def _cancel(state: CoordinatorState, command: CancelRun) -> tuple[JournalEntry, 
         return ()
     whole = [commit.segment for commit in run.commits if not commit.is_partial]
     kept = f"commit {whole[-1]} is kept" if whole else "nothing was committed"
+    if whole and run.commits[-1].is_partial:
+        kept += f", and {run.commits[-1].segment} once its workers have uploaded their parts"
     fact = RunCancelled(reason=f"stopped by {command.by or 'request'}; {kept}", by=command.by)
     return (JournalEntry(command.run_id, fact),)
 
@@ -281,7 +285,7 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
         return _unknown(command.run_id)
     if isinstance(command.fact, RunReleased):
         return () if run.is_released else (JournalEntry(command.run_id, command.fact),)
-    if isinstance(run, EndedRun) or run.ended is not None:
+    if isinstance(run, EndedRun) or (run.ended is not None and not _is_last_upload(run, command)):
         return Refusal(RefusalKind.STALE, f"run {command.run_id!r} has ended")
     if isinstance(command.fact, RunFailed):
         return (JournalEntry(command.run_id, command.fact),)
@@ -294,6 +298,12 @@ def _report(state: CoordinatorState, command: Report) -> tuple[JournalEntry, ...
     if reason:
         return Refusal(RefusalKind.STALE, reason)
     return (JournalEntry(command.run_id, command.fact, key_of(command.fact, run.num_returns)),)
+
+
+def _is_last_upload(run: RunRecord, command: Report) -> bool:
+    """Return True for what becomes of the last commit's parts, before the workers of an ended run
+    forget them."""
+    return not run.is_released and isinstance(command.fact, CommitUploaded | SoleCopiesLost)
 
 
 def _trouble(state: CoordinatorState, command: ReportTrouble) -> tuple[JournalEntry, ...] | Refusal:

@@ -3,7 +3,7 @@
 from itertools import chain
 
 from stratagem.common.base.ids import Digest
-from stratagem.coordinator.core.effects import Effect, Release
+from stratagem.coordinator.core.effects import Effect, Release, UploadCommit
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
 
 
@@ -18,7 +18,13 @@ def pending_of(run: RunRecord) -> frozenset[Effect]:
         return run.strategy.pending(run.run_id, run.job, run.value, None)
     if run.is_released:
         return frozenset()
-    return frozenset({Release(run.run_id, run.touched)})
+    return _last_uploads(run) or frozenset({Release(run.run_id, run.touched)})
+
+
+def _last_uploads(run: RunRecord) -> frozenset[Effect]:
+    """Return what an ended run's workers are asked for before they forget it: it may be resumed."""
+    due = run.strategy.pending(run.run_id, run.job, run.value, None)
+    return frozenset(effect for effect in due if isinstance(effect, UploadCommit))
 
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:

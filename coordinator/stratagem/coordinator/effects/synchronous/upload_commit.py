@@ -14,6 +14,7 @@ from stratagem.common.base.errors import (
     LimitError,
     NotFoundError,
     PermissionDeniedError,
+    StratagemError,
     UnavailableError,
 )
 from stratagem.common.base.ids import Digest
@@ -43,8 +44,8 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
     ]
     try:
         digest, size_bytes = await merged(env, [partial(_common, env, effect), *pulls])
-    except (*LOST, UnavailableError) as error:
-        if isinstance(error, UnavailableError) and not _are_gone(env, effect):
+    except StratagemError as error:
+        if not _is_lost(env, effect, error):
             raise
         lost = SoleCopiesLost(party=effect.party, segment=effect.segment, reason=str(error))
         await env.report(effect.run_id, lost)
@@ -56,10 +57,17 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
     await env.report(effect.run_id, uploaded)
 
 
-def _are_gone(env: EffectContext, effect: UploadCommit) -> bool:
-    """Return True when a worker that has not sent its file will not: it is lost, or has left."""
-    records = [env.state.workers.get(holder.worker_id) for holder in effect.holders]
-    return any(record is None or not record.is_alive for record in records)
+def _is_lost(env: EffectContext, effect: UploadCommit, error: StratagemError) -> bool:
+    """Return True when a worker that has not sent its file will not: it does not have it, is lost,
+    or has left. Of a run that has ended no other start of it is asked, and nothing is retried but
+    what a worker that is there has not answered: the run could not be resumed meanwhile."""
+    holders = [(holder, env.state.workers.get(holder.worker_id)) for holder in effect.holders]
+    are_gone = any(record is None or not record.is_alive for _, record in holders)
+    run = env.state.runs.get(effect.run_id)
+    if run is None or run.ended is None:
+        return isinstance(error, LOST) or (isinstance(error, UnavailableError) and are_gone)
+    is_other = any(record is not None and record.member != holder for holder, record in holders)
+    return not isinstance(error, UnavailableError) or are_gone or is_other
 
 
 async def _common(env: EffectContext, effect: UploadCommit) -> StatePart:

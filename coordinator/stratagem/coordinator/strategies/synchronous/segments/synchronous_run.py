@@ -15,6 +15,8 @@ from stratagem.coordinator.core.facts import (
     MembersFormed,
     ModelBuilt,
     ProcessDied,
+    RunCancelled,
+    RunFailed,
     RunResumed,
     SegmentCommitted,
     SegmentFinished,
@@ -98,6 +100,8 @@ class PartyRun:
     """Workers that were asked for what they have kept of it."""
     awaits_until_s: float | None = None
     """How long workers that have kept something of it, and are away, are waited for."""
+    has_ended: bool = False
+    """True once the run was stopped or has failed, until it is resumed."""
 
 
 RETURN_S: Final = 60.0
@@ -198,12 +202,19 @@ def transition(
             returned_run = _returned_to_commit(_to_whole(run))
             membership, lineage = run.membership + 1, run.lineage + 1
             return replace(returned_run, is_recovering=True, membership=membership, lineage=lineage)
+        case RunCancelled() | RunFailed():
+            return replace(run, has_ended=True, holders=run.holders or _holders(run))
         case RunResumed():
             # The workers have let go of the run, and of the files that they had kept of it.
             stopped = replace(_to_whole(run), members=(), left=frozenset(), deaths=Deaths())
-            return _returned_to_commit(replace(stopped, is_recovering=False))
+            return _returned_to_commit(replace(stopped, is_recovering=False, has_ended=False))
         case _:
             return run
+
+
+def _holders(run: PartyRun) -> tuple[Member, ...]:
+    """Return the members, where they are the workers that have kept something of the commit."""
+    return () if are_moved(run) else run.members
 
 
 def _kept(run: PartyRun, fact: SegmentFinished) -> tuple[KeptFile, ...]:
@@ -258,7 +269,9 @@ def are_moved(run: PartyRun) -> bool:
 
 def needs_upload(job: JobSpec, run: PartyRun) -> bool:
     """Return True when what only workers have of the commit is needed elsewhere, or the run ends
-    with it."""
+    with it: they let go of it then, also where the run may be resumed."""
+    if run.has_ended:
+        return bool(run.kept)
     is_end = bool(run.kept) and not run.finished and bool(stop_reason(job, run))
     return are_moved(run) or is_end
 
