@@ -18,6 +18,7 @@ from docs import (
     callers,
     code_map,
     error_catalogue,
+    nesting,
     processes,
     tables,
     training_phases,
@@ -44,6 +45,7 @@ def parts() -> Mapping[str, str]:
         **processes.RENDERED,
         **callers.RENDERED,
         **error_catalogue.RENDERED,
+        **nesting.RENDERED,
         **code_map.RENDERED,
     }
     made = {name: make() for name, make in rendered.items()}

@@ -262,7 +262,9 @@ def _object_rows(
         yield (f"`{owner}`", "no keys", "", "", "")
     for name, info in own.items():
         sort, allowed = _said(info)
-        allowed = "any that can be nested" if sort == "strategy" else allowed
+        allowed = (
+            "[those that can be inside](strategies/nesting.md)" if sort == "strategy" else allowed
+        )
         key = name.removesuffix("_")  # of a key that is a word of Python's
         yield (f"`{owner}`", f"`{prefix}{key}`", sort, default_text(info), allowed)
         if (section := _untagged(info.annotation)) is not None:
