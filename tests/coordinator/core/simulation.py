@@ -165,6 +165,9 @@ class Simulation:
         self.journal.append((entry.run_id, kind, payload, self.now_s))
         self.state = apply(self.state, entry.run_id, decode(kind, 1, payload), self.now_s)
         self.agenda.note(self.state, entry.run_id)
+        if entry.run_id not in self.state.runs and entry.run_id not in self.state.ended:
+            # A run that is deleted takes its rows along; what is of no run has no key.
+            self.keys = {key for key in self.keys if key[0] != entry.run_id}
         return self.state
 
     def _start(self) -> None:
