@@ -127,6 +127,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.cuts: set[int] = set()
         self.says_why = True
         """When it cuts; a process that ends by a defect does not."""
+        self.early_ends: set[int] = set()
+        """After these events a stream ends as if there were no more of them."""
         self.watched_from: list[int] = []
         self.downloaded_from: list[int] = []
         self.download_cuts: list[int] = []
@@ -209,6 +211,9 @@ class FakeCoordinator(CoordinatorServiceServicer):
                     metrics={"train.neighbour_distance": 0.25},
                 )
                 yield pb.WatchRunResponse(progress=progress)
+                if event.index in self.early_ends:
+                    self.early_ends.remove(event.index)
+                    return
                 if event.index in run.cuts:
                     run.cuts.remove(event.index)
                     await self._cut(context)

@@ -141,6 +141,17 @@ def test_watch_gives_each_event_once_although_it_is_cut(
     assert fake.watched_from == [0, 1, 3]
 
 
+@pytest.mark.parametrize(("kinds", "expected"), [((), [0, 1, 2, 3]), (("RunCompleted",), [3])])
+def test_watch_gives_what_happened_after_a_stream_that_ended_early(
+    client: Client, fake: FakeCoordinator, kinds: tuple[str, ...], expected: list[int]
+) -> None:
+    """Although the run has ended by the time at which its status is asked for."""
+    run = client.submit(JOB)
+    fake.early_ends = {1, 3}
+    assert events_of(list(run.watch(kinds=kinds))) == expected
+    assert events_of(list(run.watch(kinds=("None",)))) == []
+
+
 def test_watch_goes_on_where_the_caller_stopped(client: Client) -> None:
     run = client.submit(JOB)
     for item in run.watch():

@@ -97,7 +97,7 @@ class AsyncRun:
         has_end = follow is False or newest_first or before_index is not None
         if (limit is not None and limit < 1) or before_index == 0:
             return
-        num_left, phase = limit, cast("Phase | None", None)
+        num_left, phase, is_over = limit, cast("Phase | None", None), False
         while phase is None or not phase.is_final:
             request.limit = num_left or 0
             # The request says at every (re)connection from where to continue.
@@ -120,10 +120,11 @@ class AsyncRun:
                     yield event
                     if num_left == 0:
                         return
-            if has_end:
+            if has_end or is_over:
                 return
             if phase is None or not phase.is_final:  # ended early, or there was nothing to say
-                phase = (await self.status()).phase
+                # What happened since the stream ended is asked for once more.
+                is_over = (await self.status()).phase.is_final
 
     async def rounds(self, party: str = "") -> tuple[Round, ...]:
         """The rounds of a federation so far; party: of one inside another strategy."""
