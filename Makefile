@@ -25,7 +25,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test launch-test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup ray lock demo check test launch-test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -63,10 +63,11 @@ test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" 
 	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser and not launch" \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-launch-test: setup  ## workers that torchrun, Ray and a real Slurm start, the latter where `.ci/slurm` can get one
-	$(PIP) --require-hashes --no-deps --requirement requirements-ray.lock \
-		|| echo "Ray cannot be had here: its tests are skipped"
+launch-test: setup  ## workers that torchrun, Slurm (`.ci/slurm` installs one) and Ray (`make ray`) start
 	$(BIN)/python -m pytest -q -m launch
+
+ray: setup  ## Ray, for the tests of launching on it: 70 MB that nothing else needs
+	$(PIP) --require-hashes --no-deps --requirement requirements-ray.lock
 
 interop: setup  ## the examples with libraries that people use, beside the loops that they replace
 	$(BIN)/python -m pytest -q -m interop

@@ -18,7 +18,7 @@ BESIDE = Path(sys.executable).parent
 def why_not() -> str:
     """Return why no Ray can be started here; empty: one can."""
     there = (BESIDE / "ray").exists()
-    return "" if there else "needs Ray, which make launch-test installs"
+    return "" if there else "needs Ray: make ray"
 
 
 @dataclass(frozen=True, slots=True)
