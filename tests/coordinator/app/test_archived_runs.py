@@ -143,6 +143,27 @@ async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_i
     await app.loop.close()
 
 
+async def test_watchers_of_a_run_that_goes_on_stay_after_a_restart(tmp_path: Path) -> None:
+    made = coordinator_settings(data_dir=tmp_path)
+    async with twins(tmp_path) as both:
+        await both.tell(SubmitRun(RUN, job_text(LOCAL), 1.0))
+    app = await App.lead(made, entrance())
+    num_events = app.loop.state.runs[RUN].num_shown
+    watched = app.feed.watch(RUN, EventSpan(), num_events)
+    seen: list[Any] = [await anext(watched) for _ in range(num_events)]
+    assert [event.index for event in seen] == list(range(num_events))
+    # A watcher that is told the end here would ask again and again until something happens.
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(anext(watched, None))
+    running = asyncio.create_task(app.loop.run(app._changed))
+    await app.loop.submit(CancelRun(RUN))
+    event = await waiting
+    assert event is not None
+    assert event.index == num_events
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await app.loop.close()
+
+
 LOST: dict[str, Callable[[Path], None]] = {
     "none was written": lambda path: change(path, "DELETE FROM summary"),
     "another version's": lambda path: change(path, "UPDATE summary SET version = '9', brief = '?'"),

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -125,8 +125,8 @@ class Loop:
         self.state = put_to_rest(self.state, resting)
         num_facts = num_since = 0
         read: dict[RunId, float] = {}
-        async for facts in self.recorded.pages(others):
-            self._fold(facts)
+        async for page in self.recorded.pages(others):
+            facts = self._folded(page)
             read |= {item.entry.run_id: item.wall_s for item in facts}
             num_facts, num_since = num_facts + len(facts), num_since + len(facts)
             show(facts)
@@ -145,14 +145,20 @@ class Loop:
         counts = {"facts": num_facts, "runs": num_runs, "summaries": len(resting)}
         log.info("journal replayed", **counts, term=self.term)
 
-    def _fold(self, facts: list[Committed]) -> None:
+    def _folded(self, facts: list[Committed]) -> list[Committed]:
+        """Fold facts that were read back, and return them with the numbers that readers get."""
+        folded = []
         for item in facts:
             run_id = item.entry.run_id
+            before = self.state.find(run_id)
             with limits.lifted():
                 self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
             if run_id == CLUSTER:
                 self._num_of_cluster = item.index + 1
+            shown_index = _shown_index(before, self.state.find(run_id))
+            folded.append(replace(item, shown_index=shown_index))
         self.world = world_of(self.state)
+        return folded
 
     async def _sum_up(self, walls_s: Mapping[RunId, float]) -> None:
         """Summarize those of these runs, all of whose facts were read, that have ended without a
