@@ -81,17 +81,17 @@ def test_only_large_cpu_tensors_are_in_files(tmp_path: Path) -> None:
         small, large = torch.empty(num - 1), torch.empty(num)
         nothing = torch.empty(num, device="meta")
         sparse = torch.empty(num, num, layout=torch.sparse_coo)
-    assert [mapped(each) for each in (small, large)] == [False, True]
+    assert [mapped(each, tmp_path) for each in (small, large)] == [False, True]
     assert nothing.is_meta
     assert sparse.layout is torch.sparse_coo
 
 
-def mapped(tensor: Tensor) -> bool:
-    """Whether the tensor lies in memory that is mapped from a file."""
+def mapped(tensor: Tensor, folder: Path) -> bool:
+    """Whether the tensor lies in memory that is mapped from a file of the folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(each, 16) for each in line.split()[0].split("-"))
         if start <= tensor.data_ptr() < end:
-            return "model-" in line
+            return str(folder) in line
     raise AssertionError("nowhere")
 
 
@@ -103,7 +103,7 @@ def test_the_model_of_a_job_is_built_in_the_folder(tmp_path: Path) -> None:
         for folder in (None, tmp_path)
     )
     assert_same_bits(wanted.state_dict(), found.state_dict())
-    in_file = [mapped(each.get_parameter("0.weight")) for each in (wanted, found)]
+    in_file = [mapped(each.get_parameter("0.weight"), tmp_path) for each in (wanted, found)]
     assert in_file == [False, True]
 
 

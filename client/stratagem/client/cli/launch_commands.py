@@ -15,6 +15,7 @@ from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.cli.run_commands import JobArgument, RunIdOption, SetOption
 from stratagem.client.launch import kubernetes_job, ray_script, slurm_script
+from stratagem.client.launch.site_program import check_options
 from stratagem.client.launch.worker_launch import launch_of
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
@@ -207,6 +208,7 @@ def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
     back on another.
     """
     with reporting():
+        check_options(context.args, "ray job submit")
         job, chosen = _job_of(job_path, overrides, run_id)
         folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
         words = _words(worker)

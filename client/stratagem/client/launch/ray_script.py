@@ -4,14 +4,12 @@ Actors take resources one by one as the cluster has them free. A placement group
 there is room for all, while a run begins with the workers that are there.
 """
 
-import re
 import signal
 from pathlib import Path
 from typing import Final
 
 from stratagem.client.launch.site_program import answer_of
 from stratagem.client.launch.worker_launch import WorkerLaunch
-from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.process.process_exit import PREEMPTED
 
 SCRIPT: Final = '''\
@@ -134,10 +132,6 @@ def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
 
 def submit(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
     """Hand a program to Ray. options: of `ray job submit`. Raises UnavailableError."""
-    for option in options:
-        if re.match(r"--\w", option) is None:
-            problem = f"{option!r} is no option of ray job submit; write --name=VALUE after --"
-            raise InvalidInputError.at("options", problem)
     asked = ["ray", "job", "submit", "--no-wait", "--submission-id", launch.run_id, *options]
     python = launch.command[0]
     answer_of([*asked, "--", python, str(script.resolve())], "where Ray's are")

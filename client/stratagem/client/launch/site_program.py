@@ -1,11 +1,21 @@
 """Programs by which a site takes jobs, such as sbatch and kubectl."""
 
+import re
 import subprocess
+from collections.abc import Iterable
 from typing import Final
 
-from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.errors import InvalidInputError, UnavailableError
 
 TIMEOUT_S: Final = 60.0
+
+
+def check_options(options: Iterable[str], program: str) -> None:
+    """Raise InvalidInputError for what is no option, before anything is handed over."""
+    for option in options:
+        if re.match(r"-\w|--\w", option) is None or "\n" in option:
+            problem = f"{option!r} is no option of {program}; write --name=VALUE after --"
+            raise InvalidInputError.at("options", problem)
 
 
 def answer_of(command: list[str], where: str) -> str:

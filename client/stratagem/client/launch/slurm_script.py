@@ -1,13 +1,11 @@
 """A batch script for Slurm: workers of one run, which is put back into the queue when preempted."""
 
-import re
 import shlex
 from pathlib import Path
 from typing import Final
 
-from stratagem.client.launch.site_program import answer_of
+from stratagem.client.launch.site_program import answer_of, check_options
 from stratagem.client.launch.worker_launch import WorkerLaunch
-from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.process.process_exit import PREEMPTED
 
 GRACE_S: Final = 60
@@ -31,10 +29,7 @@ exit "$status"
 
 def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
     """Return the script. options: further ones of sbatch, which count more than those said here."""
-    for option in options:
-        if re.match(r"-\w|--\w", option) is None or "\n" in option:
-            problem = f"{option!r} is no option of sbatch; write --name=VALUE after --"
-            raise InvalidInputError.at("options", problem)
+    check_options(options, "sbatch")
     directives = [
         f"--job-name={launch.run_id}",
         f"--ntasks={launch.num_workers}",

@@ -9,7 +9,7 @@ from the same generator; only where the results lie is another place.
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import mkstemp
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import torch
@@ -72,18 +72,17 @@ class FileStorage(TorchDispatchMode):
     def _storage(self, num_bytes: int) -> UntypedStorage:
         """Return the memory of a new file. Raises LimitError where the disk has no room for it: a
         page that cannot be written later would end the process."""
-        descriptor, name = mkstemp(".part", "model-", self._folder)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            storage = UntypedStorage.from_file(name, shared=True, nbytes=num_bytes)
-            assert isinstance(storage, UntypedStorage)
-            return storage
+            # It never has a name, so a process that is killed leaves nothing behind.
+            with TemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                path = f"/proc/self/fd/{file.fileno()}"
+                storage = UntypedStorage.from_file(path, shared=True, nbytes=num_bytes)
         except OSError as error:
             text = f"{self._folder} has no room for {num_bytes} bytes of a model: {error.strerror}"
             raise LimitError(text) from error
-        finally:
-            os.unlink(name)
-            os.close(descriptor)
+        assert isinstance(storage, UntypedStorage)
+        return storage
 
 
 def _is_plain(kwargs: Mapping[str, Any]) -> bool:
