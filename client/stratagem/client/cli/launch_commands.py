@@ -16,7 +16,7 @@ from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.cli.run_commands import JobArgument, RunIdOption, SetOption
 from stratagem.client.launch import kubernetes_job, ray_script, slurm_script
 from stratagem.client.launch.site_program import check_options
-from stratagem.client.launch.worker_launch import launch_of
+from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.common.base.errors import StratagemError
@@ -115,9 +115,7 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
     """
     with reporting():
         job, chosen = _job_of(job_path, overrides, run_id)
-        folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
-        words = _words(worker)
-        wanted = launch_of(job, chosen, coordinator, workers, sys.executable, folders, words)
+        wanted = _launch_here(job, chosen, coordinator, workers, job_path, worker)
         text = slurm_script.slurm_script(wanted, tuple(context.args))
         if only_print:
             print(text, end="")
@@ -127,8 +125,7 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
         script.write_text(text)
         with _submitted(job, chosen, coordinator, proof, job_path):
             number = slurm_script.submit(script)
-        print(f"run {chosen}; Slurm's job {number}, of {script}")
-        print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
+        _tell(chosen, coordinator, f"Slurm's job {number}, of {script}")
 
 
 def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command line)
@@ -183,8 +180,7 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
         path.write_text(text)
         with _submitted(job, chosen, coordinator, proof, job_path):
             said = kubernetes_job.submit(path)
-        print(f"run {chosen}; {said}, of {path}")
-        print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
+        _tell(chosen, coordinator, f"{said}, of {path}")
 
 
 def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
@@ -210,9 +206,7 @@ def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
     with reporting():
         check_options(context.args, "ray job submit")
         job, chosen = _job_of(job_path, overrides, run_id)
-        folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
-        words = _words(worker)
-        wanted = launch_of(job, chosen, coordinator, workers, sys.executable, folders, words)
+        wanted = _launch_here(job, chosen, coordinator, workers, job_path, worker)
         host = split_address(split_addresses(coordinator)[0])[0]
         text = ray_script.ray_script(wanted, cpus, gpus, host)
         if only_print:
@@ -223,8 +217,7 @@ def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
         script.write_text(text)
         with _submitted(job, chosen, coordinator, proof, job_path):
             ray_script.submit(script, wanted, tuple(context.args))
-        print(f"run {chosen}; Ray's job {chosen}, of {script}")
-        print(f"follow it with: stratagem attach {chosen} --coordinator {coordinator}")
+        _tell(chosen, coordinator, f"Ray's job {chosen}, of {script}")
 
 
 def _job_of(
@@ -232,6 +225,25 @@ def _job_of(
 ) -> tuple[JobSpec, RunId]:
     job = load_job(job_path, overrides or [])
     return job, new_run_id(job.name) if run_id is None else check_run_id(run_id)
+
+
+def _launch_here(
+    job: JobSpec,
+    run_id: RunId,
+    coordinator: str,
+    num_workers: int,
+    job_path: Path,
+    worker: list[str] | None,
+) -> WorkerLaunch:
+    """Return a launch on nodes that have this Python and the user's folders at the same places."""
+    folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
+    words = _words(worker)
+    return launch_of(job, run_id, coordinator, num_workers, sys.executable, folders, words)
+
+
+def _tell(run_id: RunId, coordinator: str, what: str) -> None:
+    print(f"run {run_id}; {what}")
+    print(f"follow it with: stratagem attach {run_id} --coordinator {coordinator}")
 
 
 def _words(texts: list[str] | None) -> tuple[str, ...]:
