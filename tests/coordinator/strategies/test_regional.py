@@ -10,6 +10,8 @@ from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.commands import CancelRun, LoseWorker, Report, ResumeRun
 from stratagem.coordinator.core.effects import AggregateRound, SumRegion, TrainClient
 from stratagem.coordinator.core.facts import (
+    ClientsSelected,
+    PartyFailed,
     RosterFormed,
     SegmentCommitted,
     UpdateReceived,
@@ -132,6 +134,17 @@ def test_a_region_that_fails_is_rejected_alone() -> None:
     assert {fact.client for fact in rejected} == {1}
     assert "no rows" in rejected[0].reason
     assert {fact.client for fact in simulation.facts(UpdateReceived) if not fact.party} == {0, 2}
+
+
+def test_a_region_whose_work_is_reported_to_have_failed_is_rejected_alone() -> None:
+    simulation = start(job_text(regional()), *"ab")
+    while not any(fact.party == "client1" for fact in simulation.facts(ClientsSelected)):
+        simulation.tell(simulation.queue.popleft())
+    simulation.tell(Report(RUN, PartyFailed(party=Party("client1"), reason="its rows are damaged")))
+    simulation.run()
+    assert phase(simulation) is RunPhase.COMPLETED, reason(simulation)
+    (rejected,) = [fact for fact in simulation.facts(UpdateRejected) if not fact.party]
+    assert (rejected.client, rejected.reason) == (1, "its rows are damaged")
 
 
 def test_a_run_that_is_resumed_goes_on_with_its_round_or_from_an_earlier_one() -> None:

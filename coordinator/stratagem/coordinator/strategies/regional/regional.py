@@ -162,7 +162,7 @@ def reject_reason(job: JobSpec, value: RegionalRun, fact: Fact) -> str:
         if nested.is_of(child, fact):
             if region not in _in_training(value):
                 return f"region {region} has ended its part of round {value.rounds.round_num}"
-            return nested.reject_reason(child, fact)
+            return "" if isinstance(fact, PartyFailed) else nested.reject_reason(child, fact)
     return federated.reject_reason(job, value.rounds, fact)
 
 
