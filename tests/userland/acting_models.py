@@ -53,6 +53,18 @@ def timed(folder: str, pace_s: float) -> nn.Module:
     return Hooked(note)
 
 
+def losing_device(reason: str, file: str) -> nn.Module:
+    """Raises at the third batch what torch raises of a lost CUDA device, unless this file is there,
+    which it makes before."""
+
+    def act(num: int) -> None:
+        if num == 3 and not Path(file).exists():
+            Path(file).touch()
+            raise torch.AcceleratorError(f"CUDA error: {reason}")
+
+    return Hooked(act)
+
+
 def deadly(at_batch: int, signum: int = 0) -> nn.Module:
     """Ends its process at a batch, by a signal or by an exit that nobody can catch."""
 

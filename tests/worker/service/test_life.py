@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stratagem.common.process.process_exit import PREEMPTED
 from stratagem.common.rpc.channel import open_channel
 from stratagem.worker.process.shutdown import REPEAT_S, Stop
 from tests.jobs import user_model
@@ -131,6 +132,29 @@ def test_a_scheduler_preempts_and_a_person_does_not(
     stop.note(number, 100.0)
     stop.release("the end of run r")
     assert stop.is_preemption is is_preemption
+
+
+@pytest.mark.core
+def test_who_is_to_be_replaced_ends_with_a_status_that_starts_it_again() -> None:
+    stop = Stop()
+    assert (stop.status(is_launched=True), stop.status(is_launched=False)) == (0, 0)
+    stop.replace("the device was lost")
+    assert (stop.told.is_set(), stop.reason) == (True, "the device was lost")
+    assert not stop.note(signal.SIGTERM, 100.0)
+    assert not stop.is_preemption
+    assert (stop.status(is_launched=True), stop.status(is_launched=False)) == (PREEMPTED, 1)
+
+
+@pytest.mark.core
+def test_a_launcher_starts_the_preempted_again_and_nobody_the_released() -> None:
+    preempted, released = Stop(), Stop()
+    preempted.note(signal.SIGTERM, 100.0)
+    released.release("the end of run r")
+    assert (preempted.status(is_launched=True), preempted.status(is_launched=False)) == (
+        PREEMPTED,
+        0,
+    )
+    assert released.status(is_launched=True) == 0
 
 
 async def test_a_plan_that_nobody_attends_lets_others_go_first(w0: Worker) -> None:

@@ -7,33 +7,24 @@ error of every attached call when it is a defect of ours.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 import structlog
-import torch
 
-from stratagem.common.base.errors import (
-    InvalidInputError,
-    LimitError,
-    NotFoundError,
-    RefusedBySiteError,
-    SiteClosedError,
-    StratagemError,
-    UserCodeError,
-)
+from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
-from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.numerics.memory_modes import give_back
 from stratagem.worker.plans.build_plan import build
 from stratagem.worker.plans.client_round import client_round
 from stratagem.worker.plans.evaluate_plan import evaluate_state
 from stratagem.worker.plans.measure_plan import measure
+from stratagem.worker.plans.plan_errors import USERS_FAULT, typed_errors, users_fault
 from stratagem.worker.plans.show_plan import show
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.plans.train_plan import Segment, train
@@ -51,23 +42,8 @@ from stratagem.worker.session.plan_control import (
 from stratagem.worker.session.work_statistics import DEFECT
 from stratagem.worker.site.site_admission import SiteAdmission
 from stratagem.worker.user_code import output_capture
-from stratagem.worker.user_code.entrypoints import user_error
 
 log = structlog.get_logger(__name__)
-
-# What the job, the user's code or the user's sizes have brought about. Never retried.
-USERS_FAULT: Final = (
-    UserCodeError,
-    InvalidInputError,
-    NotFoundError,
-    LimitError,
-    RefusedBySiteError,
-    MemoryError,
-    torch.OutOfMemoryError,
-    KeyboardInterrupt,
-    SystemExit,
-)
-
 
 DESERTED_S: Final = 5.0
 """A coordinator that restarts is back sooner."""
@@ -270,7 +246,7 @@ class PlanExecution:
             ),
         ):
             try:
-                with _typed_memory_errors():
+                with typed_errors(work):
                     result, membership = _run_plan(work, self._segment)
                 if work.job.execution.memory == "MinimalPeak":
                     give_back(work.host.device)
@@ -284,12 +260,13 @@ class PlanExecution:
                 return
             except PlanStopped as end:
                 work.control.let_go()
-                work.holding.drop() if end.reason == ABORTED else work.holding.leave()
+                is_lost = end.reason == ABORTED or work.host.health.fault is not None
+                work.holding.drop() if is_lost else work.holding.leave()
                 result, membership = _stopped(work, end.reason), work.control.view.membership
             except USERS_FAULT as error:
                 work.control.let_go()
                 work.holding.drop()
-                result, membership = _users_fault(work, error), work.control.view.membership
+                result, membership = users_fault(work, error), work.control.view.membership
                 tracing.fail(f"{result.error.type}: {result.error.message}")
             except BaseException as error:  # the task supervisor: reported to every caller
                 log.error("plan failed", exc_info=error)
@@ -317,17 +294,6 @@ class PlanExecution:
             self._work.host.last_words.line(text)
 
 
-@contextmanager
-def _typed_memory_errors() -> Iterator[None]:
-    """Turn the RuntimeError by which torch reports that the host has no memory into MemoryError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):
-            raise MemoryError(str(error)) from error
-        raise
-
-
 def _ids(work: ExecutionContext) -> dict[str, Any]:
     """Return the identifiers that log lines and spans of an execution carry."""
     view = work.control.view
@@ -344,7 +310,7 @@ def _ids(work: ExecutionContext) -> dict[str, Any]:
 
 def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResult, int]:
     work.control.check()
-    if work.control.is_draining:
+    if work.control.is_draining or work.host.health.fault is not None:
         raise PlanStopped(DRAINED)
     check_supported(work.job.execution)
     request, membership = work.request, work.control.view.membership
@@ -383,7 +349,7 @@ def _stopped(work: ExecutionContext, reason: str) -> pb.ExecuteResult:
     """Return the result of a plan that was ended; with the window of its site, it is an error that
     says when the next one opens."""
     if reason == CLOSED and work.admission is not None:
-        return _users_fault(work, work.admission.closed)
+        return users_fault(work, work.admission.closed)
     return pb.ExecuteResult(interrupted=pb.Interrupted(reason=reason))
 
 
@@ -394,31 +360,4 @@ def _told(
     try:
         return admission.told(result)
     except RefusedBySiteError as error:
-        return _users_fault(work, error)
-
-
-def _users_fault(work: ExecutionContext, error: BaseException) -> pb.ExecuteResult:
-    """Return the result for an error that the user's code or the job has caused.
-
-    Errors of our own about the job come without a traceback, which would be of our code.
-    """
-    activity = work.holding.activity
-    match error:
-        case UserCodeError():
-            told = error
-        case StratagemError():
-            told = UserCodeError(type(error).__name__, str(error))
-        case _:
-            told = user_error(error, activity)
-    if work.admission is not None:
-        told = work.admission.error(error, activity, told)
-    return pb.ExecuteResult(
-        error=types_pb2.UserError(
-            type=told.type,
-            message=told.message,
-            traceback=told.traceback,
-            worker_id=work.host.worker_id,
-            activity=told.activity or activity,
-            opens_in_s=error.opens_in_s if isinstance(error, SiteClosedError) else 0.0,
-        )
-    )
+        return users_fault(work, error)

@@ -14,6 +14,8 @@ from typing import Final
 
 import structlog
 
+from stratagem.common.process.process_exit import PREEMPTED
+
 REPEAT_S: Final = 2.0
 """Signals that follow the first one within this are repeats of it."""
 
@@ -27,6 +29,8 @@ class Stop:
     reason: str = ""
     is_release: bool = False
     """True where the work is done, and no signal came before."""
+    is_replacement: bool = False
+    """True where this process can compute no more and another one is to take its place."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     _first_s: float | None = None
 
@@ -34,6 +38,13 @@ class Stop:
         """Take in that this process is not needed any more."""
         if not self.told.is_set():
             self.reason, self.is_release = reason, True
+            self.told.set()
+
+    def replace(self, reason: str) -> None:
+        """Take in that another process has to take the place of this one."""
+        self.is_replacement = True
+        if not self.told.is_set():
+            self.reason = reason
             self.told.set()
 
     def note(self, number: signal.Signals, now_s: float) -> bool:
@@ -49,7 +60,15 @@ class Stop:
     @property
     def is_preemption(self) -> bool:
         """True when a scheduler, and not a person, has ended a process that was still wanted."""
-        return self.told.is_set() and not self.is_release and self.reason != signal.SIGINT.name
+        is_done = self.is_release or self.is_replacement
+        return self.told.is_set() and not is_done and self.reason != signal.SIGINT.name
+
+    def status(self, is_launched: bool) -> int:
+        """Return the exit status. Whatever starts a process again does so for those that are not 0;
+        launchers do for PREEMPTED."""
+        if is_launched and (self.is_preemption or self.is_replacement):
+            return PREEMPTED
+        return 1 if self.is_replacement else 0
 
 
 def stop_by_signals(preempt_signal: str) -> Stop:

@@ -30,7 +30,6 @@ from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
-from stratagem.common.process.process_exit import PREEMPTED
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
@@ -43,12 +42,13 @@ from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from stratagem.worker.host.device_faults import DeviceFault
 from stratagem.worker.host.torch_thread import TorchThread
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerServicer
 from stratagem.worker.process.capability import capability_of, device_of
 from stratagem.worker.process.heartbeat import Agent, Identity
-from stratagem.worker.process.shutdown import stop_by_signals
+from stratagem.worker.process.shutdown import Stop, stop_by_signals
 from stratagem.worker.process.tunnel import Tunnel
 from stratagem.worker.process.worker_host import Reach, host_of, secure_rounds_of
 from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
@@ -94,13 +94,12 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         tracing.start("worker", settings.worker_id)
         with output_capture.installed():
-            is_preempted = asyncio.run(run(settings, thread, site))
+            status = asyncio.run(run(settings, thread, site))
     except StratagemError as error:
         log.error("worker cannot serve", reason=str(error))
         return 1
     finally:
         tracing.stop()
-    status = PREEMPTED if is_preempted and settings.rendezvous is not None else 0
     if not thread.stop(timeout_s=1.0):
         log.warning("user code did not end in time")
         sys.stderr.flush()
@@ -119,9 +118,9 @@ def keep_forks_away() -> None:
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 
 
-async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> bool:
-    """Serve until a signal arrives or the work is done, then drain; return whether this process was
-    preempted. site: decides what is served.
+async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> int:
+    """Serve until a signal arrives, the work is done or the device is lost, then drain; return the
+    exit status. site: decides what is served.
     """
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
@@ -149,6 +148,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         secure = secure_rounds_of(settings, security, site)
         host = host_of(settings, thread, mesh, reach, site, secure)
         host.last_words.explain_faults()
+        host.health.on_lost = partial(_device_lost, stop, host.loop)
         sessions = Sessions(host, settings.max_sessions)
         monitor = WorkerMonitor(process, host, sessions)
         metrics = await opened.enter_async_context(monitor.served(settings))
@@ -189,7 +189,17 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
             await asyncio.gather(*tasks, return_exceptions=True)
             host.blobs.clear()
             host.user_code.bundles.close()
-    return stop.is_preemption
+    return stop.status(is_launched=settings.rendezvous is not None)
+
+
+def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault) -> None:
+    """End this process, which has lost its device: once the job that has brought it about knows, or
+    else at once, like a crash, after which what ran here is done again."""
+    log.error("device lost: this process ends, to be started again", reason=fault.reason)
+    if not fault.is_the_jobs:
+        sys.stderr.flush()
+        os._exit(1)
+    loop.call_soon_threadsafe(stop.replace, f"the device was lost: {fault.reason}")
 
 
 def _tunnel(settings: WorkerSettings, agent: Agent, server_path: str) -> Tunnel:

@@ -43,6 +43,7 @@ from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.host.device_faults import DeviceHealth
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
 from stratagem.worker.host.worker_blob_cache import Blob, ReceivedBlobs
@@ -119,6 +120,7 @@ class Host:
     """What federated clients keep to themselves here; None without a data folder."""
     build_dir: Path | None = None
     """Of files that hold a model while it is built; None: memory does."""
+    health: DeviceHealth = field(default_factory=DeviceHealth)
     kept: KeptReplicas = field(default_factory=KeptReplicas)
     """What only this worker has of the commits of its runs."""
 
