@@ -11,8 +11,8 @@ from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
+from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
-from stratagem.tools.planning.simulated_step import measure_training
 from stratagem.worker.engine import GossipTrainer, build_trainer
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.compression import TensorLayout
-from stratagem.common.job import JobSpec
+from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.strategy import (
     Custom,
@@ -23,14 +23,17 @@ from stratagem.common.strategy import (
     ParameterServer,
     PopulationBased,
     Strategy,
+    local_steps_of,
 )
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num_known, plain_copies
 from stratagem.tools.planning.job_site import Site
+from stratagem.tools.planning.measured_step import measure_training
+from stratagem.tools.planning.outer_messages import outer_messages
+from stratagem.tools.planning.simulated_local_steps import ReplicasReading, play_local_steps
 from stratagem.tools.planning.simulated_step import (
     Reading,
     library_workspace,
-    measure_training,
     play_forward,
     play_training,
 )
@@ -172,11 +175,13 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
         case DataParallel(num_replicas, Decentralized(topology=topology)):
             num_members = min(num_workers or num_replicas, num_replicas)
             return _gossip(job, site, topology, num_replicas, num_members)
+        case DataParallel() if local_steps_of(strategy) is not None:
+            return _apart(job, site, strategy, num_workers)
         case DataParallel(num_replicas, aggregation, options):
             rows = _pieces(job, num_replicas)
             if isinstance(options.inner, ModelParallel):
                 return _pipeline(job, site, options.inner, rows)
-            party = ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
+            party = _party(strategy, num_workers)
             estimate = _of_party(job, site, party)
             if party.size > 1 and isinstance(aggregation, ParameterServer):
                 received = 4 * estimate.num_parameters  # the sums are staged next to the buckets
@@ -202,9 +207,11 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
     """Add the memory of the codec: for each shard that the worker owns its state, before and after
     the step, and its message; and temporarily, when no activations are left, the scratch of one."""
-    spec = job.compression
-    if spec is None or spec.codec == "none":
+    spec = exchanged_codec(job.compression, job.strategy)
+    if spec is None:
         return estimate
+    if isinstance(job.strategy, DataParallel) and local_steps_of(job.strategy) is not None:
+        return _with_outer_messages(job.strategy, estimate, spec, num_workers)
     if isinstance(job.strategy, DataParallel) and isinstance(
         job.strategy.aggregation, Decentralized
     ):
@@ -224,6 +231,23 @@ def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> 
     return _with_moment(kept, codec.scratch)
 
 
+def _with_outer_messages(
+    strategy: DataParallel, estimate: StepMemory, spec: CompressionSpec, num_workers: int | None
+) -> StepMemory:
+    """Likewise for outer gradients; with an overlap messages are held while replicas train on."""
+    num_own = len(_party(strategy, num_workers).owned)
+    options = strategy.options
+    need = outer_messages(spec, estimate.layout, options.fragments, num_own)
+    note = f"{text_of(need.messages)} of outer gradients as {spec.codec}"
+    if estimate.device != "cpu":
+        note = f"{note}, in host memory or in scratch on the device, which are not in it"
+        return replace(estimate, notes=(*estimate.notes, note))
+    noted = replace(estimate, notes=(*estimate.notes, note))
+    if not options.overlap_steps:
+        return _with_moment(noted, need.messages + need.moment)
+    return _with_moment(replace(noted, gradients=noted.gradients + need.messages), need.moment)
+
+
 def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
     """Add the gradients that phase training keeps: its history, the forecast of the back-test, and
     those of a predicted step, flat and by parameter."""
@@ -234,6 +258,12 @@ def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
     size = 8 if job.execution.precision == "Full" else 4
     held = size * estimate.num_parameters * kept
     return replace(estimate, gradients=estimate.gradients + held)
+
+
+def _party(strategy: DataParallel, num_workers: int | None) -> ShardOwners:
+    """Return the first of the workers, none of which has more replicas."""
+    num_replicas = strategy.num_replicas
+    return ShardOwners(0, min(num_workers or num_replicas, num_replicas), num_replicas)
 
 
 def _of_party(job: JobSpec, site: Site, party: ShardOwners) -> StepMemory:
@@ -305,6 +335,30 @@ def _gossip(
     return _with_moment(estimate, copies.moment)
 
 
+def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | None) -> StepMemory:
+    """A worker keeps parameters and an optimizer for each of its replicas, works on one at a time,
+    and keeps what all replicas have in common, with the outer optimizer and its gradients."""
+    num_replicas, party = strategy.num_replicas, _party(strategy, num_workers)
+    rows, held = rows_of_pass(job, num_replicas), len(party.owned)
+    found = play_local_steps(_without_accumulation(job, rows * num_replicas), site, party)
+    estimate = _estimate(found.reading, site, rows, (_replicas_note(found, held, num_replicas),))
+    if party.size > 1 and isinstance(strategy.aggregation, ParameterServer):
+        received = 4 * estimate.num_parameters  # the sums are staged next to the buckets
+        estimate = replace(estimate, gradients=estimate.gradients + received)
+    return estimate
+
+
+def _replicas_note(found: ReplicasReading, held: int, num_replicas: int) -> str:
+    """Name what is counted beyond one model and its optimizer."""
+    parts = f" of {found.num_fragments} fragments" if found.num_fragments > 1 else ""
+    momentum = f"{text_of(found.momentum)} of outer momentum, " if found.momentum else ""
+    return (
+        f"{held} of {num_replicas} replicas, each with parameters, gradients and an optimizer of "
+        f"its own; {text_of(found.common)} of parameters that they have in common, {momentum}"
+        f"{text_of(found.sums)} of outer gradients{parts}, with room for what is received"
+    )
+
+
 def _with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
     """Add memory that is needed temporarily, at a time when no activations are left."""
     more = num_bytes - estimate.activations - estimate.workspace
@@ -344,7 +398,9 @@ def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -
 
 def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
     """Corrects the workspace by the peak of real steps of the same share."""
-    if not isinstance(job.strategy, Local | DataParallel) or estimate.notes:
+    if not isinstance(job.strategy, Local | DataParallel) or (
+        estimate.notes and local_steps_of(job.strategy) is None
+    ):
         raise InvalidInputError.at(
             "strategy", f"a step of {type(job.strategy).__name__} is not measured by one worker"
         )

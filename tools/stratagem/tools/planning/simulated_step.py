@@ -1,4 +1,4 @@
-"""Plays training steps of one worker to see what they hold: with fake tensors, or for real.
+"""Plays training steps of one worker with fake tensors to see what they hold.
 
 The engine itself is run, so that what it holds is what it will hold: gradient buckets, copies of
 buffers, temporaries of the optimizer. Fake tensors take shapes from one row of the real data and
@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +24,6 @@ from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
 from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.build_trainer import make_setup
-from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
@@ -34,15 +32,13 @@ from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
+from stratagem.worker.models.model_builder import build_shapes, float_dtype
 
 CUBLAS_BYTES: Final = 8_519_680
 """torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
 HOPPER: Final = (9, 0)
 NUM_STEPS: Final = 2
 """The first step makes the optimizer's state; the second holds it from the start."""
-MAX_STEPS: Final = 32
-"""Enough for a scale of the loss to come down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +82,23 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     num_rows = min(job.batch_size, len(data["train"]))
     unordered = job.data.model_copy(update={"order": None})
     whole = job.model_copy(update={"batch_size": num_rows, "data": unordered})
-    batches = {**data, "train": _Rows(NUM_STEPS * num_rows)}
+    batches = {**data, "train": ShapedRows(NUM_STEPS * num_rows)}
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_shapes(job, site.entrypoints, device=site.device)
         trainer = Trainer(make_setup(whole, site.entrypoints, model, batches, gather))
         parameters = live.size_of(trainer.model.parameters())
-        cached = _cached(job, data, gather)
+        cached = hold_cached(job, data, gather)
         buffers = live.live - parameters
-        buckets = _buckets(trainer, party)
-        received = _received(buckets, party)
+        buckets = gradient_buckets(trainer, party)
+        received = receive_buffers(buckets, party)
         gradients = live.live - buffers - parameters
         exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)
         for _ in range(NUM_STEPS):
             live.forget_peak()
             trainer.train_step(exchange, party.owned, party.num_shards)
-        optimizer = live.size_of(_optimizer_state(trainer))
-        state = live.size_of([*_tensors_of(trainer.model), *_optimizer_state(trainer)])
+        optimizer = live.size_of(optimizer_tensors(trainer))
+        state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
         del received, cached
     return Reading(
         parameters=parameters,
@@ -125,7 +121,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
     with FakeTensorMode(allow_non_fake_inputs=True), live, torch.no_grad():
         model = build_shapes(job, site.entrypoints, device=site.device).eval()
         parameters = live.size_of(model.parameters())
-        cached = _cached(job, data, gather) if job.only_evaluates else None
+        cached = hold_cached(job, data, gather) if job.only_evaluates else None
         buffers = live.live - parameters
         live.forget_peak()
         x, y = gather(data[_split(job)], torch.arange(num_rows), "running the model")
@@ -150,21 +146,6 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
     )
 
 
-def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
-    """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
-    data = site.data_of(job)
-    gather = make_gather(job, site.device)
-    if site.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(site.device)
-        before = torch.cuda.memory_allocated(site.device)
-        _steps(job, site, data, gather, party)
-        return torch.cuda.max_memory_allocated(site.device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        held = _steps(job, site, data, gather, party)
-    del held
-    return _peak_of(recorded)
-
-
 def library_workspace(device: torch.device) -> int:
     """Return the bytes that torch reserves for libraries, whatever the model."""
     if device.type != "cuda":
@@ -173,52 +154,13 @@ def library_workspace(device: torch.device) -> int:
     return 32 << 20 if is_large else CUBLAS_BYTES
 
 
-def _peak_of(recorded: profile) -> int:
-    """The highest sum of allocations less what was freed, in the order of time."""
-    assert recorded.profiler is not None
-    results = recorded.profiler.kineto_results
-    assert results is not None
-    changes = sorted(
-        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]  # the stub lacks it
-        for event in results.events()
-        if event.name() == "[memory]"
-    )
-    live = peak = 0
-    for _, change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak
-
-
-def _steps(
-    job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: ShardOwners
-) -> tuple[Trainer, GradientBuckets]:
-    model = build_model(job, site.entrypoints, device=site.device, fresh=True)
-    trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
-    buckets = _buckets(trainer, party)
-    received = _received(buckets, party)
-    exchange = GradientReducer(buckets, party, SoloTransport(), trainer.compressor)
-    for step in range(1, MAX_STEPS + 1):
-        is_whole = bool(trainer.optimizer.state) or not _skips(job)
-        trainer.train_step(exchange, party.owned, party.num_shards)
-        if step >= NUM_STEPS and is_whole:
-            break
-    del received
-    return trainer, buckets
-
-
-def _skips(job: JobSpec) -> bool:
-    """Return whether first steps may change nothing because the loss is still scaled too far."""
-    return job.execution.precision in ("Mixed", "Half") and job.execution.amp_dtype == "float16"
-
-
-def _buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
+def gradient_buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     buckets.tensors(num_sets(party) - 1)
     return buckets
 
 
-def _received(buckets: GradientBuckets, party: ShardOwners) -> object:
+def receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:
     """Allocate the buffers into which the exchange between machines receives partial sums."""
     if party.size == 1:
         return None
@@ -231,13 +173,13 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _optimizer_state(trainer: Trainer) -> list[Tensor]:
+def optimizer_tensors(trainer: Trainer) -> list[Tensor]:
     values = chain.from_iterable(state.values() for state in trainer.optimizer.state.values())
     return [value for value in values if isinstance(value, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class ShapedRows:
     """A data set of so many rows, of which nothing but the shapes is asked."""
 
     num_rows: int
@@ -267,7 +209,7 @@ class _ShapesOnly(Gather):
         return x, x if self.y is self.x else map_tensors(self.y, rows)
 
 
-def _cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
+def hold_cached(job: JobSpec, data: Mapping[str, Dataset], gather: Gather) -> object:
     """The data sets that are on the device, if the job wants that. Rows as those of training."""
     if job.execution.memory != "Cached":
         return None

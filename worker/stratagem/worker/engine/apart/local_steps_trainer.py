@@ -144,8 +144,14 @@ class LocalStepsTrainer:
         return state_format.copied(dict(sorted(tensors.items()))), metadata
 
     def copy_state(self, *, is_first: bool = True) -> State:
-        """Copies on the CPU in order of name: `replica<i>/…` of the own replicas, without a model
-        that is the common one; and what all have in common, of the first member."""
+        """Copies `live_state` on the CPU, in order of name."""
+        tensors, metadata = self.live_state(is_first=is_first)
+        return state_format.copied(dict(sorted(tensors.items()))), metadata
+
+    def live_state(self, *, is_first: bool = True) -> State:
+        """Returns the tensors themselves, valid until the next step: `replica<i>/…` of the own
+        replicas, without a model that is the common one; and what all have in common, of the first
+        member."""
         tensors, metadata = self._common_state() if is_first else ({}, {})
         metadata |= state_format.state_metadata(self.step)
         for number, replica in self._replicas.items():
@@ -157,7 +163,7 @@ class LocalStepsTrainer:
                 if self._keeps_models or not name.startswith(state_format.MODEL)
             }
             metadata |= {f"{prefix}{name}": value for name, value in numbers.items()}
-        return state_format.copied(dict(sorted(tensors.items()))), metadata
+        return tensors, metadata
 
     def _common_state(self) -> State:
         tensors = {**state_format.model_state(self.model), **self._outer.state()}
