@@ -299,9 +299,10 @@ async def test_snapshots_and_the_live_state() -> None:
     states = [freeze({"x": torch.ones(1)}, {"step": str(n)}) for n in range(4)]
     for segment, state in enumerate(states[:3]):
         store.keep(segment, state)
-    assert store.snapshot(2) is states[2]
+    with store.reading(2) as newest:
+        assert newest is states[2]
     with pytest.raises(NotFoundError, match="held: 1, 2"):
-        store.snapshot(0)
+        store.reading(0).__enter__()
     waiting = asyncio.create_task(store.live(7, 60.0))
     await asyncio.sleep(0)
     store.set_live(6, states[0])

@@ -36,6 +36,7 @@ from stratagem.worker.engine.step.apply_step import StepPolicy, apply_step
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Counted
 from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
+from stratagem.worker.engine.step.state_format import NOTHING
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer, wish_of
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally, end_of
 from stratagem.worker.engine.trainers.trainer_state import State
@@ -259,11 +260,11 @@ class StageRunner:
         metadata = state.state_metadata(self.step, numbers)
         return {**state.model_state(self.model), **tensors}, metadata
 
-    def copy_state(self, *, is_first: bool = True) -> State:
+    def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Returns `state`, copied to the CPU, which training then leaves as it is; all of it is
-        this rank's alone."""
+        this rank's alone. into: see `state_format.copied`."""
         tensors, metadata = self.state()
-        return state.copied(tensors), metadata
+        return state.copied(tensors, into), metadata
 
     def wants(self, name: str) -> bool:
         """Returns whether `load_state` needs this tensor or number of the whole state."""

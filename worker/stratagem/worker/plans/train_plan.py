@@ -225,13 +225,16 @@ def _conclude(
     trainer, exchange = joined
     if segment.summary is None:
         summary = trainer.end_segment(exchange, work.holding.tally)
+        began_s = time.perf_counter()
+        into = work.states.take_back(work.segment)
         if plan.keeps and isinstance(trainer, LocalStepsTrainer):
             segment.kept = _keep_replicas(work, plan, trainer)
-            state = trainer.copy_common_state()
+            state = trainer.copy_common_state(into)
         else:
-            state = trainer.copy_state(is_first=view.rank == 0)
+            state = trainer.copy_state(is_first=view.rank == 0, into=into)
             work.host.kept.unsent.discard(work.key.run_id)
-        work.post(work.states.keep, work.segment, freeze(*state))
+        work.post(work.states.keep, work.segment, freeze(*state, is_reusable=True))
+        work.host.stats.snapshot_stall_seconds.add(time.perf_counter() - began_s)
         segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
         segment.summary = summary
         failpoint("worker.snapshot.taken")

@@ -34,6 +34,12 @@ STEPS: Final = Metric(
 STEP_SECONDS: Final = Metric(
     "stratagem_worker_step_seconds", "histogram", "how long training steps took, exchange included"
 )
+SNAPSHOT_STALL: Final = Metric(
+    "stratagem_worker_snapshot_stall_seconds",
+    "histogram",
+    "how long training stood still at the end of a segment while its state was copied to host "
+    "memory; the commit is made of the copy beside the next segment",
+)
 SKIPPED: Final = Metric(
     "stratagem_worker_skipped_steps_total",
     "counter",
@@ -99,6 +105,7 @@ CLOCK_OFFSET: Final = Metric(
 METRICS: Final = (
     STEPS,
     STEP_SECONDS,
+    SNAPSHOT_STALL,
     SKIPPED,
     ROWS,
     EXCHANGE_WAIT,
@@ -163,6 +170,7 @@ class WorkerMonitor:
         yield from held
         yield STEPS, one(stats.num_steps)
         yield STEP_SECONDS, one(stats.step_seconds)
+        yield SNAPSHOT_STALL, one(stats.snapshot_stall_seconds)
         yield SKIPPED, one(stats.num_skipped_steps)
         yield ROWS, one(stats.num_rows)
         yield EXCHANGE_WAIT, one(stats.exchange_wait_s)

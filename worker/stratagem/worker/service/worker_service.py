@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -133,8 +133,7 @@ class WorkerServicer(WorkerServiceServicer):
     async def GetState(
         self, request: pb.GetStateRequest, context: Context
     ) -> AsyncIterator[pb.GetStateResponse]:
-        with self.sessions.uploading(request):
-            state = await self._state(request)
+        with self.sessions.uploading(request), await self._state(request) as state:
             async for response in serve_get(
                 pb.GetStateResponse, state.manifest, state.buffers, request.offset
             ):
@@ -256,24 +255,26 @@ class WorkerServicer(WorkerServiceServicer):
             raise NotFoundError(f"this worker has no local data {local!r}; it has: {known}")
         return job
 
-    async def _state(self, request: pb.GetStateRequest) -> Frozen:
+    async def _state(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen]:
+        """Return the time in which the state is read."""
         if request.WhichOneof("which") == "kept" and self._host.site is None:
             # By the session's name alone: the process that has written it may have ended.
             await self._pass(request.fence, request.session, is_order=False)
             run_id = check_run_id(request.session.run_id)
-            return await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
+            kept = await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
+            return nullcontext(kept)
         session = await self._session(request.fence, request.session)
         if self._host.site is not None and request.WhichOneof("which") != "snapshot":
             raise RefusedBySiteError("which: a site gives the updates of its rounds and no more")
         match request.WhichOneof("which"):
             case "snapshot":
-                return session.states.snapshot(request.snapshot)
+                return session.states.reading(request.snapshot)
             case "outputs":
-                return session.states.outputs(request.outputs)
+                return nullcontext(session.states.outputs(request.outputs))
             case "live":
                 state = await session.states.live(request.fence.membership, self._limits.wait_s)
                 # The party may have been formed again meanwhile, without the caller.
                 self.sessions.check_member(request.session, current_caller())
-                return state
+                return nullcontext(state)
             case _:
                 raise InvalidInputError.at("which", "name a snapshot, outputs or the live state")

@@ -1,13 +1,17 @@
 """States of a session that others may fetch: snapshots of ended segments, and the live one.
 
 Owns the frozen copies, ready to be streamed: contiguous CPU tensors with their manifest. Lives on
-the event loop; the copies are made in the torch thread and never change afterwards.
+the event loop; the copies are made in the torch thread and never change afterwards, until that
+thread takes the memory of the oldest snapshot back, of which the coordinator has asked all that it
+will: it lets no segment begin while two are without a commit.
 """
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
@@ -25,6 +29,8 @@ class Frozen:
 
     manifest: Manifest
     buffers: Sequence[memoryview]
+    reusable: Mapping[str, Tensor] = field(default_factory=dict)
+    """Its tensors, where a later snapshot may be copied into them when nobody needs this one."""
 
 
 def freeze(
@@ -32,10 +38,15 @@ def freeze(
     metadata: Mapping[str, str],
     purpose: Purpose = Purpose.STATE,
     weight: float = 0.0,
+    *,
+    is_reusable: bool = False,
 ) -> Frozen:
-    """Freeze tensors that the caller no longer changes, with their manifest."""
+    """Freeze tensors that the caller no longer changes, with their manifest.
+
+    is_reusable: nobody else has them, so a later snapshot may be copied into them.
+    """
     manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
-    return Frozen(manifest, buffers)
+    return Frozen(manifest, buffers, tensors if is_reusable else {})
 
 
 class StateStore:
@@ -46,23 +57,46 @@ class StateStore:
         self._outputs: tuple[int, Frozen] | None = None
         self._live: tuple[int, Frozen] | None = None
         self._changed = asyncio.Event()
+        self._num_readers: Counter[int] = Counter()
+        """Of each snapshot that is being read, by its segment."""
+        self._lock = threading.Lock()
+        """Of the snapshots and their readers, which the torch thread asks for as well."""
 
     def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
         """Keep the snapshot at the end of a segment; only the newest ones are kept."""
-        self._snapshots[segment] = state
-        self._snapshots.move_to_end(segment)
-        while len(self._snapshots) > num_kept:
-            self._snapshots.popitem(last=False)
+        with self._lock:
+            self._snapshots[segment] = state
+            self._snapshots.move_to_end(segment)
+            while len(self._snapshots) > num_kept:
+                self._snapshots.popitem(last=False)
 
     def has(self, segment: int) -> bool:
         return segment in self._snapshots
 
-    def snapshot(self, segment: int) -> Frozen:
-        frozen = self._snapshots.get(segment)
-        if frozen is None:
-            held = ", ".join(map(str, self._snapshots)) or "none"
-            raise NotFoundError(f"no snapshot of segment {segment} here; held: {held}")
-        return frozen
+    @contextmanager
+    def reading(self, segment: int) -> Iterator[Frozen]:
+        """Is the time in which a snapshot is read: its memory is not used again meanwhile."""
+        with self._lock:
+            frozen = self._snapshots.get(segment)
+            if frozen is None:
+                held = ", ".join(map(str, self._snapshots)) or "none"
+                raise NotFoundError(f"no snapshot of segment {segment} here; held: {held}")
+            self._num_readers[segment] += 1
+        try:
+            yield frozen
+        finally:
+            with self._lock:
+                self._num_readers -= Counter((segment,))  # and none is left of those that are 0
+
+    def take_back(self, segment: int, num_kept: int = NUM_SNAPSHOTS) -> Mapping[str, Tensor]:
+        """Drop the snapshot whose place that of this segment will take, and return its tensors to
+        be written over; none while it is being read. Called in the torch thread."""
+        with self._lock:
+            oldest = segment if segment in self._snapshots else next(iter(self._snapshots), -1)
+            is_due = oldest == segment or len(self._snapshots) >= num_kept
+            if not is_due or self._num_readers[oldest]:
+                return {}
+            return self._snapshots.pop(oldest).reusable
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
         """Keep what the user's own metrics need of the batches evaluated at the end of a segment,

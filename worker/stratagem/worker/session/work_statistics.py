@@ -34,6 +34,7 @@ class WorkStats:
     """
 
     step_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
+    snapshot_stall_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
     num_steps: int = 0
     num_skipped_steps: int = 0
     num_rows: int = 0

@@ -217,9 +217,16 @@ class GossipTrainer:
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
-    def copy_state(self, *, is_first: bool = True) -> State:
+    def copy_state(
+        self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
+    ) -> State:
         """Copies on the CPU in order of name: `node<i>/…` of the own nodes, and the first
-        member's mean."""
+        member's mean. into: see `state_format.copied`."""
+        tensors, metadata = self._state(is_first=is_first)
+        return state_format.copied(tensors, into), metadata
+
+    def _state(self, *, is_first: bool) -> State:
+        """Returns what `copy_state` copies."""
         tensors: dict[str, Tensor] = state_format.model_state(self.model) if is_first else {}
         metadata = state_format.state_metadata(self.step)
         for number, node in self._nodes.items():
@@ -232,7 +239,7 @@ class GossipTrainer:
             metadata |= {
                 f"{prefix_of(NODE, number)}{name}": value for name, value in numbers.items()
             }
-        return state_format.copied(dict(sorted(tensors.items()))), metadata
+        return dict(sorted(tensors.items())), metadata
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state of all nodes; from a state without nodes, each begins there."""
@@ -251,7 +258,7 @@ class GossipTrainer:
 
     def fingerprint(self) -> str:
         """Returns the fingerprint of what this member holds: its nodes and the mean."""
-        return state_format.fingerprint(*self.copy_state())
+        return state_format.fingerprint(*self._state(is_first=True))
 
 
 def _row(number: int, num_nodes: int, values: list[float]) -> Tensor:

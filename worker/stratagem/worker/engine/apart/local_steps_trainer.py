@@ -138,15 +138,18 @@ class LocalStepsTrainer:
         with constant_buffers(self.model):
             return self.evaluator().parts_of(share)
 
-    def copy_common_state(self) -> State:
-        """Copies on the CPU, in order of name, what all members have alike."""
+    def copy_common_state(self, into: Mapping[str, Tensor] = state_format.NOTHING) -> State:
+        """Copies on the CPU, in order of name, what all members have alike. into: see
+        `state_format.copied`."""
         tensors, metadata = self._common_state()
-        return state_format.copied(dict(sorted(tensors.items()))), metadata
+        return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
-    def copy_state(self, *, is_first: bool = True) -> State:
-        """Copies `live_state` on the CPU, in order of name."""
+    def copy_state(
+        self, *, is_first: bool = True, into: Mapping[str, Tensor] = state_format.NOTHING
+    ) -> State:
+        """Copies `live_state` on the CPU, in order of name. into: see `state_format.copied`."""
         tensors, metadata = self.live_state(is_first=is_first)
-        return state_format.copied(dict(sorted(tensors.items()))), metadata
+        return state_format.copied(dict(sorted(tensors.items())), into), metadata
 
     def live_state(self, *, is_first: bool = True) -> State:
         """Returns the tensors themselves, valid until the next step: `replica<i>/…` of the own

@@ -7,6 +7,7 @@ storage that torch allocated. Must not know files or streams.
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import google_crc32c
@@ -20,6 +21,7 @@ OPTIMIZER: Final = "optimizer/"
 _FORMAT: Final = "1"
 _CRC_BYTES: Final = 1 << 20
 _CPU_KEYS: Final = frozenset({"step", "mu_product"})
+NOTHING: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
@@ -132,16 +134,33 @@ def load_optimizer_state(
         optimizer.state[known[name]] = entries
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU; names that shared storage share it again."""
+def copied(
+    tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] = NOTHING
+) -> dict[str, Tensor]:
+    """Copies on the CPU; names that shared storage share it again.
+
+    into: tensors that nobody needs any more, which become the copies where they fit: memory that is
+    new to the process costs several times as long as the copy.
+    """
     made: dict[tuple[Any, ...], Tensor] = {}
+    taken: set[int] = set()
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or key not in made:
-            made[key] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+            old = into.get(name)
+            if old is None or old.data_ptr() in taken or not _fits(old, tensor):
+                old = torch.empty_like(tensor, device="cpu")
+            taken.add(old.data_ptr())
+            made[key] = old.copy_(tensor)
         result[name] = made[key]
     return result
+
+
+def _fits(old: Tensor, tensor: Tensor) -> bool:
+    """Return whether a copy of the tensor would be made as this one is."""
+    is_alike = (old.dtype, old.shape, old.device.type) == (tensor.dtype, tensor.shape, "cpu")
+    return is_alike and old.is_contiguous() and tensor.is_contiguous()
 
 
 def fingerprint(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
@@ -154,7 +173,7 @@ def fingerprint(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> s
         if tensor.numel():
             flat = tensor.reshape(-1).view(torch.uint8).numpy()
             for start in range(0, flat.size, _CRC_BYTES):
-                crc = google_crc32c.extend(crc, flat[start : start + _CRC_BYTES].tobytes())
+                crc = google_crc32c.extend(crc, flat[start : start + _CRC_BYTES])
     return f"{crc:08x}"
 
 

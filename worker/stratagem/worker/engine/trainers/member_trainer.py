@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.step.callbacks import Callbacks
+from stratagem.worker.engine.step.state_format import NOTHING
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.trainers.trainer_state import State
@@ -78,9 +79,10 @@ class MemberTrainer(Protocol[Exchange_contra]):
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches that this member has."""
 
-    def copy_state(self, *, is_first: bool = True) -> State:
+    def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Returns the state of this member, copied to the CPU; what all members have is left to the
-        first of them where each has something alone."""
+        first of them where each has something alone. into: tensors of an earlier copy, which nobody
+        needs any more."""
 
     def load_state(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Continues from a state of the whole party, or from at least this member's part of it."""

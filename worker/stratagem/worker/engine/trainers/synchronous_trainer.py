@@ -24,6 +24,7 @@ from stratagem.worker.engine.step.apply_step import StepPolicy
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.forward_backward import Passes, micro_batches
 from stratagem.worker.engine.step.model_buffers import Buffers, constant_buffers
+from stratagem.worker.engine.step.state_format import NOTHING
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, whole_step
@@ -209,13 +210,14 @@ class Trainer:
         """(live tensors by name, metadata). Valid until the next step."""
         return self._saved.live(self.step)
 
-    def copy_state(self, *, is_first: bool = True) -> State:
+    def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Returns `state`, copied to the CPU: it does not change while training continues.
 
         Also what this member alone holds; and of a party of which each member holds something
-        alone, only the first gives what all of them have.
+        alone, only the first gives what all of them have. into: see `state_format.copied`.
         """
-        return self._saved.copied(self.step, with_shared=is_first or not self.is_sole_copy)
+        with_shared = is_first or not self.is_sole_copy
+        return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     @cached_property
     def buckets(self) -> GradientBuckets:

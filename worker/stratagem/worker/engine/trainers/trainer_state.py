@@ -52,12 +52,15 @@ class TrainerState:
             tensors, numbers = {**tensors, **means}, {**numbers, **counts}
         return {**state_format.model_state(self.model), **tensors}, numbers
 
-    def copied(self, step: int, *, with_shared: bool) -> State:
-        """Copies on the CPU, also of residuals. with_shared: of what all members hold, too."""
+    def copied(
+        self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
+    ) -> State:
+        """Copies on the CPU, also of residuals. with_shared: of what all members hold, too. into:
+        see `state_format.copied`."""
         tensors, metadata = self.live(step)
         if self.compressor is not None:
             tensors = {**(tensors if with_shared else {}), **self.compressor.state()}
-        return state_format.copied(tensors), metadata
+        return state_format.copied(tensors, into), metadata
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
         """Puts a state in the place of the present one; after how many steps it was taken."""
