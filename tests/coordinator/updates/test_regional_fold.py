@@ -102,7 +102,8 @@ def test_integers_are_of_the_client_with_most_rows(tmp_path: Path) -> None:
     for weights, expected in (([2, 3], 1), ([3, 3], 0)):
         out = np.empty(2, np.int64)
         combination = RegionalMean([[1], [0]], weights)
-        assert combination.integers(sources, "int64", spec.offset, out)
+        taken = combination.integers(sources, "int64", spec.offset, out)
+        assert taken == "the one with most samples"
         assert out.tolist() == [expected, 7]
     same = [sources[0], WholeSource(entries[0])]
     assert not RegionalMean([[1], [0]], [1, 1]).integers(same, "int64", spec.offset, out)

@@ -196,6 +196,11 @@ def test_shares_are_at_most_one_in_all_whatever_the_losses(
         assert shares == [1 / len(losses)] * len(losses)
 
 
+def test_a_slope_below_all_numbers_leaves_the_shares_as_they_are() -> None:
+    """Even where the length, divided by the rate, is beyond all numbers."""
+    assert fair_shares([0.0, 1.9e143], [0.0, 1.79e302], 1e-190, 1e-6) == [0.5, 0.5]
+
+
 def test_losses_of_zero_share_evenly() -> None:
     assert fair_shares([0.0, 0.0], [0.0, 0.0], 200.0, 0.1) == [0.5, 0.5]
 

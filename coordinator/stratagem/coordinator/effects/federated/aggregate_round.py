@@ -4,48 +4,39 @@ import io
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Final
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
-from stratagem.common.job import JobSpec
 from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import FedProx
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
 from stratagem.coordinator.core.facts import RoundRestarted, RunFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
+from stratagem.coordinator.effects.federated.combined_updates import combined_updates
+from stratagem.coordinator.effects.federated.spooled_updates import accepted_entry
 from stratagem.coordinator.effects.secure_aggregation.masked_sum import OpenedMasks
 from stratagem.coordinator.effects.secure_aggregation.open_masks import opened_masks
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
-from stratagem.coordinator.strategies.federated.late_updates import max_staleness, weight
+from stratagem.coordinator.strategies.federated.late_updates import max_staleness
 from stratagem.coordinator.strategies.federated.round_decisions import next_trainers
-from stratagem.coordinator.updates.folding.fold import (
-    Combination,
-    Folded,
-    fold_weighted_mean,
-    mean_factors,
-)
+from stratagem.coordinator.updates.folding.fold import Folded, fold_weighted_mean
 from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
-from stratagem.coordinator.updates.folding.region_sums import MeanOfSums
-from stratagem.coordinator.updates.folding.regional_mean import RegionalMean
 from stratagem.coordinator.updates.folding.server_optimizers import server_optimizer
 from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.privacy.round_noise import FROZEN_KEY
-from stratagem.coordinator.updates.robust.rules import combination, places_read
-from stratagem.coordinator.updates.secure.secure_mean import SecureMean, SumError
+from stratagem.coordinator.updates.secure.secure_mean import SumError
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
-from stratagem.coordinator.updates.weighing.controlled_mean import ControlledMean
-from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
-from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
 
 Header = tuple[Manifest, int]
 """What a state's file is made of, and where its data start."""
+_KEPT_METADATA: Final = (AVERAGED_KEY, FROZEN_KEY)
 
 
 async def aggregate_round(env: EffectContext, effect: AggregateRound) -> None:
@@ -128,11 +119,7 @@ def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) 
         if isinstance(effect, AggregateRound) and effect.secure is not None:
             attempt = effect.secure.attempt
         key = env.spool_key(effect.run_id, effect.party, round_num, accepted.client, attempt)
-        entry = env.spool.entry(key, accepted.digest)
-        if entry is None or entry.digest != accepted.digest:
-            where = f"round {round_num}, client {accepted.client}"
-            raise IntegrityError(f"{where}: the accepted update is not in the spool")
-        entries.append(entry)
+        entries.append(accepted_entry(env, key, accepted.digest))
     return entries
 
 
@@ -144,91 +131,52 @@ def _fold(
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
     """Write the next state; for a thread."""
-    with env.blobs.open(effect.base.digest) as base:
-        manifest, _ = header_of(base, effect.base.digest)
-    metadata = {"format": "1", "round": str(effect.round_num)}
-    if AVERAGED_KEY in manifest.metadata:
-        metadata[AVERAGED_KEY] = manifest.metadata[AVERAGED_KEY]
-    if FROZEN_KEY in manifest.metadata:
-        metadata[FROZEN_KEY] = manifest.metadata[FROZEN_KEY]
-    manifest = replace(manifest, metadata=metadata)
-    header = header_bytes(manifest)
     job = env.job_of(effect.run_id, effect.party)
-    optimizer = server_optimizer(spec_of(job))
-    server = None
-    if optimizer is not None:
-        of_round = {"round": str(effect.round_num)}
-        slots = effect.server_state
-        server = ServerStep(optimizer, env.blobs, effect.base.digest, slots, of_round)
-    before = effect.base.average
-    average = global_average(job.weight_average, env.blobs, before, manifest, effect.round_num)
-    weights = [weight(job, accepted) for accepted in effect.accepted]
-    rebasing = _rebasing(env, effect)
+    manifest = _next_manifest(env, effect)
+    header = header_bytes(manifest)
+    before, round_num = effect.base.average, effect.round_num
+    average = global_average(job.weight_average, env.blobs, before, manifest, round_num)
     bases = [update.base or effect.base.digest for update in effect.accepted]
     decoding = decoding_of(env, effect, manifest, bases)
     private = None if effect.privacy is None else PrivateRound.of(env, effect, effect.privacy)
     with ExitStack() as files:
-        combined: Combination | None = None
         _, state = open_state(files, env.blobs, effect.base.digest)
-        if private is not None:
-            combined = private.mean(manifest, state)
-        elif masks is not None:
-            rule = masks.rule(env.job_of(effect.run_id, effect.party))
-            combined = SecureMean(entries, masks.keys, rule, manifest, state)
-            entries, weights = [], []
-        elif robust := spec_of(job).options.robust:
-            places = places_read(robust, len(entries), effect.weights)
-            entries, weights = [entries[i] for i in places], [1.0] * len(places)
-            counted = [effect.weights[i] for i in places] if effect.weights else weights
-            combined = combination(robust, counted, state)
-        elif spec_of(job).options.q is not None or spec_of(job).options.normalize is not None:
-            shares = _shares(job, effect, weights, env.numerics_of(effect.run_id))
-            combined = ScaledChanges(shares, manifest, state)
-        elif spec_of(job).options.control is not None:
-            num_clients, is_anew = spec_of(job).num_clients, effect.is_control_anew
-            combined = ControlledMean(weights, num_clients, manifest, state, begins_anew=is_anew)
-        elif effect.integers_of is not None:
-            combined = MeanOfSums(entries, weights, manifest, effect.integers_of)
-            entries, weights = [], []
-        elif effect.regions:
-            combined = RegionalMean(effect.regions, weights)
+        updates = combined_updates(env, effect, entries, private or masks, manifest, state)
+        server = _server_step(env, effect)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
         writer = env.blobs.writer(len(header) + manifest.total_bytes)
         folded = fold_weighted_mean(
-            entries,
-            weights,
+            updates.entries,
+            updates.weights,
             manifest,
             writer,
             should_stop=cancelled.is_set,
             server=server,
             average=average,
-            rebasing=rebasing,
+            rebasing=_rebasing(env, effect),
             decoding=decoding,
-            combination=combined,
+            combination=updates.rule,
             numerics=env.numerics_of(effect.run_id),
         )
     clip_norm = None if private is None else private.next_norm(job, entries)
     return folded, parse_header(io.BytesIO(header), folded.state), clip_norm
 
 
-def _shares(job: JobSpec, effect: AggregateRound, rows: list[float], numerics: int) -> Shares:
-    """Return what the changes count: by losses, buffers by the same in shares of one; or by rows
-    and steps, buffers by rows."""
-    largest = rows.index(max(rows))
-    if spec_of(job).options.normalize is not None:
-        lengths = [_length(job, number) for number in effect.num_steps]
-        return Shares(nova_factors(rows, lengths), *mean_factors(rows, numerics), largest)
-    factors = effect.weights
-    means = mean_factors(factors if any(factors) else [1.0] * len(factors), numerics)
-    return Shares(factors, *means, largest)
+def _next_manifest(env: EffectContext, effect: AggregateRound) -> Manifest:
+    """Return the layout of the next state, which is that of the round's base."""
+    with env.blobs.open(effect.base.digest) as base:
+        manifest, _ = header_of(base, effect.base.digest)
+    metadata = {"format": "1", "round": str(effect.round_num)}
+    kept = {key: manifest.metadata[key] for key in _KEPT_METADATA if key in manifest.metadata}
+    return replace(manifest, metadata={**metadata, **kept})
 
 
-def _length(job: JobSpec, num_steps: int) -> float:
-    """Return how far so many steps of a client go under a gradient of one."""
-    assert job.optimizer is not None, "the job was checked"
-    aggregation = spec_of(job).aggregation
-    pull = job.optimizer.lr * aggregation.mu if isinstance(aggregation, FedProx) else 0.0
-    return length_of_steps(num_steps, job.optimizer.kwargs.get("momentum", 0.0), pull)
+def _server_step(env: EffectContext, effect: AggregateRound) -> ServerStep | None:
+    optimizer = server_optimizer(spec_of(env.job_of(effect.run_id, effect.party)))
+    if optimizer is None:
+        return None
+    of_round = {"round": str(effect.round_num)}
+    return ServerStep(optimizer, env.blobs, effect.base.digest, effect.server_state, of_round)
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:

@@ -11,13 +11,13 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_of
 from stratagem.coordinator.core.effects import CollectUpdate
-from stratagem.coordinator.core.facts import UpdateReceived
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.client_failures import defect, reject
-from stratagem.coordinator.effects.federated.late_counts import report_update
+from stratagem.coordinator.effects.federated.spooled_updates import report_spooled, spooled
 from stratagem.coordinator.store.blobs.shared_blobs import read_pieces
 from stratagem.coordinator.updates.numpy_floats import Raw
+from stratagem.coordinator.updates.spool_keys import SpoolKey
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.state_reader import open_state
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
@@ -28,33 +28,14 @@ async def collect_update(env: EffectContext, effect: CollectUpdate) -> None:
     if wrong := defect(effect.loss, effect.num_steps, dict(effect.metrics)):
         await reject(env, effect, *wrong)
         return
-    try:
-        entry = await env.in_thread(lambda: _collect(env, effect))
-    except UpdateRejectedError as error:
-        await reject(env, effect, error.cause, error.reason)
-        return
-    failpoint("coordinator.silo.collected")
-    received = UpdateReceived(
-        party=effect.party,
-        round_num=effect.round_num,
-        client=effect.client,
-        digest=entry.digest,
-        num_samples=entry.num_samples,
-        loss=effect.loss,
-        seconds=0.0,
-        traffic=dict(effect.traffic),
-        metrics=dict(effect.metrics),
-        num_steps=effect.num_steps,
-    )
-    await report_update(env, effect, received)
+    entry = await spooled(env, effect, lambda key: _collect(env, effect, key))
+    if entry is not None:
+        failpoint("coordinator.silo.collected")
+        await report_spooled(env, effect, entry, dict(effect.traffic))
 
 
-def _collect(env: EffectContext, effect: CollectUpdate) -> SpoolEntry:
-    """Return the update in the spool; one that a crash left there complete is taken as it is."""
-    key = env.spool_key(effect.run_id, effect.party, effect.round_num, effect.client)
-    done, _ = env.spool.look(key)
-    if done is not None:
-        return done
+def _collect(env: EffectContext, effect: CollectUpdate, key: SpoolKey) -> SpoolEntry:
+    """Copy the update into the spool."""
     with ExitStack() as files:
         expected, base = open_state(files, env.blobs, effect.base.digest)
         manifest = replace(expected, purpose=Purpose.UPDATE, metadata={}, digest="")

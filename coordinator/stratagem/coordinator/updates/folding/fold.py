@@ -49,6 +49,10 @@ class FoldStoppedError(StratagemError):
     """The fold was asked to stop; nothing of it is left."""
 
 
+MOST_SAMPLES: Final = "the one with most samples"
+"""Whose integers are taken where clients differ, for people."""
+
+
 class Combination(Protocol):
     """Takes the place of the weighted mean: reads the same window of every update, in client order,
     each update from its first to its last."""
@@ -61,8 +65,9 @@ class Combination(Protocol):
         """Fill `out` with what becomes of the floating elements from that byte on, and `raw` with
         those of the last update, or of the base."""
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
-        """Fill `out` with what becomes of integers or bools; return True where updates differ."""
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with what becomes of integers or bools; return, where updates differ, what was
+        taken, for people: "the middle"; else ""."""
 
 
 class Folded(NamedTuple):
@@ -240,7 +245,8 @@ class _Folder:
         self._results = (np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))
         self._sum = np.empty(WINDOW_ELEMENTS, np.float64)
         self._term = np.empty(WINDOW_ELEMENTS, np.float64)
-        self._disputed: dict[str, None] = {}
+        self._disputed: dict[str, str] = {}
+        """What was taken, by name of the integer tensors in which clients differ."""
 
     def fold(self, window: _Window, slot: int) -> Raw:
         """Return the elements of the window, in the buffer of that slot."""
@@ -251,8 +257,8 @@ class _Folder:
             self._mean(window, raw, result)
         elif self.combination is None:
             self._choose(window, raw, result)
-        elif self.combination.integers(self._sources, window.dtype, window.offset, result):
-            self._disputed[window.name] = None
+        elif taken := self.combination.integers(self._sources, window.dtype, window.offset, result):
+            self._disputed[window.name] = taken
         return result
 
     def finish(self) -> None:
@@ -260,10 +266,9 @@ class _Folder:
         for source in self._sources:
             source.check()
         if self._disputed:
-            names = list(self._disputed)
+            names, taken = list(self._disputed), next(iter(self._disputed.values()))
             _log.warning(
-                "integer tensors differ between clients: taken from "
-                + ("the one with most samples" if self.combination is None else "the middle"),
+                f"integer tensors differ between clients: taken from {taken}",
                 num_tensors=len(names),
                 tensors=names[:_MAX_NAMES_LOGGED],
             )
@@ -305,4 +310,4 @@ class _Folder:
             if index != self._largest:
                 source.read(window.offset, raw)
                 if index in self._voters and not np.array_equal(raw, result):
-                    self._disputed[window.name] = None
+                    self._disputed[window.name] = MOST_SAMPLES

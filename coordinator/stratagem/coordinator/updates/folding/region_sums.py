@@ -13,7 +13,11 @@ import numpy as np
 
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
-from stratagem.coordinator.updates.folding.fold import WINDOW_ELEMENTS, FoldStoppedError
+from stratagem.coordinator.updates.folding.fold import (
+    MOST_SAMPLES,
+    WINDOW_ELEMENTS,
+    FoldStoppedError,
+)
 from stratagem.coordinator.updates.folding.regional_mean import add_up
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, narrow, storage
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
@@ -103,8 +107,8 @@ class MeanOfSums:
         out /= self._divisor
         self._check_at(place + out.nbytes)
 
-    def integers(self, _sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
-        """Fill `out` with integers or bools of one sum; return True where sums differ."""
+    def integers(self, _sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with integers or bools of one sum; return so where sums differ."""
         place, differ = self._place(offset), False
         found = [np.empty(out.size, storage(dtype)) for _ in self._sources]
         for source, values in zip(self._sources, found, strict=True):
@@ -112,7 +116,7 @@ class MeanOfSums:
             differ |= not np.array_equal(values, found[0])
         out[:] = found[self._integers_of]
         self._check_at(place + out.nbytes)
-        return differ
+        return MOST_SAMPLES if differ else ""
 
     def _place(self, offset: int) -> int:
         own, other = self._places[bisect_right(self._offsets, offset) - 1]

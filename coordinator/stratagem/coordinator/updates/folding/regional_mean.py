@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stratagem.coordinator.updates.folding.fold import WINDOW_ELEMENTS
+from stratagem.coordinator.updates.folding.fold import MOST_SAMPLES, WINDOW_ELEMENTS
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage, widen
 from stratagem.coordinator.updates.update_sources import Source
 
@@ -41,16 +41,16 @@ class RegionalMean:
                 out += sum_of_region
         out /= self._divisor
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of the update of most samples, the first of equals;
-        return True where updates differ."""
+        return so where updates differ."""
         sources[self._largest].read(offset, out)
         other, differ = np.empty(out.size, storage(dtype)), False
         for place, source in enumerate(sources):
             if place != self._largest:
                 source.read(offset, other)
                 differ |= not np.array_equal(other, out)
-        return differ
+        return MOST_SAMPLES if differ else ""
 
 
 def add_up(

@@ -47,9 +47,9 @@ class PrivateMean:
         widen(dtype, raw, change)
         out += change
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of the base; updates need not agree on them."""
         for source in sources:
             source.read(offset, out)
         out[:] = self._base.read_raw(dtype, offset, out.size)
-        return False
+        return ""

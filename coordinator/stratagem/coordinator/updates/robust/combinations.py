@@ -49,8 +49,8 @@ class StatisticOfRows:
             part = slice(start, start + COLUMNS)
             out[part] = self._statistic([row[part] for row in rows])
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
-        """Fill `out` with middle values; return True where updates differ."""
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with middle values; return so where updates differ."""
         return _middle_integers(sources, dtype, offset, out)
 
 
@@ -82,15 +82,15 @@ class WeightedSum:
             out += self._of_base * self._base.read(dtype, offset, out.size)
         out /= self._divisor
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
-        """Fill `out` with middle values; return True where updates differ."""
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
+        """Fill `out` with middle values; return so where updates differ."""
         return _middle_integers(sources, dtype, offset, out)
 
 
-def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+def _middle_integers(sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
     rows = [np.empty(out.size, storage(dtype)) for _ in sources]
     for source, row in zip(sources, rows, strict=True):
         source.read(offset, row)
     differ = any(not np.array_equal(row, rows[0]) for row in rows[1:])
     out[:] = lower_median(rows) if differ else rows[0]
-    return differ
+    return "the middle" if differ else ""

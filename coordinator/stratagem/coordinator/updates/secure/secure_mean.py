@@ -70,10 +70,10 @@ class SecureMean:
         widen(dtype, raw, out)
         out += change
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of the base."""
         out[:] = self._base.read_raw(dtype, offset, out.size)
-        return False
+        return ""
 
     def _sum(self, place: int, num: int) -> Words:
         """Return the unmasked sum of elements from a place on."""

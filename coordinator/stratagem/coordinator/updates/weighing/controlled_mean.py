@@ -63,11 +63,11 @@ class ControlledMean:
                 out[part] = before + out[part] / self._num_clients
                 check_range(dtype, out[part])
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of one update; no other is asked."""
         kept = np.empty(out.size, storage(dtype))
         for place, source in enumerate(sources):
             source.read(offset, kept)
             if place == self._largest:
                 out[:] = kept
-        return False
+        return ""

@@ -65,5 +65,6 @@ def fair_shares(
     powers = [(loss / greatest) ** q for loss in raised]
     total = 0.0
     for loss, power, length in zip(raised, powers, squared_lengths, strict=True):
-        total += power + (q * power / loss * (length / lr) if q and power else 0.0)
+        slope = q * power / loss
+        total += power + (slope * (length / lr) if slope else 0.0)  # 0 times infinite is no number
     return [power / total for power in powers]

@@ -76,11 +76,11 @@ class ScaledChanges:
             else:
                 out[part] /= self._shares.divisor
 
-    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> bool:
+    def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of one update; no other is asked."""
         kept = np.empty(out.size, storage(dtype))
         for place, source in enumerate(sources):
             source.read(offset, kept)
             if place == self._shares.largest:
                 out[:] = kept
-        return False
+        return ""
