@@ -208,6 +208,7 @@ class App:
             self._follow(item.entry.run_id, item.entry.fact, item.shown_index)
         publish_counts(self.feed, self.loop.state, self.loop.world, told)
         for run_id in changed:
+            self._end_of(run_id)
             self._look_at(run_id, has_facts=True)
         self.barriers.drop_stale()
         if CLUSTER in changed:
@@ -301,14 +302,13 @@ class App:
                 self._forget_lines(run_id)
                 self._delete_updates(SpoolRun(run_id, fact.submission))
                 self._collect()
-        self._end_of(run_id)
 
     def _end_of(self, run_id: RunId) -> None:
         """Let go of what is kept open, or in memory, of a run that has ended."""
         if run_id != CLUSTER and self.is_over(run_id):
             self.logs.close_run(run_id)
             self.history.forget(run_id)
-            merging = self._house.merge_histories(run_id)
+            merging = self._house.merge_history(run_id)
             self._chores.do(merging, f"merge the step history of run {run_id}")
 
     def _forget_lines(self, run_id: RunId) -> None:

@@ -5,7 +5,7 @@ Owns when it is done; what may be forgotten of workers and runs is decided by th
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -33,6 +33,8 @@ class House:
     settings: Settings
     logs: RunLogs
     profiles: Profiles
+    _merging: set[RunId] = field(default_factory=set)
+    """Ended runs whose step history is being merged."""
 
     async def keep(self) -> None:
         """Delete what has expired, at regular intervals, until cancelled."""
@@ -76,11 +78,22 @@ class House:
                         reason = error.strerror
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
-    async def merge_histories(self, run_id: RunId | None = None) -> None:
-        """Merge rows of the step history, of one run or of all."""
+    async def merge_histories(self) -> None:
+        """Merge rows of the step histories of all runs."""
         state = self.loop.state
         ended = {run.run_id for run in state.runs.values() if run.ended is not None}
-        await self.loop.recorded.merge_histories(run_id, ended | state.ended.keys())
+        await self.loop.recorded.merge_histories(None, ended | state.ended.keys())
+
+    async def merge_history(self, run_id: RunId) -> None:
+        """Merge the rows of the step history of a run that has ended, unless that is under way: two
+        that merge the same rows undo each other's reading."""
+        if run_id in self._merging:
+            return
+        self._merging.add(run_id)
+        try:
+            await self.loop.recorded.merge_histories(run_id, {run_id})
+        finally:
+            self._merging.discard(run_id)
 
     def _is_over(self, run_id: RunId, before_s: float) -> bool:
         run = self.loop.state.find(run_id)

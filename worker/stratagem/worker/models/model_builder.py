@@ -152,7 +152,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
     def twin(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            empty = torch.empty_like(tensor, device=device)
+            empty = _empty_like(tensor, device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             made[id(tensor)] = empty
@@ -165,6 +165,13 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
                 held.append(tensor)
                 # setattr, because RNNs keep a second list of their weights in step with it.
                 setattr(module, key, twin(tensor))
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.layout is torch.strided and tensor.is_contiguous():
+        # For one on the meta device empty_like imports a system of computer algebra, for seconds.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def _hidden_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -31,6 +31,9 @@ class _SeenFile:
 
 _seen: dict[str, _SeenFile] = {}
 """By name of the module. Used by one thread."""
+_passed_over: dict[tuple[str, ...], set[str]] = {}
+"""By places: names of modules that are in none of them. They are thousands, and each entry point of
+each job looks for what is new."""
 
 
 def see_modules(folders: Iterable[str | Path]) -> None:
@@ -43,13 +46,13 @@ def see_modules(folders: Iterable[str | Path]) -> None:
     places = tuple(f"{each}/" for folder in kinds for each in {folder.absolute(), folder.resolve()})
     if not places:
         return
-    for name, module in list(sys.modules.items()):
-        if name in _seen or len(_seen) >= MAX_SEEN:
-            continue
-        path = getattr(module, "__dict__", {}).get("__file__")  # asking some imports more
+    passed_over = _passed_over.setdefault(places, set())
+    for name in set(sys.modules).difference(passed_over, _seen):
+        path = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+        # attributes are not asked for: some modules import others then
         if not isinstance(path, str) or not path.startswith(places) or _is_installed(name, path):
-            continue
-        if (found := _looked_at(path)) is not None:
+            passed_over.add(name)
+        elif len(_seen) < MAX_SEEN and (found := _looked_at(path)) is not None:
             _seen[name] = found
 
 

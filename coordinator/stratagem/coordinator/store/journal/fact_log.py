@@ -149,7 +149,10 @@ class Recorded:
     async def _merge_all(self, count: RowCount) -> None:
         rows: list[HistoryRow] = []
         last = -1
-        while page := await self.history(count.run_id, count.party, StepSpan(), last):
+        while len(rows) < count.num_rows:
+            page = await self.history(count.run_id, count.party, StepSpan(), last)
+            if not page:
+                break
             rows, last = [*rows, *page], page[-1].segment
         while len(rows) > 1:
             num = len(rows)

@@ -87,6 +87,7 @@ _STORED: Final = tuple(
     event.c[each] for each in ("position", "term", *(each.name for each in fields(Record)))
 )
 """The columns of a stored record, in its order."""
+_PLACED: Final = insert(event).returning(event.c.position, sort_by_parameter_order=True)
 
 
 class Journal:
@@ -194,12 +195,11 @@ class Journal:
         is_repeat: bool,
     ) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
-        place = insert(event).returning(event.c.position, sort_by_parameter_order=True)
         try:
             with leading(self._database, term) as connection:
                 if is_repeat and (committed := _committed(connection, term, records)):
                     return committed
-                written = connection.execute(place, rows) if rows else ()
+                written = connection.execute(_PLACED, rows) if rows else ()
                 positions = [row.position for row in written]
                 put(connection, summaries)
                 for run_id, segment in returns.items():

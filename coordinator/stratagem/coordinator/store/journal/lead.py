@@ -21,6 +21,9 @@ from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, event, lease
 
 _LOOKS_PER_TTL: Final = 5
 
+_LOCKED: Final = select(lease.c.term, lease.c.holder).with_for_update()
+"""Made once: what SQLAlchemy derives of a statement it keeps with it."""
+
 log = structlog.get_logger()
 
 
@@ -174,7 +177,7 @@ def leading(database: Database, term: int) -> Iterator[Connection]:
     transaction, and a repetition of it, too: so it sees for certain whether this was committed.
     """
     with database.write() as connection:
-        row = connection.execute(select(lease.c.term, lease.c.holder).with_for_update()).one()
+        row = connection.execute(_LOCKED).one()
         if row.term != term:
             raise FencedError(f"term {term} no longer leads: term {row.term} does")
         if not row.holder:
