@@ -15,6 +15,7 @@ REACHED_BY = {
     "coordinator.push.begun": ALL,
     "coordinator.build.pulled": ALL,
     "coordinator.segment.trained": (*NESTED, *EACH_KIND_OF_THEM),
+    "coordinator.snapshot.copied": ("Frozen",),
     "coordinator.commit.pulled": (*NESTED, *EACH_KIND_OF_THEM, "DiLoCo", "Turns", "Scheduled"),
     "coordinator.upload.merged": ("DiLoCo-stopped",),
     "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
@@ -91,6 +92,7 @@ REACHED_BY = {
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
     "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
+    "worker.snapshot.compared": ("Frozen",),
     "worker.round.trained": (
         *("FedAvg", "OpenRoster", "Private", "Rows", "Regions", "Regions-nested"),
     ),

@@ -255,6 +255,8 @@ JOBS: dict[str, Job] = {
     "Private": crash_job(federated()) | {"privacy": PRIVACY},
     "Rows": crash_job(federated()) | {"privacy": ROW_PRIVACY},
     "Secure": crash_job(federated() | {"options": {"secure_aggregation": {}}}),
+    # Of each commit but the first, a part is that of the commit before.
+    "Frozen": crash_job(ALL_REDUCE, model="shaped", width=16, is_frozen=True),
     "Turns": with_turns(crash_job(ALL_REDUCE)) | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "Turns-clients": with_turns(crash_job(federated(aggregation=YOGI))),
     "Turns-population": with_turns(population(data_parallel("AllReduce", 2)))

@@ -1586,6 +1586,7 @@ class GetStateRequest(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """The snapshot taken at the end of this segment (or round)."""
     live: _builtins.bool
@@ -1600,6 +1601,8 @@ class GetStateRequest(_message.Message):
     """
     offset: _builtins.int
     """First byte wanted."""
+    base: _builtins.str
+    """With `snapshot`: name of one that this session gave the caller, who has all of its bytes still."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
@@ -1614,10 +1617,11 @@ class GetStateRequest(_message.Message):
         outputs: _builtins.int = ...,
         kept: _builtins.int = ...,
         offset: _builtins.int = ...,
+        base: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "offset", b"offset", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "offset", b"offset", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs", "kept"]  # noqa: Y015
     _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015
@@ -1631,25 +1635,64 @@ class GetStateResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Beside the manifest of a snapshot: its name, which no other one has."""
     @_builtins.property
     def manifest(self) -> _tensor_pb2.Manifest: ...
     @_builtins.property
     def chunk(self) -> _tensor_pb2.Chunk: ...
+    @_builtins.property
+    def same(self) -> _containers.RepeatedCompositeFieldContainer[Global___SameBytes]:
+        """Beside the manifest: which bytes are those of the base, where this worker has it still. The
+        chunks carry all others, and their offsets count only these.
+        """
+
     def __init__(
         self,
         *,
         manifest: _tensor_pb2.Manifest | None = ...,
         chunk: _tensor_pb2.Chunk | None = ...,
+        name: _builtins.str = ...,
+        same: _abc.Iterable[Global___SameBytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message", "name", b"name", "same", b"same"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "chunk"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class SameBytes(_message.Message):
+    """Bytes of a state that another one has, too. Offsets are those of the manifests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    BASE_OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    base_offset: _builtins.int
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        base_offset: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_offset", b"base_offset", "offset", b"offset", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SameBytes: _TypeAlias = SameBytes  # noqa: Y015
 
 @_typing.final
 class SetStateRequest(_message.Message):

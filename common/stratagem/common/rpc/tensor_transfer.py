@@ -78,6 +78,9 @@ KeepUp = Callable[[], Awaitable[None]]
 FrameSource = Callable[[int], Iterator[bytes]]
 """Gives the range from an offset on as serialized messages, see `frames`."""
 
+SizeOf = Callable[[Any, Manifest], int]
+"""Says how many bytes a stream carries, by its first message and the checked manifest in it."""
+
 Accept = Callable[[Manifest], Sink | memoryview]
 """Called once with the checked manifest: refuses it by raising, or says where the bytes go."""
 
@@ -91,14 +94,16 @@ async def serve_get(
     content: Source | Sequence[memoryview],
     offset: int = 0,
     check: Callable[[int, bytes], None] | None = None,
+    num_bytes: int | None = None,
 ) -> AsyncIterator[M]:
     """The responses of a download: the manifest, then the content from `offset` on.
 
-    check: looks at each frame, with its offset, before it leaves.
+    check: looks at each frame, with its offset, before it leaves. num_bytes: of the content, where
+    it is not all that the manifest describes.
 
     The latter come serialized, which servers of `rpc.server` pass on as they are.
     """
-    check_offset(offset, manifest.total_bytes)
+    check_offset(offset, manifest.total_bytes if num_bytes is None else num_bytes)
     first = make()
     first.manifest.CopyFrom(to_proto(manifest))
     yield first
@@ -183,6 +188,11 @@ def _kind(message: Any) -> str:
 # ---- the side that calls ----
 
 
+def all_of_it(_first: Any, manifest: Manifest) -> int:
+    """Return the size of a stream that carries all that its manifest describes."""
+    return manifest.total_bytes
+
+
 async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all callers want)
     open_call: Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]],
     accept: Accept,
@@ -194,13 +204,15 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
     retry: Retry = Retry(),
     keep_up: KeepUp | None = None,
     codecs: Collection[str] = ("",),
+    size_of: SizeOf = all_of_it,
 ) -> Manifest:
     """Download a tensor stream into what `accept` names; resumes where it was cut.
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
+    `size_of` says how many bytes the stream carries, by the first message of each call.
     Raises an error of our tree; the sink then holds a part that must not be used.
     """
-    download = _Download(accept, limits, purpose, offset, codecs)
+    download = _Download(accept, limits, purpose, offset, codecs, size_of)
 
     async def attempt() -> int:
         call = open_call(download.received)
@@ -225,9 +237,10 @@ class _Download:
         purpose: Purpose | None,
         offset: int,
         codecs: Collection[str],
+        size_of: SizeOf,
     ) -> None:
         self._accept, self._limits, self._purpose, self._offset = accept, limits, purpose, offset
-        self._codecs = codecs
+        self._codecs, self._size_of = codecs, size_of
         self.manifest: Manifest | None = None
         self.writer: ChunkWriter | None = None
 
@@ -235,11 +248,12 @@ class _Download:
     def received(self) -> int:
         return self.writer.received if self.writer else self._offset
 
-    def begin(self, message: tensor_pb2.Manifest) -> ChunkWriter:
-        manifest = from_proto(message, self._limits, self._purpose, self._codecs)
+    def begin(self, first: CarriesManifest) -> ChunkWriter:
+        manifest = from_proto(first.manifest, self._limits, self._purpose, self._codecs)
+        num_bytes = self._size_of(first, manifest)
         if self.writer is None:
             self.writer = ChunkWriter(
-                manifest.total_bytes, self._accept(manifest), self._offset, manifest.purpose
+                num_bytes, self._accept(manifest), self._offset, manifest.purpose
             )
             self.manifest = manifest
         elif manifest != self.manifest:
@@ -254,7 +268,7 @@ async def _receive(
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
         raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
-    writer = download.begin(first.manifest)
+    writer = download.begin(first)
     await receive_chunks(messages, writer, idle_timeout_s, keep_up)
     if await _next(messages, idle_timeout_s) is not None:
         raise InvalidInputError.at("message", "the stream goes on behind its announced end")

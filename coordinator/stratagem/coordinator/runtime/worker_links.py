@@ -109,13 +109,18 @@ class WorkerLink:
         await _answered(self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S))
 
     def snapshot(
-        self, at: WorkerSession, number: int
+        self, at: WorkerSession, number: int, base: str = ""
     ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-        """Return a function that requests a snapshot of a session from an offset on."""
+        """Return a function that requests a snapshot of a session from an offset on; base: name of
+        one whose bytes are here."""
 
         def request(offset: int) -> worker_pb2.GetStateRequest:
             return worker_pb2.GetStateRequest(
-                fence=self.fence(at.membership), session=at.ref, snapshot=number, offset=offset
+                fence=self.fence(at.membership),
+                session=at.ref,
+                snapshot=number,
+                offset=offset,
+                base=base,
             )
 
         return lambda offset: self.stub.GetState(request(offset))

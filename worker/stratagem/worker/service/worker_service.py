@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import grpc
@@ -44,6 +44,7 @@ from stratagem.worker.service.plan_checks import check_plan
 from stratagem.worker.service.session_table import Session, Sessions
 from stratagem.worker.service.worker_diagnosis import diagnosis
 from stratagem.worker.session.context import Host
+from stratagem.worker.session.sent_state import SentState, without_same
 from stratagem.worker.session.session_states import Frozen
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -133,9 +134,20 @@ class WorkerServicer(WorkerServiceServicer):
     async def GetState(
         self, request: pb.GetStateRequest, context: Context
     ) -> AsyncIterator[pb.GetStateResponse]:
-        with self.sessions.uploading(request), await self._state(request) as state:
+        with (
+            self.sessions.uploading(request),
+            await self._state(request) as state,
+            self._base(request) as base,
+        ):
+            sent = SentState(state.manifest, state.buffers)
+            if base is not None:
+                sent = await asyncio.to_thread(without_same, state, base)
+                failpoint("worker.snapshot.compared")
+            first = partial(pb.GetStateResponse, same=sent.same)
+            if request.WhichOneof("which") == "snapshot":
+                first = partial(first, name=state.name)
             async for response in serve_get(
-                pb.GetStateResponse, state.manifest, state.buffers, request.offset
+                first, sent.manifest, sent.buffers, request.offset, num_bytes=sent.num_bytes
             ):
                 yield response
 
@@ -254,6 +266,12 @@ class WorkerServicer(WorkerServiceServicer):
             known = ", ".join(sorted(self._host.local_data)) or "none"
             raise NotFoundError(f"this worker has no local data {local!r}; it has: {known}")
         return job
+
+    def _base(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen | None]:
+        """Return the time in which the snapshot is read that the caller has already."""
+        if not request.base or request.WhichOneof("which") != "snapshot":
+            return nullcontext()
+        return self.sessions.get(request.session).states.reading_base(request.base)
 
     async def _state(self, request: pb.GetStateRequest) -> AbstractContextManager[Frozen]:
         """Return the time in which the state is read."""

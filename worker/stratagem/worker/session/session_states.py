@@ -7,6 +7,7 @@ will: it lets no segment begin while two are without a commit.
 """
 
 import asyncio
+import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ class Frozen:
 
     manifest: Manifest
     buffers: Sequence[memoryview]
+    name: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
+    """What no other state has; whoever has got this one can name it."""
     reusable: Mapping[str, Tensor] = field(default_factory=dict)
     """Its tensors, where a later snapshot may be copied into them when nobody needs this one."""
 
@@ -46,7 +49,7 @@ def freeze(
     is_reusable: nobody else has them, so a later snapshot may be copied into them.
     """
     manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
-    return Frozen(manifest, buffers, tensors if is_reusable else {})
+    return Frozen(manifest, buffers, reusable=tensors if is_reusable else {})
 
 
 class StateStore:
@@ -85,8 +88,24 @@ class StateStore:
         try:
             yield frozen
         finally:
-            with self._lock:
-                self._num_readers -= Counter((segment,))  # and none is left of those that are 0
+            self._end_reading(segment)
+
+    @contextmanager
+    def reading_base(self, name: str) -> Iterator[Frozen | None]:
+        """Is the time in which a snapshot is compared with another one; None where no snapshot of
+        this name is here any more."""
+        with self._lock:
+            found = [(n, each) for n, each in self._snapshots.items() if each.name == name]
+            self._num_readers.update(segment for segment, _ in found)
+        try:
+            yield found[0][1] if found else None
+        finally:
+            for segment, _ in found:
+                self._end_reading(segment)
+
+    def _end_reading(self, segment: int) -> None:
+        with self._lock:
+            self._num_readers -= Counter((segment,))  # and none is left of those that are 0
 
     def take_back(self, segment: int, num_kept: int = NUM_SNAPSHOTS) -> Mapping[str, Tensor]:
         """Drop the snapshot whose place that of this segment will take, and return its tensors to

@@ -54,6 +54,15 @@ MAX_HEADERS = 64
 PushKey = tuple[Member, RunId, Digest]
 
 
+@dataclass(frozen=True, slots=True)
+class PulledSnapshot:
+    """A snapshot of a session that has become a blob, under the name that the worker gave it."""
+
+    member: Member
+    name: str
+    digest: Digest
+
+
 @dataclass(slots=True)
 class EffectContext:
     loop: Loop
@@ -77,6 +86,8 @@ class EffectContext:
     refused: Counter[Cause] = field(default_factory=Counter)
     """Updates of federated clients that do not count, since the start."""
     pulls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_PULLS))
+    snapshots: dict[tuple[RunId, Party], PulledSnapshot] = field(default_factory=dict)
+    """The newest one of each run and party."""
     told: Told = field(default_factory=Told)
 
     @property
@@ -218,6 +229,8 @@ class EffectContext:
             del self.job_texts[run_party]
         for member_run in [pair for pair in self.brought if pair[1] == run_id]:
             del self.brought[member_run]
+        for run_party in [pair for pair in self.snapshots if pair[0] == run_id]:
+            del self.snapshots[run_party]
 
     def forget_member(self, member: Member) -> None:
         """Forget what was brought to a start of a worker that is gone."""

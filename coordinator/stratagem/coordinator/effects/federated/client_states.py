@@ -12,7 +12,7 @@ from stratagem.coordinator.core.effects import KeptState, TrainClient
 from stratagem.coordinator.core.facts import ClientStateLost
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
+from stratagem.coordinator.effects.synchronous.snapshot import pull_outputs
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
@@ -83,5 +83,5 @@ async def kept_state(
     """
     if not has_simulated_states(env.job_of(effect.run_id, effect.party)):
         return Digest(told)
-    digest, _ = await pull_snapshot(env, at, effect.round_num, of_outputs=True)
+    digest, _ = await pull_outputs(env, at, effect.round_num)
     return digest

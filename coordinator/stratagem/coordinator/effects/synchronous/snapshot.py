@@ -1,21 +1,26 @@
 """Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 import structlog
 
-from stratagem.common.base.errors import StratagemError
-from stratagem.common.base.ids import Digest
-from stratagem.common.rpc.tensor_transfer import pull
+from stratagem.common.base.errors import (
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    StratagemError,
+)
+from stratagem.common.base.ids import Digest, Party
+from stratagem.common.rpc.tensor_transfer import SizeOf, all_of_it, pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.execution.effect_context import EffectContext, PulledSnapshot
+from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake
 from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.store.blobs.blob_store import BlobWriter
 from stratagem.coordinator.updates.members.merge_parts import StatePart
 from stratagem.coordinator.updates.stream_offload import Offload
 
@@ -23,6 +28,8 @@ log = structlog.get_logger()
 T = TypeVar("T")
 Ask = Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]
 """Requests a stream of tensors from an offset on."""
+NOT_BY_CHANGES: Final = (ConflictError, IntegrityError, InvalidInputError, NotFoundError)
+"""What says that a snapshot is not to be had by its changes alone."""
 
 
 async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Awaitable[T]]) -> T:
@@ -38,29 +45,56 @@ async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Aw
 
 
 async def pull_snapshot(
-    env: EffectContext, at: WorkerSession, segment: int, *, of_outputs: bool = False
+    env: EffectContext, at: WorkerSession, segment: int
 ) -> tuple[Digest, Manifest]:
     """Pull the snapshot that a member took at the end of a segment; it is durable in the store.
 
-    of_outputs: pull what it has kept beside it instead.
+    Of the bytes of the snapshot that this session gave before, which are here, none is sent again.
     """
-    writers: list[BlobWriter] = []
+    link = env.links.to(at.member, env.state)
+    base = await _base(env, at)
+    if base is not None:
+        with base.file:
+            try:
+                return await _pulled(env, at, link.snapshot(at, segment, base.name), base)
+            except NOT_BY_CHANGES as error:
+                log.info("a snapshot is pulled whole", run_id=at.run_id, reason=str(error))
+    return await _pulled(env, at, link.snapshot(at, segment))
 
-    def accept(manifest: Manifest) -> Callable[[bytes], None]:
-        header = header_bytes(manifest)
-        writer = env.blobs.writer(len(header) + manifest.total_bytes)
-        writers.append(writer)
-        writer.write(header)
-        return writer.write
 
+async def pull_outputs(
+    env: EffectContext, at: WorkerSession, segment: int
+) -> tuple[Digest, Manifest]:
+    """Pull what a member has kept beside its snapshot; it is durable in the store."""
+    return await _pulled(env, at, env.links.to(at.member, env.state).outputs(at, segment))
+
+
+async def _base(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
+    """Open the snapshot that the session gave before; None where it cannot be read, or was that of
+    another member."""
+    known = env.snapshots.get((at.run_id, Party(at.party)))
+    if known is None or known.member != at.member:
+        return None
     try:
-        link = env.links.to(at.member, env.state)
-        ask = (link.outputs if of_outputs else link.snapshot)(at, segment)
-        manifest = await _pull(env, ask, accept)
-        digest = await env.in_thread(writers[0].commit)
+        manifest, data_start = await env.header(known.digest)
+        file = await env.in_thread(lambda: env.blobs.open(known.digest))
+    except StratagemError as error:
+        log.info("no base for a snapshot", run_id=at.run_id, reason=str(error))
+        return None
+    return BaseBlob(known.name, file, data_start, manifest.total_bytes)
+
+
+async def _pulled(
+    env: EffectContext, at: WorkerSession, ask: Ask, base: BaseBlob | None = None
+) -> tuple[Digest, Manifest]:
+    intake = SnapshotIntake(env.blobs, base)
+    try:
+        manifest = await _pull(env, ask, intake.accept, intake.size_of)
+        digest = await env.in_thread(intake.commit)
     finally:
-        for writer in writers:
-            writer.abort()
+        intake.abort()
+    if intake.name:
+        env.snapshots[at.run_id, Party(at.party)] = PulledSnapshot(at.member, intake.name, digest)
     return digest, manifest
 
 
@@ -95,6 +129,7 @@ async def _pull(
     env: EffectContext,
     ask: Ask,
     begin: Callable[[Manifest], Callable[[bytes], None]],
+    size_of: SizeOf = all_of_it,
 ) -> Manifest:
     """Download into the sink that `begin` answers, which gets all bytes in order."""
     sinks: list[Callable[[bytes], None]] = []
@@ -111,7 +146,9 @@ async def _pull(
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.STATE,
             keep_up=offload.keep_up,
+            size_of=size_of,
         )
+        offload.write(manifest.total_bytes, b"")  # nothing more comes
         await offload.finish()
     finally:
         await offload.close()

@@ -1,0 +1,122 @@
+"""Which bytes of a state are those of an earlier one, so that only the others need to travel.
+
+Bytes are compared, in blocks from the start of each tensor, and no digest decides. Parameters that
+do not train are the same from commit to commit, and so are their moments, and rows of an embedding
+that no batch has had. Owns the value `SameBytes` and its rules. Must not know workers or stores.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from stratagem.common.base.errors import InvalidInputError, LimitError
+from stratagem.common.tensors.manifest import Manifest
+
+BLOCK_BYTES: Final = 2**20
+MAX_RANGES: Final = 2**15  # with the manifest they make one message
+_GLANCE_BYTES: Final = 4096  # enough to tell most blocks that have changed
+
+
+class SameBytes(NamedTuple):
+    """A range of a state whose bytes another one has, too. Offsets are those of the manifests."""
+
+    offset: int
+    base_offset: int
+    size: int
+
+
+def same_bytes(
+    manifest: Manifest,
+    buffers: Sequence[memoryview],
+    base: Manifest,
+    base_buffers: Sequence[memoryview],
+    block_bytes: int = BLOCK_BYTES,
+) -> list[SameBytes]:
+    """Return the ranges that both states have, in order and without overlap.
+
+    Tensors are compared that have the same name, type and shape in both; buffers are those of the
+    tensors that are stored, in order. What is beyond MAX_RANGES counts as changed.
+    """
+    known = {
+        (spec.name, spec.dtype, spec.shape): (spec.offset, buffer)
+        for spec, buffer in zip(base.stored(), base_buffers, strict=True)
+    }
+    ranges: list[SameBytes] = []
+    for spec, buffer in zip(manifest.stored(), buffers, strict=True):
+        base_offset, older = known.get((spec.name, spec.dtype, spec.shape), (0, None))
+        if older is None:
+            continue
+        for start in range(0, spec.size_bytes, block_bytes):
+            end = min(start + block_bytes, spec.size_bytes)
+            if _are_equal(buffer[start:end], older[start:end]):
+                at = SameBytes(spec.offset + start, base_offset + start, end - start)
+                if not _joined(ranges, at):
+                    if len(ranges) == MAX_RANGES:
+                        return ranges
+                    ranges.append(at)
+    return ranges
+
+
+def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
+    """Return whether a range continues the last one, which it is added to then."""
+    if not ranges:
+        return False
+    last = ranges[-1]
+    if (last.offset + last.size, last.base_offset + last.size) != (at.offset, at.base_offset):
+        return False
+    ranges[-1] = last._replace(size=last.size + at.size)
+    return True
+
+
+def _are_equal(one: memoryview, other: memoryview) -> bool:
+    left, right = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    if not np.array_equal(left[:_GLANCE_BYTES], right[:_GLANCE_BYTES]):
+        return False
+    whole = left.size - left.size % 8
+    return np.array_equal(left[:whole].view(np.uint64), right[:whole].view(np.uint64)) and bool(
+        np.array_equal(left[whole:], right[whole:])
+    )
+
+
+def check_same(same: Sequence[SameBytes], total_bytes: int, base_bytes: int) -> None:
+    """Refuse ranges that are out of order, overlap or lie outside of a state."""
+    if len(same) > MAX_RANGES:
+        raise LimitError(f"same: {len(same)} ranges, the limit is {MAX_RANGES}")
+    end = 0
+    for index, each in enumerate(same):
+        if each.size < 1 or each.offset < end or each.offset + each.size > total_bytes:
+            raise InvalidInputError.at(f"same[{index}]", f"{tuple(each)} is not in order")
+        if each.base_offset < 0 or each.base_offset + each.size > base_bytes:
+            raise InvalidInputError.at(
+                f"same[{index}]", f"{tuple(each)} is not within the {base_bytes} bytes of the base"
+            )
+        end = each.offset + each.size
+
+
+def changed_ranges(same: Sequence[SameBytes], total_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of all that lies between the ranges, in order; none is empty."""
+    start = 0
+    for each in (*same, SameBytes(total_bytes, 0, 0)):
+        if each.offset > start:
+            yield start, each.offset
+        start = each.offset + each.size
+
+
+def num_changed_bytes(same: Sequence[SameBytes], total_bytes: int) -> int:
+    return total_bytes - sum(each.size for each in same)
+
+
+def cut(
+    manifest: Manifest, buffers: Sequence[memoryview], same: Sequence[SameBytes]
+) -> Iterator[memoryview]:
+    """Yield the bytes of a state that lie between the ranges, as views of its buffers."""
+    placed = iter(zip(manifest.stored(), buffers, strict=True))
+    spec, buffer = None, memoryview(b"")
+    for start, end in changed_ranges(same, manifest.total_bytes):
+        while start < end:
+            while spec is None or start >= spec.offset + spec.size_bytes:
+                spec, buffer = next(placed)
+            stop = min(end, spec.offset + spec.size_bytes)
+            yield buffer[start - spec.offset : stop - spec.offset]
+            start = stop
