@@ -25,7 +25,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup ray lock demo check test launch-test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup ray lock demo check test gpu launch-test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -62,6 +62,9 @@ check: setup  ## format, lint, types, protos
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
 	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser and not launch" \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+gpu: setup  ## check and measure a device, DEVICE=cuda:0 unless said; ARGS="--only kernels" chooses
+	$(BIN)/python -m tests.device $(addprefix --device ,$(DEVICE)) $(ARGS)
 
 launch-test: setup  ## workers that torchrun, Slurm (`.ci/slurm` installs one) and Ray (`make ray`) start
 	$(BIN)/python -m pytest -q -m launch

@@ -11,7 +11,9 @@ from tests.house.pages import INLINE_CODE, PAGES, blocks, prose
 from tests.repository import ROOT
 
 OPTION = re.compile(r"--?[a-z][\w-]*")
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", MAKEFILE))
 SEVERAL = re.compile(r"&&|\||;")
 
 
@@ -36,7 +38,8 @@ def wrong(words: list[str]) -> str:
     asked = [word.partition("=")[0] for word in words if OPTION.match(word)]
     match words:
         case ["make", *targets]:
-            unknown = {word for word in targets if OPTION.match(word) is None} - TARGETS
+            named = {word.partition("=")[0] for word in targets if OPTION.match(word) is None}
+            unknown = named - TARGETS - VARIABLES
             return f"make has no {unknown}" if unknown else ""
         case ["python" | ".venv/bin/python", script, *_] if script.endswith(".py"):
             path = ROOT / script
