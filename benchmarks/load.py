@@ -1,15 +1,18 @@
 """What many workers and many runs cost the coordinator: CPU, latency, and whether it stays linear.
 
-    python benchmarks/load.py --seconds 8
-    python benchmarks/load.py --workers 1000 --runs 50
+    python benchmarks/load.py --workers 1000 3000 10000 --hosts 4 --runs
+    python benchmarks/load.py --workers 1000 --beats single    # calls, as of the version before
+    python benchmarks/load.py --workers 1000 --runs 5 15 50
+    python benchmarks/load.py --rendezvous 1000                # one run with so many members
 
-The coordinator is the real one, in a process of its own. The workers are simulated in another one:
-each has its own address and connection, registers, beats every two seconds through the real calls,
-and carries out what it is told without training: a segment takes half a second, says how far it is
-ten times a second, and ends in a state of 64 KB. A third process asks for the latencies. A
-heartbeat does nothing but renew a lease, so how long it takes is how late the event loop is.
+The coordinator is the real one, in a process of its own. The workers are simulated in other ones
+(`simulated_hosts.py`). This process asks for the latencies. A heartbeat does nothing but renew a
+lease, so how long it takes is how late the event loop is.
 
-First rows: workers without runs. Then runs, each on a worker of its own.
+Rows: workers without runs; then, on the most workers, runs, each on a worker of its own. The
+coordinator's CPU is measured while nobody asks. In "with a page" somebody lists all workers and
+scrapes the metrics every second while latencies are measured. CPU is the processor's time of the
+process, as a share of one core; the load's own stands beside it, because it takes the same cores.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,24 +39,14 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.simulated_hosts import INCARNATION, name_of  # noqa: E402
 from stratagem.common.rpc.channel import open_channel  # noqa: E402
-from stratagem.common.rpc.server import bind, make_server  # noqa: E402
-from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get  # noqa: E402
-from stratagem.common.tensors.chunks import ChunkWriter  # noqa: E402
-from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, build_manifest, from_proto  # noqa: E402
 from stratagem.v1 import coordinator_pb2 as pb  # noqa: E402
-from stratagem.v1 import types_pb2, worker_pb2  # noqa: E402
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub  # noqa: E402
-from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
 
-INCARNATION = "simulated"
-BEAT_S = 2.0
-SEGMENT_S = 0.5
-PROGRESS_PER_SEGMENT = 5
-STATE_FLOATS = 16_000
-ROWS = 40
 CALLS_PER_S = 50
+PATIENCE_S = 600.0
 JOB: dict[str, Any] = {
     "name": "load",
     "model": {"entrypoint": "nowhere:model"},
@@ -65,144 +59,50 @@ JOB: dict[str, Any] = {
 }
 
 
-# ---- the simulated workers ----
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What there is to bear."""
 
-
-class Simulated(WorkerServiceServicer):
-    """All workers at once: who is asked does not matter, since nothing is held."""
-
-    def __init__(self) -> None:
-        values = np.zeros(STATE_FLOATS, np.float32)
-        self._content = [values.data.cast("B")]
-        named = [("weight", "float32", (STATE_FLOATS,))]
-        self._manifest: Manifest = build_manifest(named, Purpose.STATE)
-
-    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
-        return worker_pb2.DescribeResponse(incarnation=INCARNATION)
-
-    async def Execute(
-        self, request: worker_pb2.ExecuteRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        yield worker_pb2.ExecuteResponse(accepted=worker_pb2.Accepted(incarnation=INCARNATION))
-        if request.WhichOneof("plan") == "build":
-            built = worker_pb2.BuildResult(
-                num_rows={"train": ROWS}, num_parameters=STATE_FLOATS, layout_digest="x"
-            )
-            result = worker_pb2.ExecuteResult(build=built)
-        else:
-            to_step = request.train.to_step
-            for _ in range(PROGRESS_PER_SEGMENT):
-                await asyncio.sleep(SEGMENT_S / PROGRESS_PER_SEGMENT)
-                shown = worker_pb2.Progress(step=to_step, to_step=to_step, loss=0.5, engine="solo")
-                yield worker_pb2.ExecuteResponse(progress=shown)
-            trained = worker_pb2.TrainResult(
-                step=to_step, loss=0.5, num_rows=ROWS, seconds=SEGMENT_S, engine="solo"
-            )
-            result = worker_pb2.ExecuteResult(train=trained)
-        yield worker_pb2.ExecuteResponse(result=result)
-
-    async def GetState(
-        self, request: worker_pb2.GetStateRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.GetStateResponse]:
-        responses = serve_get(
-            worker_pb2.GetStateResponse, self._manifest, self._content, request.offset
-        )
-        async for response in responses:
-            yield response
-
-    async def SetState(
-        self, request_iterator: AsyncIterator[worker_pb2.SetStateRequest], context: Any
-    ) -> AsyncIterator[worker_pb2.SetStateResponse]:
-        header = (await receive_header(request_iterator)).header
-        manifest = from_proto(header.manifest, Limits())
-        writer = ChunkWriter(manifest.total_bytes, lambda _offset, _data: None)
-
-        async def commit() -> None:
-            """Nothing is kept."""
-
-        async for response in receive_upload(
-            request_iterator, worker_pb2.SetStateResponse, writer, commit
-        ):
-            yield response
-
-    async def Abort(self, request: Any, context: Any) -> worker_pb2.AbortResponse:
-        return worker_pb2.AbortResponse()
-
-    async def CloseSession(self, request: Any, context: Any) -> worker_pb2.CloseSessionResponse:
-        return worker_pb2.CloseSessionResponse()
-
-
-async def simulate(coordinator: str, num_workers: int) -> None:
-    """Serve, register and beat; says on standard output how long registering took."""
-    server = make_server()
-    add_WorkerServiceServicer_to_server(Simulated(), server)
-    addresses = [f"127.1.{n // 250}.{n % 250 + 1}" for n in range(num_workers)]
-    ports = [bind(server, address, 0) for address in addresses]
-    await server.start()
-    channels = [open_channel(coordinator, own_connection=True) for _ in addresses]
-    stubs = [CoordinatorServiceStub(channel) for channel in channels]
-    began_s = time.monotonic()
-    joining = asyncio.Semaphore(32)
-
-    async def register(n: int) -> None:
-        request = pb.RegisterWorkerRequest(
-            worker_id=f"w{n:04}",
-            incarnation=INCARNATION,
-            address=f"{addresses[n]}:{ports[n]}",
-            capability=types_pb2.Capability(device="cpu", numerics_fingerprint="same"),
-        )
-        async with joining:
-            await stubs[n].RegisterWorker(request, timeout=60)
-
-    await asyncio.gather(*(register(n) for n in range(num_workers)))
-    print(json.dumps(time.monotonic() - began_s), flush=True)
-
-    async def beat(n: int) -> None:
-        await asyncio.sleep(BEAT_S * n / num_workers)
-        request = pb.HeartbeatRequest(worker_id=f"w{n:04}", incarnation=INCARNATION)
-        while True:
-            await stubs[n].Heartbeat(request, timeout=10)
-            await asyncio.sleep(BEAT_S)
-
-    await asyncio.gather(*(beat(n) for n in range(num_workers)))
-
-
-# ---- measuring ----
+    num_workers: int
+    num_runs: int
+    num_hosts: int
+    beats: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    workers: int
-    runs: int
-    register_ms: float
-    """Per worker, 32 at once."""
+    load: Load
+    register_s: float
+    register_cpu_s: float
+    """Of the coordinator, until all were registered."""
     cpu: float
     """Of one core."""
+    load_cpu: float
     memory_mb: float
     commits_per_s: float
     heartbeat_ms: tuple[float, float]
     """p50 and p99."""
     status_ms: tuple[float, float]
-    list_runs_ms: float
-    list_workers_ms: float
-
-    @property
-    def cpu_ms_per_commit(self) -> float:
-        return 1000 * self.cpu / self.commits_per_s if self.commits_per_s else 0.0
+    page_ms: tuple[float, float]
+    """Of the status, while somebody lists workers and scrapes."""
+    list_ms: float
+    scrape_ms: float
 
     def cells(self) -> list[str]:
-        per_commit = f"{self.cpu_ms_per_commit:.1f}" if self.runs else ""
-        pairs = [f"{a:.1f} / {b:.1f}" for a, b in (self.heartbeat_ms, self.status_ms)]
+        per_commit = f"{1000 * self.cpu / self.commits_per_s:.1f}" if self.commits_per_s else ""
+        pairs = (self.heartbeat_ms, self.status_ms, self.page_ms)
         return [
-            f"{self.workers}",
-            f"{self.runs}",
-            f"{self.register_ms:.1f}",
-            f"{100 * self.cpu:.0f}",
-            f"{1e5 * self.cpu / self.workers:.0f}" if not self.runs else per_commit,
-            f"{self.commits_per_s:.1f}",
-            *pairs,
-            f"{self.list_runs_ms:.1f}",
-            f"{self.list_workers_ms:.1f}",
+            f"{self.load.num_workers}",
+            f"{self.load.num_runs}",
+            f"{self.register_s:.1f} / {self.register_cpu_s:.1f}",
+            f"{100 * self.cpu:.1f}",
+            f"{100 * self.load_cpu:.0f}",
+            f"{1e6 * self.cpu / self.load.num_workers:.0f}",
+            per_commit,
+            *(f"{a:.1f} / {b:.1f}" for a, b in pairs),
+            f"{self.list_ms:.0f}",
+            f"{self.scrape_ms:.0f}",
             f"{self.memory_mb:.0f}",
         ]
 
@@ -210,39 +110,77 @@ class Row:
 HEAD = [
     "workers",
     "runs",
-    "register ms",
+    "register s / CPU s",
     "CPU %",
-    "CPU: us/s per worker, or ms per commit",
-    "commits/s",
+    "load's CPU %",
+    "us/s per worker",
+    "ms per commit",
     "heartbeat ms p50 / p99",
     "status ms p50 / p99",
-    "list runs ms",
+    "with a page",
     "list workers ms",
+    "scrape ms",
     "MB",
 ]
 
 
-def measure(num_workers: int, num_runs: int, seconds: float) -> Row:
-    """One coordinator with that many workers and runs, for some seconds after a warm-up."""
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A coordinator with registered workers."""
+
+    address: str
+    metrics: str
+    pid: int
+    hosts: tuple[int, ...]
+    register_s: float
+    register_cpu_s: float
+
+    def load_cpu_s(self) -> float:
+        return sum(map(_cpu_s, self.hosts))
+
+
+@contextmanager
+def site(num_workers: int, num_hosts: int, beats: str) -> Iterator[Site]:
+    """Start a coordinator, and workers that register all at once."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        address = f"127.0.0.1:{free_port()}"
-        flags = ["--listen", address, "--data-dir", str(folder / "data")]
+        address, ready = f"127.0.0.1:{free_port()}", folder / "ready"
+        flags = ["--listen", address, "--data-dir", str(folder / "data"), "--metrics-port", "0"]
+        flags += ["--max-workers", str(max(10_000, num_workers)), "--ready-file", str(ready)]
         coordinator = subprocess.Popen(
             [sys.executable, "-m", "stratagem.coordinator", *flags], stderr=subprocess.PIPE
         )
         stack.callback(_end, coordinator)
         _wait_until_it_serves(coordinator)
-        simulated = subprocess.Popen(
-            [sys.executable, __file__, "--simulate", address, str(num_workers)],
-            stdout=subprocess.PIPE,
+        cpu_s = _cpu_s(coordinator.pid)
+        hosts = []
+        for k in range(num_hosts):
+            first, end = (num_workers * i // num_hosts for i in (k, k + 1))
+            command = [sys.executable, str(Path(__file__).with_name("simulated_hosts.py")), address]
+            command += ["--first", str(first), "--workers", str(end - first), "--beats", beats]
+            host = subprocess.Popen(command, stdout=subprocess.PIPE)
+            stack.callback(_end, host)
+            hosts.append(host)
+        took_s = max(_said(host) for host in hosts)
+        yield Site(
+            address,
+            json.loads(ready.read_text())["metrics_address"],
+            coordinator.pid,
+            tuple(host.pid for host in hosts),
+            took_s,
+            _cpu_s(coordinator.pid) - cpu_s,
         )
-        stack.callback(_end, simulated)
-        assert simulated.stdout is not None
-        register_s = float(json.loads(simulated.stdout.readline()))
-        return asyncio.run(
-            _ask(address, coordinator.pid, num_workers, num_runs, seconds, register_s)
-        )
+
+
+def measure(load: Load) -> Row:
+    """One coordinator with that many workers and runs, for some seconds after a warm-up."""
+    with site(load.num_workers, load.num_hosts, load.beats) as at:
+        return asyncio.run(_ask(load, at))
+
+
+def _said(host: subprocess.Popen[bytes]) -> float:
+    assert host.stdout is not None
+    return float(json.loads(host.stdout.readline()))
 
 
 def _wait_until_it_serves(coordinator: subprocess.Popen[bytes]) -> None:
@@ -261,42 +199,71 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-async def _ask(
-    address: str, pid: int, num_workers: int, num_runs: int, seconds: float, register_s: float
-) -> Row:
-    async with open_channel(address) as channel:
+async def _ask(load: Load, at: Site) -> Row:
+    async with open_channel(at.address) as channel:
         stub = CoordinatorServiceStub(channel)
-        for n in range(num_runs):
+        for n in range(load.num_runs):
             request = pb.SubmitRunRequest(run_id=f"r{n}", job_json=json.dumps(JOB))
             await stub.SubmitRun(request)
-        await asyncio.sleep(2 + 0.02 * num_runs)
-        commits, cpu_s, began_s = await _commits(stub), _cpu_s(pid), time.monotonic()
-        beats, states = await asyncio.gather(
-            _latencies(lambda: stub.Heartbeat(_BEAT), seconds),
-            _latencies(lambda: stub.GetRun(pb.GetRunRequest(run_id="r0")), seconds)
-            if num_runs
-            else _latencies(lambda: stub.ListRuns(pb.ListRunsRequest()), seconds),
-        )
+        await asyncio.sleep(12 + 0.02 * load.num_runs)  # the longest interval of heartbeats
+        commits, cpu_s, load_cpu_s = await _commits(stub), _cpu_s(at.pid), at.load_cpu_s()
+        began_s = time.monotonic()
+        await asyncio.sleep(load.seconds)
         took_s = time.monotonic() - began_s
-        cpu_s = _cpu_s(pid) - cpu_s
+        cpu_s, load_cpu_s = _cpu_s(at.pid) - cpu_s, at.load_cpu_s() - load_cpu_s
         commits = await _commits(stub) - commits
-        list_runs = await _latencies(lambda: stub.ListRuns(pb.ListRunsRequest()), 0.5)
-        list_workers = await _latencies(lambda: stub.ListWorkers(pb.ListWorkersRequest()), 0.5)
+
+        def status() -> Awaitable[object]:
+            if load.num_runs:
+                return stub.GetRun(pb.GetRunRequest(run_id="r0"))
+            return stub.ListRuns(pb.ListRunsRequest())
+
+        beats, states = await asyncio.gather(
+            _latencies(lambda: stub.Heartbeat(_BEAT), load.seconds),
+            _latencies(status, load.seconds),
+        )
+        paging = asyncio.create_task(_page(stub, at.metrics))
+        paged = await _latencies(status, load.seconds)
+        paging.cancel()
+        list_ms = await _latencies(lambda: _list_workers(stub), 1.0)
+        scrape_ms = await _latencies(lambda: _scrape(at.metrics), 1.0)
     return Row(
-        num_workers,
-        num_runs,
-        1000 * register_s / num_workers,
+        load,
+        at.register_s,
+        at.register_cpu_s,
         cpu_s / took_s,
-        _memory_mb(pid),
+        load_cpu_s / took_s,
+        _memory_mb(at.pid),
         commits / took_s,
         _p50_p99(beats),
         _p50_p99(states),
-        _p50_p99(list_runs)[0],
-        _p50_p99(list_workers)[0],
+        _p50_p99(paged),
+        _p50_p99(list_ms)[0],
+        _p50_p99(scrape_ms)[0],
     )
 
 
-_BEAT = pb.HeartbeatRequest(worker_id="w0000", incarnation=INCARNATION)
+_BEAT = pb.HeartbeatRequest(worker_id=name_of(0), incarnation=INCARNATION)
+
+
+async def _page(stub: Any, metrics: str) -> None:
+    while True:
+        await _list_workers(stub)
+        await _scrape(metrics)
+        await asyncio.sleep(1)
+
+
+async def _list_workers(stub: Any) -> object:
+    return await stub.ListWorkers(pb.ListWorkersRequest())
+
+
+async def _scrape(metrics: str) -> object:
+    def get() -> bytes:
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=PATIENCE_S) as answer:
+            body: bytes = answer.read()
+            return body
+
+    return await asyncio.to_thread(get)
 
 
 async def _commits(stub: Any) -> int:
@@ -331,20 +298,56 @@ def _memory_mb(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
+# ---- one run with many members ----
+
+
+def rendezvous(num_members: int, num_hosts: int) -> None:
+    """Have so many workers register at once, and a run form of all of them and finish a segment."""
+    with site(num_members, num_hosts, "stream") as at:
+        cpu_s = _cpu_s(at.pid)
+        took_s = asyncio.run(_meet(at, num_members))
+        cells = [num_members, at.register_s, at.register_cpu_s, took_s, _cpu_s(at.pid) - cpu_s]
+    print("members | register s | CPU s | until the first segment s | CPU s")
+    print(" | ".join(f"{cell:.1f}" if isinstance(cell, float) else f"{cell}" for cell in cells))
+
+
+async def _meet(at: Site, num_members: int) -> float:
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": num_members,
+        "aggregation": {"type": "AllReduce"},
+        "options": {"min_replicas": num_members},
+    }
+    job = JOB | {"strategy": strategy, "batch_size": num_members}
+    async with open_channel(at.address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        began_s = time.monotonic()
+        await stub.SubmitRun(pb.SubmitRunRequest(run_id="r", job_json=json.dumps(job)))
+        async for item in stub.WatchRun(pb.WatchRunRequest(run_id="r")):
+            if item.event.kind == "SegmentFinished":
+                break
+            assert item.event.phase != pb.RUN_PHASE_FAILED, item.event.sentence
+        return time.monotonic() - began_s
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["--simulate"]:
-        asyncio.run(simulate(sys.argv[2], int(sys.argv[3])))
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[100, 300, 1000])
-    parser.add_argument("--runs", type=int, nargs="+", default=[5, 15, 50])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each row")
+    parser.add_argument("--workers", type=int, nargs="*", default=[100, 300, 1000])
+    parser.add_argument("--runs", type=int, nargs="*", default=[5, 15, 50])
+    parser.add_argument("--hosts", type=int, default=2, help="processes that simulate workers")
+    parser.add_argument("--beats", choices=("stream", "single"), default="stream")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--rendezvous", type=int, help="only this, of so many members")
     args = parser.parse_args()
+    if args.rendezvous:
+        rendezvous(args.rendezvous, args.hosts)
+        return
     print(" | ".join(HEAD))
-    for num_workers in args.workers:
-        print(" | ".join(measure(num_workers, 0, args.seconds).cells()), flush=True)
-    for num_runs in args.runs:
-        print(" | ".join(measure(max(args.workers), num_runs, args.seconds).cells()), flush=True)
+    loads = [(num_workers, 0) for num_workers in args.workers]
+    loads += [(max(args.workers), num_runs) for num_runs in args.runs]
+    for num_workers, num_runs in loads:
+        load = Load(num_workers, num_runs, args.hosts, args.beats, args.seconds)
+        print(" | ".join(measure(load).cells()), flush=True)
 
 
 if __name__ == "__main__":

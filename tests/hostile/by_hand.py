@@ -139,6 +139,8 @@ def _strange_names(target: Target) -> Iterator[Attack]:
         yield _one("unknown session", call, request, Code.NOT_FOUND, reason="nobody")
     beat = cpb.HeartbeatRequest(worker_id="nobody", incarnation="one")
     yield _one("unknown worker", "Heartbeat", beat, Code.NOT_FOUND, reason="not registered")
+    first = cpb.HeartbeatStreamRequest(worker_id="nobody", incarnation="one")
+    yield _one("unknown worker", "HeartbeatStream", first, Code.NOT_FOUND, reason="not registered")
 
 
 def _strange_orders(target: Target) -> Iterator[Attack]:

@@ -81,6 +81,10 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
             )
         ],
         "Heartbeat": [cpb.HeartbeatRequest(worker_id="stranger", incarnation="one")],
+        "HeartbeatStream": [
+            cpb.HeartbeatStreamRequest(worker_id="stranger", incarnation="one", for_run="r-1"),
+            cpb.HeartbeatStreamRequest(draining=True),
+        ],
         "Leave": [cpb.LeaveRequest(worker_id="stranger", incarnation="one", reason="done")],
         "Rendezvous": [
             cpb.RendezvousRequest(

@@ -108,6 +108,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     ),
     "RegisterWorker": (_itself(C.RegisterWorkerRequest),),
     "Heartbeat": (_itself(C.HeartbeatRequest),),
+    "HeartbeatStream": (_itself(C.HeartbeatStreamRequest),),
     "Relay": (_itself(C.RelayRequest),),
     "Leave": (_itself(C.LeaveRequest),),
     "Rendezvous": (

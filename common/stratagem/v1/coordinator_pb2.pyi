@@ -1574,7 +1574,7 @@ class RegisterWorkerResponse(_message.Message):
     LEASE_TTL_S_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     heartbeat_interval_s: _builtins.float
-    """The worker beats this often."""
+    """The worker beats this often, until the answers of HeartbeatStream say otherwise."""
     lease_ttl_s: _builtins.float
     """Without a beat for this long the worker is lost."""
     def __init__(
@@ -1648,6 +1648,78 @@ class HeartbeatResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class HeartbeatStreamRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    FOR_RUN_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Of the first message, and of no other."""
+    incarnation: _builtins.str
+    for_run: _builtins.str
+    """The run that it was started for, empty for none; of the first message."""
+    draining: _builtins.bool
+    """The worker finishes what it has and takes nothing new."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        for_run: _builtins.str = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "for_run", b"for_run", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeartbeatStreamRequest: _TypeAlias = HeartbeatStreamRequest  # noqa: Y015
+
+@_typing.final
+class HeartbeatStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    TIME_S_FIELD_NUMBER: _builtins.int
+    NUM_BEATS_FIELD_NUMBER: _builtins.int
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    LEASE_TTL_S_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    time_s: _builtins.float
+    """The coordinator's wall clock, in seconds since 1970; to compare times of workers, no more."""
+    num_beats: _builtins.int
+    """Messages of this stream that have come so far. What the coordinator says unasked has the number
+    of its last answer.
+    """
+    interval_s: _builtins.float
+    """The worker beats this often from now on."""
+    lease_ttl_s: _builtins.float
+    """Without a beat for this long the worker is lost."""
+    released: _builtins.bool
+    """The run that it was started for has ended, or is not known: the worker may leave."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        time_s: _builtins.float = ...,
+        num_beats: _builtins.int = ...,
+        interval_s: _builtins.float = ...,
+        lease_ttl_s: _builtins.float = ...,
+        released: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s", "lease_ttl_s", b"lease_ttl_s", "num_beats", b"num_beats", "released", b"released", "term", b"term", "time_s", b"time_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeartbeatStreamResponse: _TypeAlias = HeartbeatStreamResponse  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

@@ -120,6 +120,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.HeartbeatStream = channel.stream_stream(
+                '/stratagem.v1.CoordinatorService/HeartbeatStream',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatStreamRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatStreamResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/stratagem.v1.CoordinatorService/Leave',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
@@ -282,8 +287,19 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
-        again.
+        """Renews the lease of an incarnation once, for workers that are older than HeartbeatStream.
+        NOT_FOUND when it is not registered (any more): register again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HeartbeatStream(self, request_iterator, context):
+        """Renews the lease of an incarnation with every message, each of which is answered. The worker
+        names itself in the first one; the answers say how often it beats, which follows the number of
+        workers. A stream that breaks ends no lease. One that has lasted for long is ended with OK, for
+        the worker to open another, and so is one of which the worker has opened another. NOT_FOUND when
+        it is not registered (any more): register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -413,6 +429,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'HeartbeatStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.HeartbeatStream,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatStreamRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.HeartbeatStreamResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -895,6 +916,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/Heartbeat',
             stratagem_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HeartbeatStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stratagem.v1.CoordinatorService/HeartbeatStream',
+            stratagem_dot_v1_dot_coordinator__pb2.HeartbeatStreamRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.HeartbeatStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -119,8 +119,15 @@ class CoordinatorServiceStub:
     FAILED_PRECONDITION for a tunnelled one where the coordinator takes no tunnels.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]
-    """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
-    again.
+    """Renews the lease of an incarnation once, for workers that are older than HeartbeatStream.
+    NOT_FOUND when it is not registered (any more): register again.
+    """
+    HeartbeatStream: _grpc.StreamStreamMultiCallable[_coordinator_pb2.HeartbeatStreamRequest, _coordinator_pb2.HeartbeatStreamResponse]
+    """Renews the lease of an incarnation with every message, each of which is answered. The worker
+    names itself in the first one; the answers say how often it beats, which follows the number of
+    workers. A stream that breaks ends no lease. One that has lasted for long is ended with OK, for
+    the worker to open another, and so is one of which the worker has opened another. NOT_FOUND when
+    it is not registered (any more): register again.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]
     """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
@@ -218,8 +225,15 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     FAILED_PRECONDITION for a tunnelled one where the coordinator takes no tunnels.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.HeartbeatRequest, _coordinator_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
-    again.
+    """Renews the lease of an incarnation once, for workers that are older than HeartbeatStream.
+    NOT_FOUND when it is not registered (any more): register again.
+    """
+    HeartbeatStream: _aio.StreamStreamMultiCallable[_coordinator_pb2.HeartbeatStreamRequest, _coordinator_pb2.HeartbeatStreamResponse]  # type: ignore[assignment]
+    """Renews the lease of an incarnation with every message, each of which is answered. The worker
+    names itself in the first one; the answers say how often it beats, which follows the number of
+    workers. A stream that breaks ends no lease. One that has lasted for long is ended with OK, for
+    the worker to open another, and so is one of which the worker has opened another. NOT_FOUND when
+    it is not registered (any more): register again.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveResponse]  # type: ignore[assignment]
     """Ends a drain: this start of the worker is gone and is not lost; its record is forgotten.
@@ -399,8 +413,20 @@ class CoordinatorServiceServicer:
         request: _coordinator_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.HeartbeatResponse, _abc.Awaitable[_coordinator_pb2.HeartbeatResponse]]:
-        """Renews the lease of an incarnation. NOT_FOUND when it is not registered (any more): register
-        again.
+        """Renews the lease of an incarnation once, for workers that are older than HeartbeatStream.
+        NOT_FOUND when it is not registered (any more): register again.
+        """
+
+    def HeartbeatStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.HeartbeatStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.HeartbeatStreamResponse], _abc.AsyncIterator[_coordinator_pb2.HeartbeatStreamResponse]]:
+        """Renews the lease of an incarnation with every message, each of which is answered. The worker
+        names itself in the first one; the answers say how often it beats, which follows the number of
+        workers. A stream that breaks ends no lease. One that has lasted for long is ended with OK, for
+        the worker to open another, and so is one of which the worker has opened another. NOT_FOUND when
+        it is not registered (any more): register again.
         """
 
     def Leave(

@@ -39,7 +39,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
     def __init__(self) -> None:
         self.registered: dict[str, cpb.RegisterWorkerRequest] = {}
         self.num_registered: dict[str, int] = defaultdict(int)
-        self.heartbeats: list[cpb.HeartbeatRequest] = []
+        self.heartbeats: list[cpb.HeartbeatStreamRequest] = []
         self.suspects: list[cpb.SuspectRequest] = []
         self.left: list[cpb.LeaveRequest] = []
         self.forgotten: set[str] = set()
@@ -62,12 +62,17 @@ class FakeCoordinator(CoordinatorServiceServicer):
         await self._note()
         return cpb.RegisterWorkerResponse(term=1, heartbeat_interval_s=0.05, lease_ttl_s=5.0)
 
-    async def Heartbeat(self, request: Any, context: Any) -> cpb.HeartbeatResponse:
-        self.heartbeats.append(request)
-        await self._note()
-        if request.worker_id in self.forgotten:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
-        return cpb.HeartbeatResponse(term=1)
+    async def HeartbeatStream(
+        self, requests: Any, context: Any
+    ) -> AsyncIterator[cpb.HeartbeatStreamResponse]:
+        worker_id, num_beats = "", 0
+        async for request in requests:
+            worker_id, num_beats = worker_id or request.worker_id, num_beats + 1
+            self.heartbeats.append(request)
+            await self._note()
+            if worker_id in self.forgotten:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
+            yield cpb.HeartbeatStreamResponse(term=1, num_beats=num_beats, interval_s=0.05)
 
     async def Leave(self, request: Any, context: Any) -> cpb.LeaveResponse:
         self.left.append(request)

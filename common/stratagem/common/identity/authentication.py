@@ -7,9 +7,10 @@ said otherwise.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from stratagem.common.base.errors import (
@@ -95,11 +96,20 @@ NOBODY: Final = Caller("")
 """Where nobody has to say who they are."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+_check_again: ContextVar[Callable[[], None] | None] = ContextVar("check_again", default=None)
 
 
 def current_caller() -> Caller:
     """Return the caller of the call that is being served."""
     return _caller.get()
+
+
+def check_caller_again() -> None:
+    """Refuse the caller of the call that is being served if its certificate has been revoked since
+    the call began; for calls that last."""
+    check = _check_again.get()
+    if check is not None:
+        check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,9 @@ class Authorizer:
             caller = self._holder([uri.decode() for uri in auth_context.get("peer_uri", ())])
             if self.revoked is not None and caller.cert_id is not None:
                 (pem,) = auth_context["x509_pem_cert"]
-                self.revoked.check(caller.cert_id, pem)
+                check = partial(self.revoked.check, caller.cert_id, pem)
+                check()
+                _check_again.set(check)
             return caller
         token = token_in(metadata)
         if self.tokens is not None and token:

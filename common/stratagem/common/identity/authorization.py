@@ -79,6 +79,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     # Workers, each for itself.
     f"{_COORDINATOR}RegisterWorker": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Heartbeat": AccessRule((Role.WORKER,), Names.ITSELF),
+    f"{_COORDINATOR}HeartbeatStream": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Leave": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Relay": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Rendezvous": AccessRule((Role.WORKER,), Names.OWN_RANK),

@@ -26,7 +26,10 @@ KEY: Final = "traceparent"
 STOP_TIMEOUT_S: Final = 2.0
 _PREFIX: Final = "stratagem."
 # Called per step or beat: a trace has no use for thousands of them.
-_UNTRACED: Final = ("/GetGradients", "/ApplyGradients", "/Heartbeat", "/Describe", "/Send")
+_UNTRACED: Final = (
+    *("/GetGradients", "/ApplyGradients"),
+    *("/Heartbeat", "/HeartbeatStream", "/Describe", "/Send"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from stratagem.coordinator.app.housekeeping import House
 from stratagem.coordinator.app.listeners import tls_of
 from stratagem.coordinator.app.shown_facts import shown_facts
 from stratagem.coordinator.app.storage import Storage
-from stratagem.coordinator.core.commands import LoseWorker
+from stratagem.coordinator.core.commands import DrainWorker, LoseWorker
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_messages import sentence
@@ -65,6 +65,8 @@ from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
 from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.leadership.heartbeat_pace import PaceRule
+from stratagem.coordinator.runtime.leadership.heartbeat_streams import HeartbeatStreams
 from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.malloc_trim import rest
@@ -114,7 +116,8 @@ class App:
         self.spool = storage.spool(loop.term, self.blobs.make_room)
         self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
         self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
-        self.leases = Leases(settings.worker_ttl_s, loop.clock.now, self._lose)
+        self.leases = Leases(_pace_of(settings), loop.clock.now, self._lose, self._forget_stream)
+        self.heartbeats = HeartbeatStreams(self.leases, loop.term, self.is_over, self._drain)
         self.barriers = Barriers(self._membership)
         self.supervisor = RunSupervisor(
             lambda effect: perform(self.env, effect),
@@ -165,7 +168,8 @@ class App:
     async def run(self) -> None:
         """Decide, act and watch the leases until cancelled; raises when the lead is lost."""
         workers = self.loop.state.workers.values()
-        self.leases.grant(worker.member for worker in workers if worker.is_alive)
+        alive = [worker.member for worker in workers if worker.is_alive]
+        self.leases.grant(alive, self.leases.rule.of(len(alive)).ttl_s)
         self.supervisor.reconcile(pending(self.loop.state))
         self._collect()
         self._do_in_thread(self._clean_spool, "clean the spool")
@@ -183,6 +187,7 @@ class App:
             await self.supervisor.close()
             await self._chores.close()
             await self.links.close()
+            await self.heartbeats.close()
             await self.relay.close()
             self.logs.close()
 
@@ -275,7 +280,7 @@ class App:
         self._named += _written_for(fact)
         match fact:
             case WorkerRegistered():
-                self.leases.grant([fact.member])
+                self.leases.grant([fact.member], self.leases.rule.ttl_s)
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
                 self.env.forget_member(fact.member)
@@ -306,6 +311,7 @@ class App:
     def _end_of(self, run_id: RunId) -> None:
         """Let go of what is kept open, or in memory, of a run that has ended."""
         if run_id != CLUSTER and self.is_over(run_id):
+            self.heartbeats.tell_released(run_id)
             self.logs.close_run(run_id)
             self.history.forget(run_id)
             merging = self._house.merge_history(run_id)
@@ -385,6 +391,12 @@ class App:
     async def _lose(self, member: Member, reason: str) -> None:
         await self.loop.submit(LoseWorker(member, reason))
 
+    async def _drain(self, member: Member) -> None:
+        await self.loop.submit(DrainWorker(member))
+
+    def _forget_stream(self, member: Member) -> None:
+        self.heartbeats.end(member)
+
     def _membership(self, run_id: RunId, party: Party) -> tuple[int, int] | None:
         run = self.loop.state.runs.get(run_id)
         if run is None:
@@ -407,6 +419,7 @@ class App:
             except TimeoutError:
                 self.leases.suspend()
                 await self.entrance.shut("cannot reach its journal and may no longer lead")
+                self.heartbeats.end_all(self.entrance.refusal())
                 await renewing
                 await self.entrance.open()
                 self.leases.resume()
@@ -427,6 +440,10 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.client_state,) if fact.client_state else ()
         case _:
             return ()
+
+
+def _pace_of(settings: Settings) -> PaceRule:
+    return PaceRule(settings.heartbeat_interval_s, settings.worker_ttl_s)
 
 
 def _secret(settings: Settings) -> PrivacySecret:

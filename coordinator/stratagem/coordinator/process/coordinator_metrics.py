@@ -126,6 +126,16 @@ HEARTBEAT_AGE: Final = Metric(
     "gauge",
     "silence of the worker alive that has been silent for longest",
 )
+HEARTBEAT_INTERVAL: Final = Metric(
+    "stratagem_coordinator_heartbeat_interval_seconds",
+    "gauge",
+    "how often workers are told to beat; it follows their number",
+)
+HEARTBEAT_STREAMS: Final = Metric(
+    "stratagem_coordinator_heartbeat_streams",
+    "gauge",
+    "standing calls over which workers beat; those of the version before make a call for each beat",
+)
 STREAMS: Final = Metric(
     "stratagem_relay_streams",
     "gauge",
@@ -160,6 +170,8 @@ METRICS: Final = (
     WORKERS,
     WANTED,
     HEARTBEAT_AGE,
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_STREAMS,
     STREAMS,
     RELAYED,
     *SHARED,
@@ -252,6 +264,8 @@ def _held(app: App) -> Iterator[tuple[Metric, Values]]:
     yield EFFECTS, _labelled(running, "running") | _labelled(waiting, "waiting")
     yield PUSHES, one(len(app.env.pushes))
     yield HEARTBEAT_AGE, one(app.leases.longest_silence_s())
+    yield HEARTBEAT_INTERVAL, one(app.leases.pace.interval_s)
+    yield HEARTBEAT_STREAMS, one(app.heartbeats.num_open)
     yield from _relayed(app.relay.counts(), app.relay.num_bytes)
     yield from _counted(Counter(loop.facts), supervisor.num_failures, app.env.refused)
 

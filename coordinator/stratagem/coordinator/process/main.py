@@ -32,7 +32,10 @@ from stratagem.coordinator.store.journal.lead import FencedError
 from stratagem.v1 import coordinator_pb2
 
 STOP_GRACE_S = 1.0
-FROM_WORKERS = ("RegisterWorker", "Heartbeat", "Leave", "Rendezvous", "Suspect", "Relay")
+FROM_WORKERS = (
+    *("RegisterWorker", "Heartbeat", "HeartbeatStream", "Leave"),
+    *("Rendezvous", "Suspect", "Relay"),
+)
 """Calls that keep workers alive: no limit on the number of calls applies to them."""
 EXIT_FENCED = 3
 

@@ -95,9 +95,17 @@ class Settings(BaseSettings):
     lease_ttl_s: float = Field(
         default=10.0, gt=0, description="a silent leader is replaced after this"
     )
-    heartbeat_interval_s: float = Field(default=2.0, gt=0, description="how often workers beat")
+    heartbeat_interval_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="how often workers beat; more than 500 of them for each of these seconds beat "
+        "more seldom, up to 10 s apart",
+    )
     worker_ttl_s: float = Field(
-        default=10.0, gt=0, description="a silent worker is lost after this"
+        default=10.0,
+        gt=0,
+        description="a silent worker is lost after this, and 2.4 s later for each second that "
+        "workers beat more seldom",
     )
     rendezvous_timeout_s: float = Field(
         default=10.0, gt=0, description="wait for members at a barrier"

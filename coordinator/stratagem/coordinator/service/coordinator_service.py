@@ -44,6 +44,7 @@ from stratagem.coordinator.service import protobuf_views, stream_calls
 from stratagem.coordinator.service.cluster_diagnosis import diagnose
 from stratagem.coordinator.service.event_requests import follows_on, past_events, span_of
 from stratagem.coordinator.service.failure_detector import look_into, meet
+from stratagem.coordinator.service.heartbeat_calls import take_heartbeats
 from stratagem.coordinator.service.history_queries import HistoryQueries
 from stratagem.coordinator.service.previous_exit import ending_of
 from stratagem.coordinator.service.relay_calls import carry, check_way, member_of
@@ -227,30 +228,31 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         capability = Capability.model_validate(request.capability, from_attributes=True)
         ending = ending_of(request)
         await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
-        self._app.leases.grant([member])
-        settings = self._app.settings
+        # The pace of a few, which workers keep to that send single heartbeats; see Heartbeat.
+        pace = self._app.leases.rule
+        self._app.leases.grant([member], pace.ttl_s)
         return pb.RegisterWorkerResponse(
             term=self._app.loop.term,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            lease_ttl_s=settings.worker_ttl_s,
+            heartbeat_interval_s=pace.shortest_s,
+            lease_ttl_s=pace.ttl_s,
         )
 
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
-        member = member_of(request)
-        if not self._app.leases.renew(member):
+        member, leases = member_of(request), self._app.leases
+        if not leases.renew(member, leases.rule.ttl_s):
             raise NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
         if request.draining:
             await self._app.loop.submit(DrainWorker(member))
-        return pb.HeartbeatResponse(
-            term=self._app.loop.term, time_s=time.time(), released=self._is_over(request.for_run)
-        )
+        released = bool(request.for_run) and self._app.is_over(RunId(request.for_run))
+        return pb.HeartbeatResponse(term=self._app.loop.term, time_s=time.time(), released=released)
 
-    def _is_over(self, run_id: str) -> bool:
-        """Return True when what a worker was started for has ended, or is not known."""
-        state = self._app.loop.state
-        return bool(run_id) and not state.is_active(RunId(run_id))
+    async def HeartbeatStream(  # type: ignore[override]  # it writes by itself, also unasked
+        self, request_iterator: AsyncIterator[pb.HeartbeatStreamRequest], context: Context
+    ) -> None:
+        idle_s = self._app.settings.stream_idle_timeout_s
+        await take_heartbeats(self._app.heartbeats, request_iterator, context, idle_s)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         member = member_of(request)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -13,6 +13,8 @@ from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.relay_hub import RelayHub
 from stratagem.coordinator.service.request_limits import check_address
 from stratagem.v1 import coordinator_pb2 as pb
+
+T = TypeVar("T")
 
 
 class _OfWorker(Protocol):
@@ -43,6 +45,15 @@ def check_way(relay: RelayHub, request: pb.RegisterWorkerRequest) -> None:
         raise InvalidInputError.at("address", "must be empty: the worker is tunnelled")
 
 
+async def first_of(frames: AsyncIterator[T], idle_s: float) -> T | None:
+    """Return the first message of a standing call; None for none. Raises TimeoutError."""
+    try:
+        async with asyncio.timeout(idle_s):
+            return await anext(frames, None)
+    except TimeoutError:
+        raise TimeoutError(f"the first frame did not arrive within {idle_s:g} s") from None
+
+
 async def carry(
     relay: RelayHub,
     requests: AsyncIterator[pb.RelayRequest],
@@ -52,11 +63,7 @@ async def carry(
     """Carry one connection, from the frame that names its worker to its end."""
     relay.check_on()
     frames = aiter(requests)
-    try:
-        async with asyncio.timeout(idle_s):
-            hello = await anext(frames, None)
-    except TimeoutError:
-        raise TimeoutError(f"the first frame did not arrive within {idle_s:g} s") from None
+    hello = await first_of(frames, idle_s)
     if hello is None or hello.data:
         raise InvalidInputError.at("data", "the first frame names the worker, and has no bytes")
     member = member_of(hello)

@@ -6,6 +6,7 @@ import time
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.leadership.heartbeat_pace import PaceRule
 from stratagem.coordinator.runtime.leadership.leader_clock import STEP_S, LeaderClock
 from tests.patience import PATIENCE_S
 
@@ -23,17 +24,17 @@ async def test_silent_member_is_lost_and_a_beating_one_is_not() -> None:
         lost.append((who, reason))
         told.set()
 
-    leases = Leases(10.0, lambda: now[0], lose)
-    leases.grant([member("a"), member("b")])
+    leases = Leases(PaceRule(2.0, 10.0), lambda: now[0], lose)
+    leases.grant([member("a"), member("b")], 10.0)
     now[0] = 6.0
-    assert leases.renew(member("b"))
+    assert leases.renew(member("b"), 10.0)
     now[0] = 10.0
     watching = asyncio.create_task(leases.expire())
     async with asyncio.timeout(PATIENCE_S):
         await told.wait()
     watching.cancel()
     assert lost == [(member("a"), "no heartbeat for 10 s")]
-    assert not leases.renew(member("a"))
+    assert not leases.renew(member("a"), 10.0)
     assert leases.silent_s(member("b")) == 4.0
 
 
@@ -47,9 +48,9 @@ async def test_no_lease_runs_while_the_process_is_frozen() -> None:
         told.set()
 
     clock = LeaderClock(0.0)
-    leases = Leases(ttl_s, clock.now, lose)
+    leases = Leases(PaceRule(0.1, ttl_s), clock.now, lose)
     granted_s = time.monotonic()
-    leases.grant([member("a")])
+    leases.grant([member("a")], ttl_s)
     watching = asyncio.gather(leases.expire(), clock.run())
     await asyncio.sleep(0)  # it watches
     frozen_s = time.monotonic()
@@ -73,8 +74,8 @@ async def test_no_lease_ends_while_nobody_can_be_heard() -> None:
         has_lost.set()
 
     now_s = 0.0
-    leases = Leases(0.05, lambda: now_s, lose)
-    leases.grant([member("a"), member("b")])
+    leases = Leases(PaceRule(0.01, 0.05), lambda: now_s, lose)
+    leases.grant([member("a"), member("b")], 0.05)
     leases.suspend()
     now_s = 100.0
     expiring = asyncio.create_task(leases.expire())
@@ -82,9 +83,49 @@ async def test_no_lease_ends_while_nobody_can_be_heard() -> None:
     assert lost == []
     leases.resume()
     now_s = 100.04
-    assert leases.renew(member("a"))
+    assert leases.renew(member("a"), 0.05)
     now_s = 100.06
     async with asyncio.timeout(PATIENCE_S):
         await has_lost.wait()
     expiring.cancel()
     assert lost == [member("b")]
+
+
+async def test_a_short_lease_ends_in_time_among_long_ones() -> None:
+    """What is waited for is the first end, also of a lease that is given while one waits."""
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    gone: list[Member] = []
+
+    async def lose(who: Member, reason: str) -> None:
+        await lost.put(f"{who.worker_id}: {reason}")
+
+    leases = Leases(PaceRule(0.01, 0.05), time.monotonic, lose, gone.append)
+    leases.grant([member("long")], 3600.0)
+    expiring = asyncio.create_task(leases.expire())
+    await asyncio.sleep(0)  # it waits for the end of that one
+    leases.grant([member("short")], 0.05)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await lost.get() == "short: no heartbeat for 0.05 s"
+    expiring.cancel()
+    assert gone == [member("short")]
+    assert leases.silent_s(member("long")) is not None
+
+
+async def test_those_that_are_lost_together_are_lost_at_once() -> None:
+    """A loss that waits for its journal holds up no other."""
+    lost: set[Member] = set()
+    all_wait = asyncio.Event()
+
+    async def lose(who: Member, reason: str) -> None:
+        lost.add(who)
+        if len(lost) == 100:
+            all_wait.set()
+        await asyncio.Event().wait()
+
+    leases = Leases(PaceRule(0.01, 0.05), time.monotonic, lose)
+    leases.grant([member(f"w{n}") for n in range(100)], 0.05)
+    expiring = asyncio.create_task(leases.expire())
+    async with asyncio.timeout(PATIENCE_S):
+        await all_wait.wait()
+    expiring.cancel()
+    assert leases.longest_silence_s() == 0.0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 
+from stratagem.common.base.errors import StratagemError
 from stratagem.common.observe.logs import identify
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators
@@ -25,6 +26,7 @@ from stratagem.v1 import types_pb2
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.coordinator_retry import new_backoff
+from stratagem.worker.process.heartbeat_stream import LEAST_TIMEOUT_S, BeatStream, spread_s
 
 if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
     from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -162,6 +164,56 @@ class Agent:
         """Beat until this worker leaves, or the coordinator does not know this incarnation."""
         num_failed = 0
         while not self._why_leaving:
+            asked, began_s = self.coordinators.present, time.monotonic()
+            stream = self._stream(interval_s)
+            error = await self._beat_on(stream, stub)
+            if getattr(error, "code", lambda: None)() is grpc.StatusCode.NOT_FOUND:
+                log.info("the coordinator does not know this worker; registering again")
+                return
+            interval_s = stream.interval_s
+            num_failed = 0 if stream.num_answered else num_failed
+            if error is not None:
+                await self._report(num_failed, "heartbeat failed", error, asked)
+                num_failed += 1
+            if error is not None or time.monotonic() - began_s < interval_s:
+                await self._pause(spread_s(interval_s))
+
+    async def _beat_on(
+        self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
+    ) -> Exception | None:
+        """Beat until the stream ends; return why, unless that is in order."""
+        try:
+            await stream.run(stub)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                return error
+            return await self._beat_singly(stream, stub)  # the coordinator is of the version before
+        except (StratagemError, TimeoutError) as error:
+            return error
+        return None
+
+    def _stream(self, interval_s: float) -> BeatStream:
+        first = pb.HeartbeatStreamRequest(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            for_run=self.for_run,
+        )
+        return BeatStream(
+            first,
+            interval_s,
+            self._beat_now,
+            self._has_said_drain,
+            is_draining=lambda: self._is_draining,
+            is_over=lambda: bool(self._why_leaving),
+            on_answer=self._take,
+        )
+
+    async def _beat_singly(
+        self, stream: BeatStream, stub: "CoordinatorServiceAsyncStub"
+    ) -> grpc.aio.AioRpcError | None:
+        """Beat by a call for each heartbeat, instead of a stream that the coordinator does not
+        know, until one fails or this worker leaves; return why."""
+        while not self._why_leaving:
             self._beat_now.clear()  # a wish that comes during the call is for the next beat
             request = pb.HeartbeatRequest(
                 worker_id=self.identity.worker_id,
@@ -169,25 +221,28 @@ class Agent:
                 draining=self._is_draining,
                 for_run=self.for_run,
             )
-            asked, sent_s = self.coordinators.present, time.time()
+            sent_s = time.time()
             try:
-                answer = await stub.Heartbeat(request, timeout=max(interval_s, 1.0))
-                if answer.time_s:  # a coordinator that is older than this worker does not say
-                    self.clock.note(sent_s, time.time(), answer.time_s)
-                self._see(answer.term)
-                if answer.released:
-                    self.on_released()
-                num_failed = 0
+                timeout_s = max(stream.interval_s, LEAST_TIMEOUT_S)
+                self._take(await stub.Heartbeat(request, timeout=timeout_s), sent_s)
+                stream.num_answered += 1
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.NOT_FOUND:
-                    log.info("the coordinator does not know this worker; registering again")
-                    return
-                await self._report(num_failed, "heartbeat failed", error, asked)
-                num_failed += 1
+                return error
             finally:
                 if request.draining:
                     self._has_said_drain.set()
-            await self._pause(interval_s)
+            await self._pause(stream.interval_s)
+        return None
+
+    def _take(
+        self, answer: pb.HeartbeatResponse | pb.HeartbeatStreamResponse, sent_s: float | None
+    ) -> None:
+        """Take in an answer; sent_s: when its beat was sent, if it has one."""
+        if sent_s is not None and answer.time_s:  # an older coordinator does not say
+            self.clock.note(sent_s, time.time(), answer.time_s)
+        self._see(answer.term)
+        if answer.released:
+            self.on_released()
 
     async def _pause(self, interval_s: float) -> None:
         try:
@@ -196,14 +251,18 @@ class Agent:
         except TimeoutError:
             return
 
-    async def _report(
-        self, num_before: int, what: str, error: grpc.aio.AioRpcError, asked: str
-    ) -> None:
+    async def _report(self, num_before: int, what: str, error: Exception, asked: str) -> None:
         """Log the first failure of a row as a warning, the others at level debug; after a timeout,
         try the next coordinator, if any: a frozen one answers no calls.
 
         When identity is the reason it is logged as a warning as long as it lasts.
         """
+        if not isinstance(error, grpc.aio.AioRpcError):
+            level = log.debug if num_before else log.warning
+            level(what, reason=str(error) or "no answer in time")
+            if isinstance(error, TimeoutError):
+                self.coordinators.move_on(asked)
+            return
         details = error.details()
         if num_before % LOOK_AGAIN_EVERY == 0 and not name_of(error):
             details = await identity_problem(error, asked, self.proof, proxy=self.proxy) or details

@@ -6,33 +6,54 @@ this process is frozen, because the leader's clock leaves that time out.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
 
 from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.runtime.leadership.heartbeat_pace import HeartbeatPace, PaceRule
+
+
+class _Lease(NamedTuple):
+    """When the last beat came, in leader time, and how long a silence the lease outlives."""
+
+    beat_s: float
+    ttl_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.beat_s + self.ttl_s
 
 
 class Leases:
     def __init__(
         self,
-        ttl_s: float,
+        rule: PaceRule,
         clock: Callable[[], float],
         lose: Callable[[Member, str], Awaitable[object]],
+        on_drop: Callable[[Member], None] = lambda _member: None,
     ) -> None:
         """Set up without leases; clock: leader time; lose: called with each member whose lease has
-        expired."""
-        self._ttl_s = ttl_s
+        expired; on_drop: with each that holds one no longer, for whatever reason."""
+        self.rule = rule
         self._clock = clock
         self._lose = lose
-        self._beats: dict[Member, float] = {}
-        self._granted = asyncio.Event()
+        self._on_drop = on_drop
+        self._leases: dict[Member, _Lease] = {}
+        self._planned_s = -math.inf
+        """Leader time at which leases are looked at next."""
+        self._sooner = asyncio.Event()
         self._is_deaf = False
 
-    def grant(self, members: Iterable[Member]) -> None:
-        """Give each of these members a full ttl from now."""
-        now = self._clock()
+    @property
+    def pace(self) -> HeartbeatPace:
+        """Return how often workers are to beat now, and how long their leases are."""
+        return self.rule.of(len(self._leases))
+
+    def grant(self, members: Iterable[Member], ttl_s: float) -> None:
+        """Give each of these members a lease from now."""
         for member in members:
-            self._beats[member] = now
-        self._granted.set()
+            self._set(member, ttl_s)
 
     def suspend(self) -> None:
         """Stop expiring leases: no heartbeat can arrive from now on."""
@@ -41,46 +62,62 @@ class Leases:
     def resume(self) -> None:
         """Expire leases again, with a full ttl for each from now."""
         self._is_deaf = False
-        self.grant(list(self._beats))
+        for member, lease in list(self._leases.items()):
+            self._set(member, lease.ttl_s)
+        self._sooner.set()
 
-    def renew(self, member: Member) -> bool:
+    def renew(self, member: Member, ttl_s: float) -> bool:
         """Renew a member's lease. Return False when the member holds none (any more)."""
-        if member not in self._beats:
+        if member not in self._leases:
             return False
-        self._beats[member] = self._clock()
+        self._set(member, ttl_s)
         return True
 
     def drop(self, member: Member) -> None:
         """End the lease of a member that is lost or was replaced; its later beats are ignored."""
-        self._beats.pop(member, None)
+        self._leases.pop(member, None)
+        self._on_drop(member)
 
     def silent_s(self, member: Member) -> float | None:
         """Return the seconds since the member's last beat; None without a lease."""
-        beat = self._beats.get(member)
-        return None if beat is None else self._clock() - beat
+        lease = self._leases.get(member)
+        return None if lease is None else self._clock() - lease.beat_s
 
     def longest_silence_s(self) -> float:
         """Return the seconds since the last beat of the member silent for longest; 0 without
         members."""
-        return self._clock() - min(self._beats.values()) if self._beats else 0.0
+        now_s = self._clock()
+        return now_s - min((lease.beat_s for lease in self._leases.values()), default=now_s)
 
     async def expire(self) -> None:
         """Watch for leases that run out, until cancelled."""
         while True:
-            for member in self._expired():
+            expired = self._expired()
+            for member, _ in expired:
                 self.drop(member)
-                await self._lose(member, f"no heartbeat for {self._ttl_s:g} s")
+            # Losses that are decided together share one transaction.
+            losses = (self._lose(m, f"no heartbeat for {at.ttl_s:g} s") for m, at in expired)
+            await asyncio.gather(*losses)
             await self._until_next()
 
-    def _expired(self) -> list[Member]:
-        now, beats = self._clock(), {} if self._is_deaf else self._beats
-        return [member for member, beat in beats.items() if now - beat >= self._ttl_s]
+    def _expired(self) -> list[tuple[Member, _Lease]]:
+        now, leases = self._clock(), {} if self._is_deaf else self._leases
+        return [(member, lease) for member, lease in leases.items() if lease.end_s <= now]
+
+    def _set(self, member: Member, ttl_s: float) -> None:
+        lease = self._leases[member] = _Lease(self._clock(), ttl_s)
+        if lease.end_s < self._planned_s:
+            self._sooner.set()
 
     async def _until_next(self) -> None:
-        self._granted.clear()
-        if self._is_deaf or not self._beats:
-            await self._granted.wait()
+        """Wait until the first lease ends, or one is given that ends sooner: thousands that
+        register, or beat, wake nobody."""
+        self._sooner.clear()
+        ends = () if self._is_deaf else self._leases.values()
+        self._planned_s = min((lease.end_s for lease in ends), default=math.inf)
+        wait_s = max(0.01, self._planned_s - self._clock())
+        try:
+            async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
+                await self._sooner.wait()
+        except TimeoutError:
             return
-        # What is granted meanwhile ends later, so thousands that register wake nobody.
-        first_end = min(self._beats.values()) + self._ttl_s
-        await asyncio.sleep(max(0.01, first_end - self._clock()))

@@ -1,0 +1,211 @@
+"""The standing calls over which workers send their heartbeats, one for each start of a worker.
+
+A message on a stream that is open costs a fraction of a call. Each renews the lease and is answered
+with the pace that the number of workers asks for; what cannot wait for a beat, the end of the run
+that a worker was started for, is said at once. That a stream breaks means nothing: the lease
+decides.
+"""
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc.aio
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UnavailableError
+from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.runtime.leadership.heartbeat_leases import Leases
+from stratagem.coordinator.runtime.tasks.chores import Chores
+from stratagem.v1 import coordinator_pb2 as pb
+
+LEAST_GAP_S: Final = 0.05
+"""Beats that come faster wait, in the end with their sender."""
+LASTS_S: Final = 900.0
+"""A stream is ended after this: the next one goes over a connection with the newest certificate."""
+
+Receive = Callable[[], Awaitable[pb.HeartbeatStreamRequest | None]]
+Send = Callable[[pb.HeartbeatStreamResponse], Awaitable[None]]
+
+_jitter: Final = random.Random()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One call, as messages come and go. check_caller: raises when the caller counts no more."""
+
+    receive: Receive
+    send: Send
+    check_caller: Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    member: Member
+    for_run: RunId
+    send: Send
+    interval_s: float
+    """What the worker was told last."""
+    limit: asyncio.Timeout
+    num_beats: int = 0
+    is_draining: bool = False
+    has_ended: bool = False
+    why: Exception | None = None
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def end(self, why: Exception | None) -> None:
+        """End the call, wherever it waits: with OK, or with an error."""
+        if not self.has_ended:
+            self.has_ended, self.why = True, why
+            self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+class HeartbeatStreams:
+    """The streams that are open to this coordinator. Lives on the event loop."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        term: int,
+        is_over: Callable[[RunId], bool],
+        drain: Callable[[Member], Awaitable[object]],
+        *,
+        lasts_s: float = LASTS_S,
+    ) -> None:
+        """is_over: whether a run has ended, or is not known; drain: called once a worker says on a
+        stream that it drains."""
+        self._leases, self._term, self._is_over, self._drain = leases, term, is_over, drain
+        self._lasts_s = lasts_s
+        self._streams: dict[Member, _Stream] = {}
+        self._for_run: defaultdict[RunId, set[_Stream]] = defaultdict(set)
+        self._chores = Chores()
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of streams that are open."""
+        return len(self._streams)
+
+    async def serve(
+        self, member: Member, for_run: RunId, first: pb.HeartbeatStreamRequest, wire: Wire
+    ) -> None:
+        """Take the beats of a worker until either side ends the call, from its first message on.
+
+        Raises NotFoundError once the worker is not registered (any more).
+        """
+        shortest_s = self._leases.rule.shortest_s
+        stream = _Stream(member, for_run, wire.send, shortest_s, asyncio.timeout(None))
+        try:
+            async with stream.limit:
+                self._open(stream)
+                try:
+                    await self._take_beats(stream, first, wire)
+                finally:
+                    self._close(stream)
+        except TimeoutError:
+            if not stream.has_ended:
+                raise
+            if stream.why is not None:
+                raise stream.why from None
+
+    def end(self, member: Member) -> None:
+        """End the stream of a member that holds no lease any more."""
+        if member in self._streams:
+            self._streams[member].end(_unknown(member))
+
+    def end_all(self, why: Exception) -> None:
+        """End all streams with an error; the workers find out who leads."""
+        for stream in list(self._streams.values()):
+            stream.end(why)
+
+    def tell_released(self, run_id: RunId) -> None:
+        """Tell the workers that were started for a run that it is over."""
+        for stream in self._for_run.get(run_id, ()):
+            self._chores.do(self._push(stream), f"release {stream.member.worker_id}")
+
+    async def close(self) -> None:
+        """End all streams, since this coordinator ends."""
+        self.end_all(UnavailableError("this coordinator ends"))
+        await self._chores.close()
+
+    def _open(self, stream: _Stream) -> None:
+        older = self._streams.get(stream.member)
+        if older is not None:
+            older.end(None)
+        self._streams[stream.member] = stream
+        if stream.for_run:
+            self._for_run[stream.for_run].add(stream)
+
+    def _close(self, stream: _Stream) -> None:
+        stream.has_ended = True
+        if self._streams.get(stream.member) is stream:
+            del self._streams[stream.member]
+        if stream.for_run:
+            self._for_run[stream.for_run].discard(stream)
+            if not self._for_run[stream.for_run]:
+                del self._for_run[stream.for_run]
+
+    async def _take_beats(
+        self, stream: _Stream, first: pb.HeartbeatStreamRequest, wire: Wire
+    ) -> None:
+        now_s = asyncio.get_running_loop().time
+        # Streams that were opened together are not to be opened anew together.
+        end_s = now_s() + self._lasts_s * _jitter.uniform(0.5, 1.0)
+        beat: pb.HeartbeatStreamRequest | None = first
+        while beat is not None:
+            came_s = now_s()
+            wire.check_caller()
+            await self._take(stream, beat)
+            if came_s >= end_s:
+                return
+            beat = await wire.receive()
+            if beat is not None:
+                _check_nameless(beat)
+                if (early_s := came_s + LEAST_GAP_S - now_s()) > 0:
+                    await asyncio.sleep(early_s)
+
+    async def _take(self, stream: _Stream, beat: pb.HeartbeatStreamRequest) -> None:
+        pace = self._leases.pace
+        # Until the worker has read this answer it beats as it was told before.
+        slowest_s = max(pace.interval_s, stream.interval_s)
+        if not self._leases.renew(stream.member, self._leases.rule.pace(slowest_s).ttl_s):
+            raise _unknown(stream.member)
+        stream.interval_s = pace.interval_s
+        if beat.draining and not stream.is_draining:
+            stream.is_draining = True
+            await self._drain(stream.member)
+        stream.num_beats += 1
+        await self._say(stream)
+
+    async def _say(self, stream: _Stream) -> None:
+        released = bool(stream.for_run) and self._is_over(stream.for_run)
+        async with stream.writing:
+            await stream.send(
+                pb.HeartbeatStreamResponse(
+                    term=self._term,
+                    time_s=time.time(),
+                    num_beats=stream.num_beats,
+                    interval_s=stream.interval_s,
+                    lease_ttl_s=self._leases.rule.pace(stream.interval_s).ttl_s,
+                    released=released,
+                )
+            )
+
+    async def _push(self, stream: _Stream) -> None:
+        with suppress(grpc.aio.BaseError):  # it has just ended; the next one is told as it begins
+            await self._say(stream)
+
+
+def _unknown(member: Member) -> NotFoundError:
+    return NotFoundError(f"worker {member.worker_id!r} is not registered (any more)")
+
+
+def _check_nameless(beat: pb.HeartbeatStreamRequest) -> None:
+    for name in ("worker_id", "incarnation", "for_run"):
+        if getattr(beat, name):
+            text = "is said in the first message of the stream, and not again"
+            raise InvalidInputError.at(name, text)

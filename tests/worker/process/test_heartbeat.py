@@ -1,0 +1,242 @@
+"""The agent of a worker, against coordinators that are new, old, restarted or silent."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+
+from stratagem.common.rpc.leader_channel import Coordinators
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1 import types_pb2
+from stratagem.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
+from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.process import heartbeat_stream
+from stratagem.worker.process.heartbeat import Agent, Identity
+from tests.patience import PATIENCE_S
+
+INTERVAL_S = 0.02
+
+
+class Fake(CoordinatorServiceServicer):
+    """Counts what comes; `waits_for` wakes whoever looks at it."""
+
+    def __init__(self) -> None:
+        self.num_registered = 0
+        self.singles: list[pb.HeartbeatRequest] = []
+        self.streams: list[list[pb.HeartbeatStreamRequest]] = []
+        self.left: list[pb.LeaveRequest] = []
+        self.released = False
+        self.changed = asyncio.Condition()
+
+    async def wait(self, condition: Any) -> None:
+        async with asyncio.timeout(PATIENCE_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def note(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def RegisterWorker(self, request: Any, context: Any) -> pb.RegisterWorkerResponse:
+        self.num_registered += 1
+        await self.note()
+        return pb.RegisterWorkerResponse(term=1, heartbeat_interval_s=INTERVAL_S)
+
+    async def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
+        self.left.append(request)
+        await self.note()
+        return pb.LeaveResponse()
+
+
+class Old(Fake):
+    """Of the version before, which knows no stream."""
+
+    async def Heartbeat(self, request: Any, context: Any) -> pb.HeartbeatResponse:
+        self.singles.append(request)
+        await self.note()
+        return pb.HeartbeatResponse(term=1, time_s=5.0, released=self.released)
+
+
+class New(Fake):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends_after: list[tuple[int, grpc.StatusCode | None]] = []
+        """Of each stream to come: how many beats it takes, and its status; None: OK."""
+        self.answers = True
+
+    async def HeartbeatStream(
+        self, requests: Any, context: Any
+    ) -> AsyncIterator[pb.HeartbeatStreamResponse]:
+        beats: list[pb.HeartbeatStreamRequest] = []
+        self.streams.append(beats)
+        limit, status = self.ends_after.pop(0) if self.ends_after else (None, None)
+        async for request in requests:
+            beats.append(request)
+            await self.note()
+            if len(beats) == limit:
+                if status is not None:
+                    await context.abort(status, "as told")
+                return
+            if self.answers:
+                yield pb.HeartbeatStreamResponse(
+                    term=2, num_beats=len(beats), interval_s=INTERVAL_S, released=self.released
+                )
+
+
+def _of_the_version_before(fake: Old) -> grpc.GenericRpcHandler:
+    """The calls of a coordinator that was made without HeartbeatStream."""
+    methods = pb.DESCRIPTOR.services_by_name["CoordinatorService"].methods_by_name
+    return grpc.method_handlers_generic_handler(
+        "stratagem.v1.CoordinatorService",
+        {
+            name: grpc.unary_unary_rpc_method_handler(
+                getattr(fake, name),
+                GetMessageClass(methods[name].input_type).FromString,
+                GetMessageClass(methods[name].output_type).SerializeToString,
+            )
+            for name in ("RegisterWorker", "Heartbeat", "Leave")
+        },
+    )
+
+
+@asynccontextmanager
+async def served(fake: Fake) -> AsyncIterator[str]:
+    server = make_server()
+    if isinstance(fake, Old):
+        server.add_generic_rpc_handlers((_of_the_version_before(fake),))
+    else:
+        add_CoordinatorServiceServicer_to_server(fake, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def beating(*addresses: str) -> AsyncIterator[Agent]:
+    identity = Identity("w", "one", "127.0.0.1:1", types_pb2.Capability(device="cpu"))
+    agent = Agent(Coordinators(addresses), identity, lambda _term: None, CoordinatorClock())
+    agent.for_run = "r-1"
+    running = asyncio.create_task(agent.run())
+    try:
+        yield agent
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_the_first_message_names_the_worker_and_no_other_does() -> None:
+    fake = New()
+    async with served(fake) as address, beating(address):
+        await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 3)
+    (beats,) = fake.streams
+    first = pb.HeartbeatStreamRequest(worker_id="w", incarnation="one", for_run="r-1")
+    assert beats[0] == first
+    assert set(map(str, beats[1:])) == {""}
+    assert fake.num_registered == 1
+
+
+async def test_a_drain_and_the_leaving_are_said_at_once() -> None:
+    fake = New()
+    async with served(fake) as address, beating(address) as agent:
+        await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 2)
+        agent.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            await agent.until_drain_is_said()
+        assert fake.streams[0][-1].draining
+        await agent.leave("done")
+        assert [each.reason for each in fake.left] == ["done"]
+
+
+@pytest.mark.parametrize("status", [None, grpc.StatusCode.UNAVAILABLE])
+async def test_a_stream_that_ends_is_opened_again_without_registering(
+    status: grpc.StatusCode | None,
+) -> None:
+    fake = New()
+    fake.ends_after = [(2, status), (1, status)]
+    async with served(fake) as address, beating(address):
+        await fake.wait(lambda: len(fake.streams) == 3 and len(fake.streams[2]) >= 2)
+    assert fake.num_registered == 1
+    assert all(beats[0].worker_id == "w" for beats in fake.streams)
+
+
+async def test_a_worker_that_is_not_known_registers_again() -> None:
+    fake = New()
+    fake.ends_after = [(2, grpc.StatusCode.NOT_FOUND)]
+    async with served(fake) as address, beating(address):
+        await fake.wait(lambda: len(fake.streams) == 2 and len(fake.streams[1]) >= 2)
+    assert fake.num_registered == 2
+
+
+async def test_a_coordinator_of_the_version_before_gets_single_beats() -> None:
+    fake = Old()
+    async with served(fake) as address, beating(address) as agent:
+        released = asyncio.Event()
+        agent.on_released = released.set
+        await fake.wait(lambda: len(fake.singles) >= 3)
+        fake.released = True
+        async with asyncio.timeout(PATIENCE_S):
+            await released.wait()
+        agent.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            await agent.until_drain_is_said()
+        assert fake.singles[-1].draining
+        assert {each.for_run for each in fake.singles} == {"r-1"}
+        assert agent.clock.offset.error_s < PATIENCE_S
+    assert fake.num_registered == 1
+
+
+async def test_a_coordinator_that_does_not_answer_is_left_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat_stream, "LEAST_TIMEOUT_S", 0.2)
+    silent, other = New(), New()
+    silent.answers = False
+    async with served(silent) as first, served(other) as second, beating(first, second):
+        await other.wait(lambda: other.streams and len(other.streams[0]) >= 2)
+    assert silent.num_registered == 1
+    assert other.num_registered == 0
+
+
+class Talkative(New):
+    """Says something unasked before each answer."""
+
+    async def HeartbeatStream(
+        self, requests: Any, context: Any
+    ) -> AsyncIterator[pb.HeartbeatStreamResponse]:
+        beats: list[pb.HeartbeatStreamRequest] = []
+        self.streams.append(beats)
+        async for request in requests:
+            yield pb.HeartbeatStreamResponse(term=1, num_beats=len(beats), time_s=1.0)
+            beats.append(request)
+            yield pb.HeartbeatStreamResponse(term=1, num_beats=len(beats), time_s=9.0)
+            await self.note()
+
+
+class Readings(CoordinatorClock):
+    """Remembers the coordinator's times that were taken for readings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_s: list[float] = []
+
+    def note(self, sent_s: float, received_s: float, coordinator_s: float) -> None:
+        self.times_s.append(coordinator_s)
+
+
+async def test_what_is_said_unasked_is_no_answer() -> None:
+    """It neither ends the wait for one nor counts as a reading of the clock."""
+    fake, readings = Talkative(), Readings()
+    async with served(fake) as address, beating(address) as agent:
+        agent.clock = readings
+        await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 5)
+    assert set(readings.times_s) == {9.0}
