@@ -100,3 +100,26 @@ def test_a_recording_names_the_step() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         update(optimizer)
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kwargs", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+def test_bits_of_sgd_do_not_depend_on_the_place_in_memory(
+    dtype: torch.dtype, kwargs: dict[str, float]
+) -> None:
+    """Torch's own kernel for momentum in 16 bits rounds otherwise at another place."""
+    found = []
+    for shift in (0, 1, 3, 8, 0, 16):
+        store = torch.empty(4099 + 16, dtype=dtype)
+        param = nn.Parameter(store[shift : shift + 4099])
+        with torch.no_grad():
+            param.copy_(torch.randn(4099, generator=torch.Generator().manual_seed(1)))
+        spec = OptimizerSpec.model_validate({"name": "sgd", "lr": 0.01, **kwargs})
+        optimizer = make_optimizer(spec, [("p", param)])
+        for step in range(20):
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.randn(4099, generator=generator).to(dtype)
+            update(optimizer)
+        found.append([param.detach(), *optimizer.state[param].values()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True) if a is not None)

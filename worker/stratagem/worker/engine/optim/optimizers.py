@@ -145,11 +145,27 @@ def _torchs(
     if "foreach" in known:
         kwargs["foreach"] = False
     if "fused" in known and not kwargs.get("differentiable"):
-        kwargs["fused"] = fused or all(p.is_cpu and p.is_floating_point() for _, p in params)
+        kwargs["fused"] = fused or _is_fused_on_cpu(kind, kwargs, given, params)
     try:
         return kind(given, **kwargs)
     except (ValueError, TypeError) as error:
         raise InvalidInputError.at(path, f"{rule.label}: {error}") from error
+
+
+def _is_fused_on_cpu(
+    kind: type[torch.optim.Optimizer],
+    kwargs: Mapping[str, Any],
+    given: Any,
+    params: NamedParams,
+) -> bool:
+    """Returns whether torch's kernel for a whole update has the same bits every time: that for
+    momentum in 16 bits rounds by the place of the tensors in memory."""
+    if not all(p.is_cpu and p.is_floating_point() for _, p in params):
+        return False
+    groups = [group for group in given if isinstance(group, dict)]
+    has_momentum = any(each.get("momentum") for each in (kwargs, *groups))
+    is_narrow = any(p.itemsize < 4 for _, p in params)
+    return not (kind is torch.optim.SGD and has_momentum and is_narrow)
 
 
 def _own(
@@ -208,7 +224,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
         bare(optimizer)
 
 
-def clip(params: Sequence[nn.Parameter], max_norm: float | None, norm: Tensor) -> None:
+def clip(params: Sequence[Tensor], max_norm: float | None, norm: Tensor) -> None:
     """Scales all gradients together so that their 2-norm, which is `norm` (0-d) now, is at most
     `max_norm`."""
     if max_norm is not None:
