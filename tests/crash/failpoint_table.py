@@ -7,7 +7,7 @@ NESTED = (*SYNCHRONOUS, "Population", "Silos")
 WITH_PHASES = ("Phases", "Phases-server")
 WITH_TURNS = ("Turns", "Turns-clients", "Turns-population")
 WITH_LOCAL_STEPS = ("DiLoCo", "DiLoCo-server", "DiLoCo-streaming")
-SOLE_COPIES = ("Gossip", "Pipeline", *WITH_LOCAL_STEPS)
+SOLE_COPIES = ("Gossip", "Pipeline", "Slices", *WITH_LOCAL_STEPS)
 """Return to the last commit; so does Coded."""
 EACH_KIND_OF_THEM = ("Gossip", "Pipeline", "DiLoCo-streaming")
 """The jobs with local steps differ in their exchange alone."""
@@ -16,7 +16,14 @@ REACHED_BY = {
     "coordinator.build.pulled": ALL,
     "coordinator.segment.trained": (*NESTED, *EACH_KIND_OF_THEM),
     "coordinator.snapshot.copied": ("Frozen",),
-    "coordinator.commit.pulled": (*NESTED, *EACH_KIND_OF_THEM, "DiLoCo", "Turns", "Scheduled"),
+    "coordinator.commit.pulled": (
+        *NESTED,
+        *EACH_KIND_OF_THEM,
+        "Slices",
+        "DiLoCo",
+        "Turns",
+        "Scheduled",
+    ),
     "coordinator.upload.merged": ("DiLoCo-stopped",),
     "coordinator.step.summed": ("ParameterServer", "Coded", "DiLoCo-server"),
     "coordinator.round.pulled": ("FedAvg", "Scaffold"),
@@ -60,6 +67,7 @@ REACHED_BY = {
     "worker.step.before_backward": SYNCHRONOUS,
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
     "worker.step.after_apply": (*NESTED, "Coded", "Scheduled"),
+    "worker.slices.updated": ("Slices",),
     "worker.turns.after_turn": WITH_TURNS,
     "worker.phases.predicted": WITH_PHASES,
     "worker.gossip.loaded": ("Gossip",),
@@ -132,6 +140,7 @@ LATER_HITS = {
     "worker.step.before_backward": (1, 6),
     "worker.step.before_apply": (1, 5),
     "worker.step.after_apply": (1, 11),
+    "worker.slices.updated": (5,),
     "worker.turns.after_turn": (1, 7),
     "worker.phases.predicted": (5,),
     "worker.local_step.before_backward": (6,),

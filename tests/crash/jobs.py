@@ -198,6 +198,9 @@ JOBS: dict[str, Job] = {
         "weight_average": {"kind": "ema", "decay": 0.9},
         "optimizer": BROUGHT,
     },
+    # The first layer has two blocks of the norm, and so two owners.
+    "Slices": crash_job({**ALL_REDUCE, "options": {"partition_state": "optimizer"}}, hidden=6000)
+    | {"optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}},
     "ParameterServer": crash_job(PARAMETER_SERVER),
     # Ends within its last segment, the second step of three; of each first one a number is logged.
     "Stopped": crash_job(ALL_REDUCE, every=3) | {"callbacks": "tests.userland.callbacks:StopsLate"},

@@ -18,6 +18,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Strategy
+from stratagem.coordinator.strategies.synchronous import data_parallel
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
     PartyRun,
     SegmentRules,
@@ -219,3 +220,17 @@ def test_loss_among_sole_copies_is_not_put_off() -> None:
     fact = under(SOLE).decide(JOB, training(SOLE, A, B), world("a", "c"), 0.0)
     assert isinstance(fact, MembersFormed)
     assert fact.members == (A, C)
+
+
+@pytest.mark.parametrize("partition_state", ["none", "optimizer"])
+def test_slices_of_the_optimizers_state_are_sole_copies(partition_state: str) -> None:
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": 3,
+        "aggregation": {"method": "AllReduce"},
+        "options": {"partition_state": partition_state},
+    }
+    rules = data_parallel._shape(JobSpec.from_json(job_text(strategy)))
+    is_divided = partition_state == "optimizer"
+    assert rules.is_sole_copy == is_divided
+    assert rules.parts_of((A, B), ()) == (((A,), (B,)) if is_divided else ((A, B),))

@@ -13,7 +13,8 @@ from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
-from stratagem.worker.engine import GossipTrainer, build_trainer
+from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
+from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
@@ -150,6 +151,28 @@ def test_a_codec_takes_memory_in_proportion() -> None:
     one, sixteen = codec_memory(spec, small), codec_memory(spec, large)
     assert sixteen.scratch == pytest.approx(16 * one.scratch, rel=0.1)
     assert sixteen.state == pytest.approx(16 * one.state, rel=0.05)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -> None:
+    """Against what the pieces of the member with most of them have after a step."""
+    strategy = {**replicas(4), "options": {"partition_state": "optimizer"}}
+    spec = kind_job("mlp", strategy=strategy)
+    whole = estimate(kind_job("mlp", strategy=replicas(4)), num_workers=num_workers)
+    found = estimate(spec, num_workers=num_workers)
+    held = []
+    for rank in range(num_workers):
+        share = StateShare(rank, num_workers)
+        trainer = build_sliced_trainer(
+            spec, SITE.entrypoints, share, device=SITE.device, fresh=True
+        )
+        assert trainer.pieces is not None
+        held.append(sum(2 * piece.nbytes for piece in trainer.pieces.tensors))
+    assert found.optimizer == pytest.approx(max(held), rel=0.01)
+    assert whole.total - found.total == whole.optimizer - found.optimizer
+    assert whole.snapshot - found.snapshot == whole.optimizer - found.optimizer
+    with pytest.raises(InvalidInputError, match="it is not measured"):
+        estimate(spec, num_workers=num_workers, measure=True)
 
 
 def test_phases_keep_gradients() -> None:

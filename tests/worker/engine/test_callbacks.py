@@ -13,6 +13,12 @@ from tests.worker.engine.support import ALLOWED, assert_same_bits, train, traine
 PLACE = "tests.userland.callbacks"
 NOISY = f"{PLACE}:Noisy"
 CLIPPED = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
+SLICED: Any = {
+    "type": "DataParallel",
+    "num_replicas": 2,
+    "aggregation": {"method": "AllReduce"},
+    "options": {"partition_state": "optimizer"},
+}
 PIPELINE = {
     "type": "ModelParallel",
     "partitions": [
@@ -71,6 +77,11 @@ def test_what_a_hook_raises_is_the_users_error() -> None:
             "Noisy",
             {"strategy": PIPELINE},
             "callbacks: on_gradients cannot go with strategy.type ModelParallel",
+        ),
+        (
+            "Noisy",
+            {"strategy": SLICED},
+            "callbacks: on_gradients cannot go with strategy.options.partition_state",
         ),
         (
             "Noisy",

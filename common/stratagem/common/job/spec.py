@@ -36,6 +36,7 @@ from stratagem.common.job.optimizer.hyperparameter_schedule import (
 )
 from stratagem.common.job.optimizer.local_step_rules import OF_ONE_MODEL, check_local_steps
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
+from stratagem.common.job.optimizer.partition_rules import OF_WHOLE_GRADIENTS, check_partition
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weighing_rules import check_weighing_of
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
@@ -187,6 +188,7 @@ class JobSpec(Section):
                 *_phases(self),
                 *_weight_average(self),
                 *_local_steps(self),
+                *_partition(self),
                 *check_privacy(self),
                 *_weighing(self),
                 *check_client_state(
@@ -447,6 +449,11 @@ def _local_steps(job: JobSpec) -> Iterator[Violation]:
     if bits is not None and precision not in ("Single", "Mixed"):
         text = f"codes float32; precision is {precision}"
         yield Violation("strategy.options.outer_bits", text)
+
+
+def _partition(job: JobSpec) -> Iterator[Violation]:
+    sections = [name for name in OF_WHOLE_GRADIENTS if getattr(job, name) is not None]
+    yield from check_partition(job.strategy, job.optimizer, sections)
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

@@ -53,6 +53,7 @@ FAILPOINTS: Final = (
     "coordinator.fold.after_window",
     "worker.step.before_backward",
     "worker.step.before_apply",
+    "worker.slices.updated",
     "worker.step.after_apply",
     "worker.turns.after_turn",
     "worker.phases.predicted",

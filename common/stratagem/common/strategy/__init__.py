@@ -63,6 +63,7 @@ from stratagem.common.strategy.kinds import (
     local_steps_of,
     needs_peers,
     num_fragments_of,
+    partitions_state,
     upload_every_of,
 )
 from stratagem.common.strategy.local_steps import MeanOfReplicas, Nesterov, OuterOptimizer
@@ -152,5 +153,6 @@ __all__ = [
     "num_drawn",
     "num_fragments_of",
     "parse_strategy",
+    "partitions_state",
     "upload_every_of",
 ]

@@ -63,6 +63,7 @@ MAX_CLIENTS: Final = 1_000_000
 MAX_POPULATION: Final = 10_000
 
 DIRECT_ALL_REDUCE: Final = "direct"
+WHOLE_STATE: Final = "none"
 
 
 class Local(DocumentValue, tag="type"):
@@ -85,7 +86,8 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     after the other. overlap_steps: how many steps after it was cut a fragment is applied. mix: the
     share of its own parameters that a replica keeps then; None: half with an overlap, else nothing.
     upload_every: with local_steps, every how many commits what only one worker has is uploaded;
-    None: every 10.
+    None: every 10. partition_state: what each worker keeps a slice of, instead of all; "optimizer":
+    the optimizer's state.
     """
 
     min_replicas: SharedCount = 1
@@ -99,6 +101,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     overlap_steps: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
     mix: ZeroToBelowOne | None = None
     upload_every: SharedCount | None = None
+    partition_state: Literal["none", "optimizer"] = WHOLE_STATE
 
     @property
     def mixed_share(self) -> float:
@@ -141,6 +144,22 @@ class DataParallel(DocumentValue, tag="type"):
             text = f"{kind} keeps all replicas equal; Decentralized does not"
             raise InvalidInputError.at("options.consensus_every", text)
         self._check_local_steps(is_gossip=is_gossip)
+        if self.options.partition_state != WHOLE_STATE and (reason := self._why_not_partitioned()):
+            raise InvalidInputError.at("options.partition_state", reason)
+
+    def _why_not_partitioned(self) -> str:
+        """Return why workers cannot keep slices of one state; "" where they can."""
+        options = self.options
+        if not isinstance(self.aggregation, AllReduce):
+            kind = type(self.aggregation).__name__
+            return f"{kind} brings every sum to every worker; AllReduce leaves slices with them"
+        if options.all_reduce != DIRECT_ALL_REDUCE:
+            return f"{options.all_reduce} all-reduce leaves no sums with workers; direct does"
+        if options.local_steps is not None:
+            return "replicas with local_steps have an optimizer each, of their own parameters"
+        if options.inner is not None and not isinstance(options.inner, Local):
+            return f"{describe(options.inner)} keeps a part of the state on each worker already"
+        return ""
 
     def _check_local_steps(self, *, is_gossip: bool) -> None:
         """What goes together with local steps, and what only with them."""
@@ -328,6 +347,11 @@ def local_steps_of(strategy: Strategy) -> int | None:
     """Return how many steps each replica takes for itself before they are joined; None where the
     strategy has no such steps."""
     return strategy.options.local_steps if isinstance(strategy, DataParallel) else None
+
+
+def partitions_state(strategy: Strategy) -> bool:
+    """Return whether each worker keeps a slice of the optimizer's state instead of all of it."""
+    return isinstance(strategy, DataParallel) and strategy.options.partition_state != WHOLE_STATE
 
 
 def upload_every_of(strategy: Strategy) -> int:

@@ -24,6 +24,7 @@ from stratagem.common.strategy import (
     PopulationBased,
     Strategy,
     local_steps_of,
+    partitions_state,
 )
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num_known, plain_copies
@@ -404,6 +405,9 @@ def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:
         raise InvalidInputError.at(
             "strategy", f"a step of {type(job.strategy).__name__} is not measured by one worker"
         )
+    if partitions_state(job.strategy):
+        text = "one worker alone would hold all of the state that it divides; it is not measured"
+        raise InvalidInputError.at("strategy.options.partition_state", text)
     num_shards = job.strategy.num_replicas if isinstance(job.strategy, DataParallel) else 1
     measured = measure_training(job, site, ShardOwners(0, num_shards, num_shards))
     others = estimate.total - estimate.workspace

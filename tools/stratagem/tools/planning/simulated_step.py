@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import partitions_state
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
@@ -28,9 +29,11 @@ from stratagem.worker.engine.objectives.make_objective import make_objective
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import cut_pieces, prepare
 from stratagem.worker.exchange.all_reduce.direct_all_reduce import WINDOW
+from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
+from stratagem.worker.exchange.buckets.slice_owners import divide_slices
 from stratagem.worker.exchange.reducer import GradientReducer
 from stratagem.worker.models.model_builder import build_shapes, float_dtype
 
@@ -100,15 +103,18 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         optimizer = live.size_of(optimizer_tensors(trainer))
         state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
         del received, cached
+    elsewhere = 0
+    if partitions_state(job.strategy):
+        elsewhere = round(optimizer * (1.0 - largest_slice(buckets.layout, party.size)))
     return Reading(
         parameters=parameters,
         buffers=buffers,
         gradients=gradients,
-        optimizer=optimizer,
-        before_backward=live.before_backward,
-        peak=live.peak,
+        optimizer=optimizer - elsewhere,
+        before_backward=live.before_backward - elsewhere,
+        peak=live.peak - elsewhere,
         num_parameters=sum(param.numel() for param in trainer.model.parameters()),
-        state=state,
+        state=state - elsewhere,
         layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
     )
 
@@ -158,6 +164,14 @@ def gradient_buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
     buckets = GradientBuckets(trainer.params, num_extras=trainer.num_extras)
     buckets.tensors(num_sets(party) - 1)
     return buckets
+
+
+def largest_slice(layout: BucketLayout, size: int) -> float:
+    """Return the share of all trained elements that the member with most of them owns, where each
+    keeps the optimizer's state of its own slice."""
+    owners = divide_slices(layout, size)
+    held = [sum(part.stop - part.first for part in own) for own in owners.parts]
+    return max(held) / max(1, sum(held))
 
 
 def receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:

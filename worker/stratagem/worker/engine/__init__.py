@@ -9,6 +9,7 @@ from stratagem.worker.engine.build_trainer import (
     build_gossip_trainer,
     build_inference,
     build_local_steps_trainer,
+    build_sliced_trainer,
     build_trainer,
 )
 from stratagem.worker.engine.objectives.evaluator import Batch, EvaluationPart, EvaluationShare
@@ -41,6 +42,7 @@ __all__ = [
     "build_gossip_trainer",
     "build_inference",
     "build_local_steps_trainer",
+    "build_sliced_trainer",
     "build_trainer",
     "run_client_round",
 ]

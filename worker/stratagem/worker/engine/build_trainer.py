@@ -23,6 +23,7 @@ from stratagem.worker.engine.objectives.evaluator import make_evaluator
 from stratagem.worker.engine.step.callbacks import make_callbacks
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.trainers.inference import Inference
+from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.models.model_builder import build_model
@@ -45,6 +46,23 @@ def build_trainer(
     build_model.
     """
     return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics, folder))
+
+
+def build_sliced_trainer(
+    job: JobSpec,
+    entrypoints: EntryPoints,
+    share: StateShare,
+    *,
+    device: torch.device,
+    fresh: bool,
+    sources: DataSources | None = None,
+    numerics: int = CURRENT,
+) -> Trainer:
+    """Builds a trainer that keeps only its share of the optimizer's state.
+
+    fresh: the model is initialised from the seed; otherwise load_state must come first.
+    """
+    return Trainer(_setup(job, entrypoints, device, fresh, sources, numerics), share)
 
 
 def build_inference(

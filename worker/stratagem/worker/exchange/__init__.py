@@ -18,6 +18,7 @@ from stratagem.worker.exchange.reducer import (
     solo_exchange,
 )
 from stratagem.worker.exchange.single_member import SingleMemberReducer
+from stratagem.worker.exchange.sliced_reducer import sliced_exchange
 from stratagem.worker.mesh.link import ExchangeError
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "StepScalars",
     "mesh_exchange",
     "server_exchange",
+    "sliced_exchange",
     "solo_exchange",
 ]

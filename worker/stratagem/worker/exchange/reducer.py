@@ -24,6 +24,7 @@ from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.exchange.parameter_server.server_payloads import CodedFreight
 from stratagem.worker.exchange.parameter_server.server_transport import ServerTransport
 from stratagem.worker.exchange.single_member import SingleMemberReducer
+from stratagem.worker.exchange.slice_exchange import SliceExchange
 from stratagem.worker.mesh.device_staging import SideStream
 from stratagem.worker.mesh.link import CollectiveLink, Link
 from stratagem.worker.mesh.shm_buffers import SharedGroup
@@ -38,9 +39,12 @@ class GradientReducer:
         party: ShardOwners,
         transport: ReductionTransport,
         compressor: Compressor | None = None,
+        slices: SliceExchange | None = None,
     ) -> None:
-        """compressor: what is added of each shard is what its codec leaves of it."""
+        """compressor: what is added of each shard is what its codec leaves of it. slices: where
+        sums stay with the owners of slices."""
         self.buckets, self.party, self.transport = buckets, party, transport
+        self.slices = slices
         self._compressor = compressor
         self._portions = compressor.portions(buckets.layout) if compressor else []
         self._num_coded = 0  # portions of the shard that was begun
@@ -112,7 +116,7 @@ class GradientReducer:
 
     def divide(self, divisor: float) -> None:
         """Divides the sums, after finish, where the divisor was not known before."""
-        self.buckets.divide(divisor)
+        (self.buckets if self.slices is None else self.slices).divide(divisor)
 
     def norms(self) -> list[Tensor] | None:
         """Returns None: the 2-norms of the summed gradients are not known here."""
@@ -144,14 +148,16 @@ class GradientReducer:
         self._launch()
 
     def finish(self) -> StepScalars:
-        """Waits for all sums. Afterwards every param.grad is the sum over shards; returns the
-        summed scalars. Raises ExchangeError when a peer is lost or silent, or after cut."""
+        """Waits for all sums. Afterwards every param.grad is the sum over shards, unless sums stay
+        with the owners of slices; returns the summed scalars. Raises ExchangeError when a peer is
+        lost or silent, or after cut."""
         plan = self._current()
         if self._num_done < len(plan.live):
             raise RuntimeError(f"shards {plan.live[self._num_done :]} are still to be computed")
         self.transport.finish()
         self._step = None
-        return StepScalars.of(self.buckets.expose(), len(self.buckets.layout.slots))
+        extras = self.buckets.expose() if self.slices is None else self.buckets.extras()
+        return StepScalars.of(extras, len(self.buckets.layout.slots))
 
     def free_gradients(self) -> None:
         """Gives the storage of gradients back, after the update; a lone member can."""

@@ -30,6 +30,8 @@ class SingleMemberReducer:
 
     name: Final = "solo"
     shares_memory: Final = False
+    slices: Final = None
+    """There are no other members that could own any."""
 
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:
         self._names, self._params = [name for name, _ in params], [param for _, param in params]

@@ -18,12 +18,14 @@ from stratagem.common.history.packing import pack, unpack
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import pull
+from stratagem.common.strategy import partitions_state
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.torch_codec import allocate
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from stratagem.worker.engine import Tally, Trainer
+from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party.join_rendezvous import Members, fence_of, session_of
 from stratagem.worker.session.context import ExecutionContext
@@ -58,8 +60,10 @@ def _newest_or_base(
     steps = [member.applied_step for member in members if member.HasField("applied_step")]
     newest = max(steps, default=-1)
     trainer = _held(work)
-    if work.job.compression is not None and work.job.compression.keeps_state:
-        # Those of a member that is gone are lost: all hold the same step, or none counts.
+    has_residuals = work.job.compression is not None and work.job.compression.keeps_state
+    share = share_of(work, view)
+    if has_residuals or share is not None:
+        # What a member that is gone held alone is lost: all hold the same step, or none counts.
         if len(steps) < view.size or min(steps) < newest or newest < plan.base.step:
             trainer = None
     elif newest < plan.base.step:
@@ -73,7 +77,13 @@ def _newest_or_base(
         return _copy_from(work, view, donors[view.rank % len(donors)])
     elif len(steps) < view.size or min(steps) < newest:
         _offer(work, view, trainer)
-    return _load_base(work, plan.base) if trainer is None else trainer
+    return _load_base(work, plan.base, share) if trainer is None else trainer
+
+
+def share_of(work: ExecutionContext, view: MemberView) -> StateShare | None:
+    """Return which slice of the optimizer's state this member keeps under the view; None where each
+    keeps all of it."""
+    return StateShare(view.rank, view.size) if partitions_state(work.job.strategy) else None
 
 
 def _held(work: ExecutionContext) -> Trainer | None:
@@ -82,25 +92,28 @@ def _held(work: ExecutionContext) -> Trainer | None:
     return trainer
 
 
-def _load_base(work: ExecutionContext, base: pb.StateRef) -> Trainer:
+def _load_base(work: ExecutionContext, base: pb.StateRef, share: StateShare | None) -> Trainer:
     if base.digest:
-        trainer = _load(work, *work.base_state(base))
+        trainer = _load(work, *work.base_state(base), share)
     else:
         work.holding.drop()
-        trainer = work.holding.trainer = work.new_trainer(fresh=True)
+        trainer = work.holding.trainer = work.new_member(share, fresh=True)
     work.holding.begin_sums(work.segment)
     return trainer
 
 
 def _load(
-    work: ExecutionContext, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    work: ExecutionContext,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    share: StateShare | None = None,
 ) -> Trainer:
     """Make a state the one that the session holds. A trainer that fails to load is not kept."""
     failpoint("worker.state.received")
     trainer = _held(work)
-    if trainer is None or trainer.job != work.job:
+    if trainer is None or trainer.job != work.job or trainer.share != share:
         # A member of a population that has copied another one has other settings.
-        trainer = work.new_trainer(fresh=False)
+        trainer = work.new_member(share, fresh=False)
     work.holding.trainer = None
     trainer.load_state(tensors, metadata)
     work.holding.trainer = trainer

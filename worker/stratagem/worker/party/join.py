@@ -17,12 +17,13 @@ from stratagem.worker.exchange import (
     Reducer,
     SingleMemberReducer,
     server_exchange,
+    sliced_exchange,
     solo_exchange,
 )
 from stratagem.worker.exchange.fragments import FragmentExchange, FragmentLink
 from stratagem.worker.mesh import Forming, Link, SharedGroup
 from stratagem.worker.mesh.peer_service import Group
-from stratagem.worker.party.common_state import agree_on_state
+from stratagem.worker.party.common_state import agree_on_state, share_of
 from stratagem.worker.party.connect_members import closing_on_failure, exchange_over, form_link
 from stratagem.worker.party.join_gossip import join_nodes
 from stratagem.worker.party.join_local_steps import hold_replicas
@@ -54,6 +55,9 @@ def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined
 
 
 def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
+    held = work.holding.trainer
+    if isinstance(held, Trainer) and held.share not in (None, share_of(work, view)):
+        work.holding.drop()  # others have other slices of the state than this member needs
     link, members = _meet(work, plan, view)
     failpoint("worker.rendezvous.joined")
     with closing_on_failure(work, view, link):
@@ -128,6 +132,14 @@ def _exchange(
     trainer: Trainer,
     link: Link | SharedGroup | None,
 ) -> Reducer:
+    if trainer.pieces is not None:
+        return sliced_exchange(
+            trainer.buckets,
+            link,
+            plan.num_shards,
+            trainer.pieces.owners,
+            deadline_s=work.exchange_timeout_s,
+        )
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
     is_alone = plan.num_shards == 1 and not is_server and trainer.compressor is None
     if is_alone and SingleMemberReducer.fits(trainer.params):

@@ -36,10 +36,12 @@ from stratagem.worker.engine import (
     Tally,
     Trainer,
     build_inference,
+    build_sliced_trainer,
     build_trainer,
 )
 from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
+from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.parameter_server.gradient_streams import GradientPort
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
@@ -344,6 +346,23 @@ class ExecutionContext:
             sources=self.sources(),
             numerics=self.numerics,
             folder=folder,
+        )
+        self.warn(trainer.setup.notes)
+        return trainer
+
+    def new_member(self, share: StateShare | None, *, fresh: bool) -> Trainer:
+        """Build the trainer of one member of a party, as `new_trainer` does; of the optimizer's
+        state it keeps this share, or all of it."""
+        if share is None:
+            return self.new_trainer(fresh=fresh)
+        trainer = build_sliced_trainer(
+            self.job,
+            self.entrypoints,
+            share,
+            device=self.host.device,
+            fresh=fresh,
+            sources=self.sources(),
+            numerics=self.numerics,
         )
         self.warn(trainer.setup.notes)
         return trainer

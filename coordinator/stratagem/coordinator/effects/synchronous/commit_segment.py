@@ -25,6 +25,7 @@ from stratagem.coordinator.updates.members.merge_parts import (
     merged_manifest,
     write_merged,
 )
+from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
 
 
 async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
@@ -103,11 +104,17 @@ def _write(
     env: EffectContext, parts: list[StatePart], cancelled: threading.Event, *, joins_rows: bool
 ) -> tuple[Digest, int]:
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-    manifest = merged_manifest([part.manifest for part in parts], limits)
+    manifests, sources = [part.manifest for part in parts], None
+    if are_sliced(manifests):
+        manifest, sources = joined_slices(manifests, limits)
+    else:
+        manifest = merged_manifest(manifests, limits)
     shown = joined_rows(manifest) if joins_rows else manifest
     writer = env.blobs.writer(len(header_bytes(shown)) + manifest.total_bytes)
     try:
-        digest = write_merged(manifest, parts, writer, cancelled.is_set, described_as=shown)
+        digest = write_merged(
+            manifest, parts, writer, cancelled.is_set, described_as=shown, sources=sources
+        )
     finally:
         writer.abort()
     return digest, manifest.total_bytes

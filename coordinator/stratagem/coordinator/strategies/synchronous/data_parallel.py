@@ -11,8 +11,9 @@ parameters of its own, which it averages with its neighbours' after every step (
 https://arxiv.org/abs/1705.09056). With `local_steps` each shard is a replica with parameters and an
 optimizer of its own, which are joined after so many steps (DiLoCo,
 https://arxiv.org/abs/2311.08105). What a worker holds of its nodes or replicas is the only copy. So
-it is with the residuals of shards where the job's codec keeps any; the rest of the state all
-workers have.
+it is with the residuals of shards where the job's codec keeps any, and with the slices of the
+optimizer's state where each worker keeps one (`partition_state`,
+https://arxiv.org/abs/1910.02054); the rest of the state all workers have.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from stratagem.common.strategy import (
     ParameterServer,
     are_models_apart,
     describe,
+    partitions_state,
     upload_every_of,
 )
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
@@ -59,7 +61,8 @@ def _shape(job: JobSpec) -> SegmentRules:
     exchange = _EXCHANGES[type(strategy.aggregation)]
     # Residuals of a codec belong to shards: the owner of a shard has the only copy of its residual.
     has_residuals = job.compression is not None and job.compression.keeps_state
-    is_sole_copy = are_models_apart(strategy) or has_residuals
+    is_divided = are_models_apart(strategy) or partitions_state(strategy)
+    is_sole_copy = is_divided or has_residuals
     return SegmentRules(
         strategy.num_replicas,
         options.min_replicas,

@@ -59,7 +59,7 @@ def merged_manifest(parts: Sequence[Manifest], limits: Limits) -> Manifest:
         for names in tied.values():
             aliases.update(dict.fromkeys(names, min(names)))
     try:
-        return _checked(named, aliases, _metadata(parts), limits)
+        return _checked(named, aliases, merged_metadata(parts), limits)
     except (InvalidInputError, LimitError) as error:
         raise ContradictionError(str(error)) from error
 
@@ -83,7 +83,8 @@ def _checked(
     return manifest
 
 
-def _metadata(parts: Sequence[Manifest]) -> Mapping[str, str]:
+def merged_metadata(parts: Sequence[Manifest]) -> Mapping[str, str]:
+    """Return the metadata of all parts. Raises ContradictionError where two differ."""
     merged: dict[str, str] = {}
     for part in parts:
         for key, value in part.metadata.items():
@@ -122,17 +123,24 @@ def write_merged(
     should_stop: Callable[[], bool] = lambda: False,
     *,
     described_as: Manifest | None = None,
+    sources: Mapping[str, Sequence[tuple[int, TensorSpec]]] | None = None,
 ) -> Digest:
     """Write and commit the blob of a merged manifest. Raises MergeStoppedError when asked to stop.
 
-    described_as: the manifest that the blob's header gives for the same bytes.
+    described_as: the manifest that the blob's header gives for the same bytes. sources: of each
+    tensor, in which parts its bytes are, in order; unless given, one part has it under its name.
     """
-    places = {spec.name: (part.data, spec) for part in parts for spec in part.manifest.tensors}
+    if sources is None:
+        sources = {
+            spec.name: [(number, spec)]
+            for number, part in enumerate(parts)
+            for spec in part.manifest.tensors
+        }
     writer.write(header_bytes(described_as or manifest))
     for target in manifest.stored():
-        data, spec = places[target.name]
-        for piece in data.read(spec.offset, spec.size_bytes):
-            if should_stop():
-                raise MergeStoppedError("the commit is no longer wanted")
-            writer.write(piece)
+        for number, spec in sources[target.name]:
+            for piece in parts[number].data.read(spec.offset, spec.size_bytes):
+                if should_stop():
+                    raise MergeStoppedError("the commit is no longer wanted")
+                writer.write(piece)
     return writer.commit()

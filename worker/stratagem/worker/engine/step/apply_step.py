@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
@@ -33,7 +33,8 @@ class StepPolicy:
 
     job: JobSpec
     execution: ModelExecution
-    params: Sequence[nn.Parameter]
+    params: Sequence[Tensor]
+    """What the optimizer updates here."""
     optimizer: torch.optim.Optimizer | None
     """None where this process holds no parameters."""
     buffers: Buffers | None
@@ -82,13 +83,15 @@ def apply_step(
     activity: str,
     number: int | None = None,
     correct: Callable[[Tensor], Tensor] | None = None,
+    share: Callable[[], None] | None = None,
 ) -> Applied:
     """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
     the step is skipped.
 
     lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
     correct: is given the norm of gradients that will be applied, may change them, and returns their
-    norm then.
+    norm then. share: is called once the optimizer has updated what this member owns, and brings
+    what others have updated; nothing of the step may be applied when it fails.
     Raises UserCodeError for a step that is not finite and may not be skipped.
     """
     rates = policy.rates.of_update(lr_factor, policy.schedule)
@@ -110,6 +113,8 @@ def apply_step(
         clip(policy.params, clip_norm, norm)
         with user_code(activity):
             update(policy.optimizer)
+    if share is not None:
+        share()
     if policy.schedule is not None:
         policy.schedule.step()
     if policy.average is not None and number is not None:

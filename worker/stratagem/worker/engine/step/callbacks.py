@@ -22,6 +22,7 @@ from stratagem.common.strategy import (
     ModelParallel,
     Strategy,
     local_steps_of,
+    partitions_state,
 )
 from stratagem.worker.data.generators import generators_kept, seed_generators
 from stratagem.worker.engine.step.evaluation_view import EvaluationView
@@ -162,6 +163,12 @@ def _out_of_place(found: Mapping[str, Any], job: JobSpec) -> Iterator[Violation]
                     "gradients of all parameters"
                 )
                 yield Violation(_FIELD, text)
+        if partitions_state(job.strategy):
+            text = (
+                "on_gradients cannot go with strategy.options.partition_state: no worker holds the "
+                "gradients of all parameters"
+            )
+            yield Violation(_FIELD, text)
     if "on_step" in found:
         for field, strategy in _levels(job.strategy, "strategy"):
             if reason := _why_no_steps(strategy, field):

@@ -63,6 +63,12 @@ def optimizer_state(
     return tensors, metadata
 
 
+def is_one_number(name: str) -> bool:
+    """Return whether a tensor of this name is one number that an optimizer keeps of a parameter,
+    and not one of each element."""
+    return name.rpartition("/")[2] in _CPU_KEYS
+
+
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "state") -> None:
     """Copies `model/…` tensors in, after checking names, shapes and dtypes; errors begin with
     `where`."""

@@ -27,6 +27,7 @@ from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_answer import StepAnswer, wish_of
 from stratagem.worker.engine.step.step_report import StepReport, end_of
 from stratagem.worker.engine.step.turns import StepTurn
+from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces
 from stratagem.worker.engine.trainers.step_extras import StepExtras
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.training_rows import Batch, TrainingRows
@@ -71,6 +72,8 @@ class SharedStep:
     compressor: Compressor | None
     phases: PhaseTraining | None
     timer: PassTimer
+    pieces: OptimizerPieces | None = None
+    """What this member updates, where each updates its own slice of all parameters."""
 
     def run(self, turn: StepTurn, num_turns: int, batch: Batch, share: Share) -> StepReport:
         """Makes the update of a turn, of `num_turns` in each step, over the batch."""
@@ -210,19 +213,17 @@ class SharedStep:
         scale_before = scale.value
         if must_divide:
             exchange.divide(scalars.weight * scale_before)
-        # A parameter that no shard reached has no gradient, as in a loop without shards:
-        # optimizers then leave it alone, weight decay and all.
-        for (_, param), count in zip(self.params, scalars.reached, strict=True):
-            if count == 0:
-                param.grad = None
-        summary = self._summary(turn, scalars, exchange.norms())
+        summary = self._summary_of_sums(turn, scalars, exchange)
         takes_gradients = self.setup.callbacks.takes_gradients
         hook = partial(self._call_hook, turn, batch.step) if takes_gradients else None
         summary = after_hook(summary, hook, partial(self._summary, turn, scalars))
         phase, correct = "", None
         if self.phases is not None:
             phase, correct = self.phases.phase, partial(self._take, self.phases, summary.loss)
-        is_applied, learning_rates = self._update(batch.step, summary, turn.policy, correct)
+        slices, share = exchange.slices, None
+        if self.pieces is not None and slices is not None:
+            share = partial(self.pieces.share, slices)
+        is_applied, learning_rates = self._update(batch.step, summary, turn.policy, correct, share)
         if is_applied:
             self.buffers.apply(scalars.rest, sums.num_live)
         if self.compressor is not None:
@@ -247,6 +248,22 @@ class SharedStep:
             exchange_wait_s=sums.wait_s,
         )
 
+    def _summary_of_sums(
+        self, turn: StepTurn, scalars: StepScalars, exchange: Reducer
+    ) -> StepSummary:
+        """Summarizes the update with the sums that the exchange has made.
+
+        A parameter that no shard reached has no gradient, as in a loop without shards: optimizers
+        then leave it alone, weight decay and all.
+        """
+        if self.pieces is not None:
+            assert exchange.slices is not None  # the one is made with the other
+            return self.pieces.summarize(scalars, exchange.slices, self.setup.numerics)
+        for (_, param), count in zip(self.params, scalars.reached, strict=True):
+            if count == 0:
+                param.grad = None
+        return self._summary(turn, scalars, exchange.norms())
+
     def _summary(
         self, turn: StepTurn, sums: StepScalars, norms: Sequence[Tensor] | None = None
     ) -> StepSummary:
@@ -267,6 +284,7 @@ class SharedStep:
         summary: StepSummary,
         policy: StepPolicy,
         correct: Callable[[Tensor], Tensor] | None = None,
+        share: Callable[[], None] | None = None,
     ) -> Applied:
         """Ends a step, which follows `step` others, with the gradients in `.grad`."""
         return apply_step(
@@ -276,6 +294,7 @@ class SharedStep:
             activity=f"training step {step + 1}",
             number=step + 1,
             correct=correct,
+            share=share,
         )
 
     def _take(self, phases: PhaseTraining, loss: float, norm: Tensor) -> Tensor:

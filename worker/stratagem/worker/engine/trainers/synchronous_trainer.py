@@ -28,6 +28,7 @@ from stratagem.worker.engine.step.state_format import NOTHING
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, whole_step
+from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces, StateShare
 from stratagem.worker.engine.trainers.shared_step import Share, SharedStep
 from stratagem.worker.engine.trainers.step_extras import StepExtras
 from stratagem.worker.engine.trainers.trainer_setup import Setup
@@ -36,6 +37,7 @@ from stratagem.worker.engine.trainers.training_rows import Batch, TrainingRows
 from stratagem.worker.engine.trainers.turn_transaction import all_or_none
 from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.slice_owners import divide_slices
 from stratagem.worker.exchange.buckets.step_scalars import num_scalars
 from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
 from stratagem.worker.exchange.reducer import Reducer
@@ -45,8 +47,10 @@ from stratagem.worker.phases import PassTimer, PhaseTraining
 class Trainer:
     """Model, optimizer and data position of one session. Used by one thread."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, share: StateShare | None = None) -> None:
+        """share: of the optimizer's state that is kept here; all of it unless given."""
         self.setup, self.job, self.model = setup, setup.job, setup.model
+        self.share = share
         job, execution = setup.job, setup.execution
         self._rows = TrainingRows(setup)
         self.num_steps = self._rows.num_steps
@@ -69,6 +73,7 @@ class Trainer:
             absorbs=execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
+        self.pieces = None if share is None else self._own_pieces(share)
         self._average = average_of(job, self.params)
         schedule = self._make_schedule()
         self._saved = TrainerState(
@@ -80,6 +85,7 @@ class Trainer:
             self.compressor,
             self._average,
             schedule,
+            self.pieces,
         )
         self.turns = self._make_turns(buffers, schedule)
         self._shared_step = SharedStep(
@@ -91,9 +97,15 @@ class Trainer:
             self.compressor,
             self.phases,
             self._timer,
+            self.pieces,
         )
         self.step = 0
         self._is_training = False
+
+    def _own_pieces(self, share: StateShare) -> OptimizerPieces:
+        """Makes the pieces of all parameters that the optimizer steps here."""
+        owners = divide_slices(self.buckets.layout, share.size)
+        return OptimizerPieces(self.optimizer, self.params, owners, share.rank)
 
     def _make_schedule(self) -> ShadowSchedule | None:
         """Makes the user's schedule, if there is one for all steps of the job."""
@@ -106,7 +118,9 @@ class Trainer:
     def _make_turns(self, buffers: Buffers, schedule: ShadowSchedule | None) -> list[StepTurn]:
         setup, job, execution = self.setup, self.job, self.setup.execution
         passes = Passes(self.model, setup.objective, setup.gather, setup.randomness, execution)
-        params = [param for _, param in self.params]
+        params: list[Tensor] = [param for _, param in self.params]
+        if self.pieces is not None:
+            params = self.pieces.tensors  # they alone have gradients when a step is applied
         policy = StepPolicy(
             *(job, execution, params, self.optimizer, buffers),
             ReportedRates(job.optimizer),
@@ -227,8 +241,10 @@ class Trainer:
 
     @property
     def is_sole_copy(self) -> bool:
-        """True if this member holds state that no other has: residuals of its shards."""
-        return self.compressor is not None and self.compressor.keeps_state
+        """True if this member holds state that no other has: residuals of its shards, or its slice
+        of the optimizer's state."""
+        has_residuals = self.compressor is not None and self.compressor.keeps_state
+        return has_residuals or self.pieces is not None
 
     def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
         """Returns the summary of a segment with these sums over its steps."""

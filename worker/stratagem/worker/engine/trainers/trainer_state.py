@@ -13,6 +13,7 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule
 from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.phases import PhaseTraining
 
@@ -32,6 +33,8 @@ class TrainerState:
     compressor: Compressor | None
     average: WeightAverage | None = None
     schedule: ShadowSchedule | None = None
+    pieces: OptimizerPieces | None = None
+    """Of the optimizer, where its state is divided among the members."""
 
     def live(self, step: int) -> State:
         """The tensors themselves, after `step` steps. Valid until the next one."""
@@ -40,7 +43,7 @@ class TrainerState:
 
     def parts(self) -> State:
         """`live`, without the number of steps."""
-        tensors, numbers = state_format.optimizer_state(self.optimizer, self.params)
+        tensors, numbers = self._optimizer_state()
         numbers |= self.scale.metadata()
         if self.schedule is not None:
             numbers |= self.schedule.metadata()
@@ -52,12 +55,21 @@ class TrainerState:
             tensors, numbers = {**tensors, **means}, {**numbers, **counts}
         return {**state_format.model_state(self.model), **tensors}, numbers
 
+    def _optimizer_state(self) -> State:
+        """What all members hold of the optimizer."""
+        if self.pieces is None:
+            return state_format.optimizer_state(self.optimizer, self.params)
+        return self.pieces.whole_state() if self.pieces.holds_all else ({}, {})
+
     def copied(
         self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copies on the CPU, also of residuals. with_shared: of what all members hold, too. into:
-        see `state_format.copied`."""
+        """Copies on the CPU, also of residuals and of a slice of the optimizer's state.
+        with_shared: of what all members hold, too. into: see `state_format.copied`."""
         tensors, metadata = self.live(step)
+        if self.pieces is not None and not self.pieces.holds_all:
+            own, numbers = self.pieces.own_state()
+            tensors, metadata = {**(tensors if with_shared else {}), **own}, {**metadata, **numbers}
         if self.compressor is not None:
             tensors = {**(tensors if with_shared else {}), **self.compressor.state()}
         return state_format.copied(tensors, into), metadata
@@ -73,7 +85,10 @@ class TrainerState:
     ) -> None:
         """Takes over what `parts` gave after `step` steps."""
         state_format.load_model_state(self.model, tensors)
-        state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
+        if self.pieces is None:
+            state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
+        else:
+            self.pieces.load(tensors, metadata)
         if self.compressor is not None:
             self.compressor.load_state(tensors)
         if self.phases is not None:

@@ -4,7 +4,8 @@ A bucket is cut into pieces, and each piece into one slice per member. A member 
 sums of slice p to member p (phase 1), adds what it received of its own slice in tree order and
 sends the sum back to all (phase 2): the bandwidth of a ring, two latencies, and bits that depend
 on nothing but the shards. A small bucket is not cut: among few members each sends everything
-to all others and adds for itself, among more it goes up and down a tree.
+to all others and adds for itself, among more it goes up and down a tree. Where members own slices,
+every bucket but the extras is cut into these, and sums stay with their owners: there is no phase 2.
 Prepares only; moves nothing and waits for nothing.
 """
 
@@ -19,6 +20,7 @@ from stratagem.worker.exchange.all_reduce.transfer_ops import Addition, Transfer
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Tree, plan_tree
 from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout, FlatVector
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
+from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 
 PIECE_BYTES = 32 << 20
 """So only a bucket made of one huge parameter is cut. Smaller pieces overlap more but cost a
@@ -44,6 +46,8 @@ class Cut:
     is_gathered: bool
     is_tree: bool
     slices: tuple[tuple[int, int], ...]
+    stays: bool = False
+    """Each sum stays with the member that added it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,38 @@ class Piece:
     """Instead of all of the above but `total`."""
 
 
-def cut_pieces(layout: BucketLayout, size: int) -> tuple[Cut, ...]:
-    """Returns the pieces of all buckets in order; the same on all members."""
+def cut_pieces(
+    layout: BucketLayout, size: int, owners: SliceOwners | None = None
+) -> tuple[Cut, ...]:
+    """Returns the pieces of all buckets in order; the same on all members. owners: of the sums,
+    where these stay with them."""
+    if owners is not None:
+        last = len(layout.buckets) - 1
+        return (*cut_slices(layout, owners), *_cut_bucket(last, layout.buckets[last], size))
     buckets = enumerate(layout.buckets)
     return tuple(cut for index, bucket in buckets for cut in _cut_bucket(index, bucket, size))
+
+
+def cut_slices(layout: BucketLayout, owners: SliceOwners) -> tuple[Cut, ...]:
+    """Returns the pieces of all slices in order: of each, every member has a part of its own."""
+    cuts = []
+    for index, slices in enumerate(owners.slices):
+        bucket = layout.buckets[index]
+        num_pieces = -(-bucket.size_bytes // PIECE_BYTES)
+        for number in range(num_pieces):
+            parts = tuple(_nth_part(each, num_pieces, number, bucket) for each in slices)
+            cuts.append(Cut(index, False, False, parts, stays=True))
+    return tuple(cuts)
+
+
+def _nth_part(
+    whole: tuple[int, int], count: int, number: int, bucket: FlatVector
+) -> tuple[int, int]:
+    """Returns one of `count` parts of a slice; each begins on SLOT_BYTES."""
+    start, stop = whole
+    step = SLOT_BYTES // bucket.dtype.itemsize
+    part = split_rows(-(-(stop - start) // step), count)[number]
+    return min(start + part.start * step, stop), min(start + part.stop * step, stop)
 
 
 def num_tags(cuts: Sequence[Cut], party: ShardOwners) -> int:
@@ -164,7 +196,7 @@ class _Builder:
             partials[own[0]] = total
         partials |= {node: t for (_, node), t in zip(self.foreign, received, strict=False)}
         sum_tag = first_tag + self.party.num_shards
-        sends_sums = is_mine and not cut.is_gathered
+        returns_sums = not cut.is_gathered and not cut.stays
         return Piece(
             bucket=cut.bucket,
             is_extras=cut.bucket == len(self.sets[0]) - 1,
@@ -184,12 +216,12 @@ class _Builder:
             send_sums=tuple(
                 Transfer(peer, sum_tag, total)
                 for peer in range(self.party.size)
-                if peer != rank and sends_sums
+                if peer != rank and is_mine and returns_sums
             ),
             receive_sums=tuple(
                 Transfer(peer, sum_tag, _slice(flats[0], cut, peer))
                 for peer in peers
-                if not cut.is_gathered
+                if returns_sums
             ),
         )
 

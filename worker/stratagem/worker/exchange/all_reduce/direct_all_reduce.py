@@ -20,6 +20,7 @@ from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_tr
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
+from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
 from stratagem.worker.mesh.link import Link, PendingTransfer
 
@@ -32,9 +33,16 @@ class DirectMethod:
 
     suffix = ""
 
-    def __init__(self, link: Link, layout: BucketLayout, party: ShardOwners) -> None:
+    def __init__(
+        self,
+        link: Link,
+        layout: BucketLayout,
+        party: ShardOwners,
+        owners: SliceOwners | None = None,
+    ) -> None:
+        """owners: of the sums, where these stay with them."""
         self._link, self._party = link, party
-        self._cuts = cut_pieces(layout, link.size)
+        self._cuts = cut_pieces(layout, link.size, owners)
         self.num_tags = num_tags(self._cuts, party)
         self._window = 1 if link.in_order else WINDOW
 

@@ -5,11 +5,13 @@ in the tree, and writes the sum into the same slice of every member's set 0. No 
 or writes that slice, so one barrier per bucket is enough, and one at the end of the step. Has no
 thread: a bucket is added when the torch thread comes by with the next one, or in `finish`. Adding
 costs little, and waking another thread costs as much and takes a core from backward.
+Where members own slices, sums stay with them, and what they make of them the others read in place.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import Node, split_rows
@@ -18,6 +20,7 @@ from stratagem.worker.exchange.all_reduce.transfer_ops import Addition
 from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, num_sets
+from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.mesh.shm_buffers import SharedGroup
 
@@ -55,17 +58,33 @@ class SharedTransport:
     name = SharedGroup.name
 
     def __init__(
-        self, group: SharedGroup, buckets: GradientBuckets, party: ShardOwners, *, deadline_s: float
+        self,
+        group: SharedGroup,
+        buckets: GradientBuckets,
+        party: ShardOwners,
+        *,
+        deadline_s: float,
+        owners: SliceOwners | None = None,
     ) -> None:
+        """owners: of the sums, where these stay with them."""
         self.deadline_s = deadline_s
         self._group, self._buckets, self._party = group, buckets, party
+        self._owners = owners
         parties = [ShardOwners(rank, party.size, party.num_shards) for rank in range(party.size)]
         counts = [num_sets(member) for member in parties]
+        num_norms = [0] * party.size if owners is None else [n + 1 for n in owners.num_norms]
         layout = buckets.layout
-        segments = group.share([count * _set_bytes(layout) for count in counts], deadline_s)
+        sizes = [count * _set_bytes(layout) for count in counts]
+        further = [torch.float64.itemsize * count for count in num_norms]
+        shared = [size + more for size, more in zip(sizes, further, strict=True)]
+        segments = group.share(shared, deadline_s)
         self._sets: MemberSets = [
             [_one_set(layout, segment, index) for index in range(count)]
             for segment, count in zip(segments, counts, strict=True)
+        ]
+        self._norms = [
+            segment[size:].view(torch.float64)
+            for segment, size in zip(segments, sizes, strict=True)
         ]
         buckets.move_to(self._sets[party.rank])
         self._num_buckets = len(layout.buckets)
@@ -83,7 +102,8 @@ class SharedTransport:
         if len(sets) > len(self._sets[self._party.rank]):
             raise ValueError(f"{len(sets)} sets, but the members share fewer")
         if step.num_live not in self._prepared:
-            self._prepared[step.num_live] = prepare_blocks(self._party, step, self._sets)
+            prepared = prepare_blocks(self._party, step, self._sets, self._owners)
+            self._prepared[step.num_live] = prepared
         self._blocks, self._divisor = self._prepared[step.num_live], divisor
         self._num_launched = self._num_reduced = 0
 
@@ -107,6 +127,22 @@ class SharedTransport:
             self._group.cut()
             raise
 
+    def gather_norms(self, own: Tensor) -> list[Tensor]:
+        """See `SliceTransport`. What others have read of the step before they have read when they
+        launch this step's buckets."""
+        self._norms[self._party.rank].copy_(own)
+        self._meet()
+        return self._norms
+
+    def open_slices(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`: the others' own buckets."""
+        self._meet()
+        return [sets[0] for sets in self._sets]
+
+    def close_slices(self) -> None:
+        """See `SliceTransport`."""
+        self._meet()
+
     def cut(self) -> None:
         self._group.cut()
 
@@ -114,7 +150,7 @@ class SharedTransport:
         # A member that was frozen may go on writing into this memory when it wakes up.
         self._buckets.move_to(())
         self._prepared.clear()
-        self._blocks, self._sets = [], []
+        self._blocks, self._sets, self._norms = [], [], []
         self._group.cut()
         self._group.close()
 
@@ -127,36 +163,51 @@ class SharedTransport:
         self._group.hear(last, last, self.deadline_s)
         self._first_token = last
 
+    def _meet(self) -> None:
+        """Blocks until all members are here."""
+        self._first_token += 1
+        self._group.send_token()
+        self._group.hear(self._first_token, self._first_token, self.deadline_s)
+
     def _reduce_next(self) -> None:
         for block in self._blocks[self._num_reduced]:
             block.run(self._divisor)
         self._num_reduced += 1
 
 
-def prepare_blocks(party: ShardOwners, step: StepPlan, sets: MemberSets) -> list[list[Block]]:
+def prepare_blocks(
+    party: ShardOwners, step: StepPlan, sets: MemberSets, owners: SliceOwners | None = None
+) -> list[list[Block]]:
     """Returns by bucket the blocks that this member adds; together the members' blocks are each
-    bucket once."""
+    bucket once. owners: of the sums, where these stay with them."""
     own = sets[party.rank][0]
-    return [
-        [_block(party, step, sets, bucket, start, stop) for start, stop in _ranges(flat, party)]
-        for bucket, flat in enumerate(own)
-    ]
+    blocks = []
+    for bucket, flat in enumerate(own):
+        is_extras = bucket == len(own) - 1
+        slices = None if owners is None or is_extras else owners.slices[bucket]
+        start, stop = _equal_slice(flat, party) if slices is None else slices[party.rank]
+        stays, step_numel = slices is not None, BLOCK_BYTES // flat.element_size()
+        ends = [(at, min(at + step_numel, stop)) for at in range(start, stop, step_numel)]
+        blocks.append([_block(party, step, sets, bucket, *each, stays=stays) for each in ends])
+    return blocks
 
 
-def _ranges(flat: Tensor, party: ShardOwners) -> list[tuple[int, int]]:
-    """Returns this member's slice of a flat bucket as blocks; each begins on SLOT_BYTES."""
+def _equal_slice(flat: Tensor, party: ShardOwners) -> tuple[int, int]:
+    """Returns this member's slice of a flat bucket; each begins on SLOT_BYTES."""
     step = SLOT_BYTES // flat.element_size()
-    num_units = -(-flat.numel() // step)
-    mine = split_rows(num_units, party.size)[party.rank]
-    units = BLOCK_BYTES // SLOT_BYTES
-    return [
-        (start * step, min(min(start + units, mine.stop) * step, flat.numel()))
-        for start in range(mine.start, mine.stop, units)
-    ]
+    mine = split_rows(-(-flat.numel() // step), party.size)[party.rank]
+    return mine.start * step, min(mine.stop * step, flat.numel())
 
 
 def _block(
-    party: ShardOwners, step: StepPlan, sets: MemberSets, bucket: int, start: int, stop: int
+    party: ShardOwners,
+    step: StepPlan,
+    sets: MemberSets,
+    bucket: int,
+    start: int,
+    stop: int,
+    *,
+    stays: bool,
 ) -> Block:
     def part(rank: int, index: int) -> Tensor:
         return sets[rank][index][bucket].narrow(0, start, stop - start)
@@ -169,7 +220,9 @@ def _block(
     return Block(
         additions=tree_additions(partials, step.num_live, total),
         total=total,
-        copies=tuple(part(rank, 0) for rank in range(party.size) if rank != party.rank),
+        copies=tuple(part(rank, 0) for rank in range(party.size) if rank != party.rank)
+        if not stays
+        else (),
         is_extras=bucket == len(sets[party.rank][0]) - 1,
     )
 

@@ -170,6 +170,12 @@ class GradientBuckets:
             param.grad = view if narrow is None else narrow.copy_(view)
         return self._sets[0][-1].to("cpu", copy=True)
 
+    def extras(self) -> Tensor:
+        """Drops what backward has left in each param.grad, and returns the summed extras."""
+        for param in self._params:
+            param.grad = None
+        return self._sets[0][-1].to("cpu", copy=True)
+
     def divide(self, divisor: float) -> None:
         """Divides the sums where they are widest, so that a narrow parameter rounds only once."""
         for flat in self.tensors(0)[:-1]:

@@ -62,6 +62,17 @@ class SoloTransport:
             for total in self._sums[:-1]:
                 total.div_(self._divisor)
 
+    def gather_norms(self, own: Tensor) -> list[Tensor]:
+        """See `SliceTransport`: a lone member owns everything."""
+        return [own]
+
+    def open_slices(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`."""
+        return [self._sums]
+
+    def close_slices(self) -> None:
+        """See `SliceTransport`."""
+
     def cut(self) -> None:
         self._is_cut = True
 

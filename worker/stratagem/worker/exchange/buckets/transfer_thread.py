@@ -42,6 +42,13 @@ class Turn(Protocol):
         """Waits for all works and empties the list. Raises ExchangeError."""
 
 
+class Run(Protocol):
+    """What the thread carries out for one call."""
+
+    def run(self, prepared: Any, turn: Turn) -> None:
+        """Does all transfers, in an order that is data."""
+
+
 class Method(Protocol):
     """An algorithm by which the members' partial sums become the sum."""
 
@@ -63,6 +70,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
+    method: Run
     prepared: Any
     first_tag: int
     divisor: float | None
@@ -78,10 +86,20 @@ class _Turn:
 class MeshTransport:
     """A `ReductionTransport` among the members of a link, which it owns."""
 
-    def __init__(self, link: Link, method: Method, side: SideStream, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        link: Link,
+        method: Method,
+        side: SideStream,
+        *,
+        deadline_s: float,
+        num_further_tags: int = 0,
+    ) -> None:
+        """num_further_tags: of each step, behind those of the method, for `run_between`."""
         self.deadline_s = deadline_s
         self._link, self._method, self._side = link, method, side
-        self._num_tags = max(1, method.num_tags)
+        self._num_tags = max(1, method.num_tags + num_further_tags)
+        self._first_tag = 0  # of the step that was begun last
         self._prepared: dict[int, Any] = {}
         self._changed = threading.Condition()
         self._run: _Turn | None = None  # guarded by _changed, as all below
@@ -104,9 +122,10 @@ class MeshTransport:
     ) -> None:
         if step.num_live not in self._prepared:
             self._prepared[step.num_live] = self._method.prepare(step, sets)
-        first_tag = number % (MAX_TAG // self._num_tags) * self._num_tags
+        prepared = self._prepared[step.num_live]
+        self._first_tag = number % (MAX_TAG // self._num_tags) * self._num_tags
         with self._changed:
-            self._run = _Turn(self._prepared[step.num_live], first_tag, divisor, self)
+            self._run = _Turn(self._method, prepared, self._first_tag, divisor, self)
             self._num_launched = 0
             self._changed.notify_all()
 
@@ -122,6 +141,18 @@ class MeshTransport:
             if self._error:
                 raise ExchangeError(self._error)
         self._side.join()
+
+    def run_between(self, method: Run, prepared: Any) -> None:
+        """Has the thread carry out something else between `finish` and the next step, with tags
+        from `num_tags` of the step's method on, and blocks until it is done. Raises
+        ExchangeError."""
+        mark = self._side.mark()
+        first_tag = self._first_tag + self._method.num_tags
+        with self._changed:
+            self._run = _Turn(method, prepared, first_tag, None, self)
+            self._num_launched, self._mark = 1, mark
+            self._changed.notify_all()
+        self.finish()
 
     def cut(self) -> None:
         self._fail("the exchange was cut")
@@ -161,7 +192,7 @@ class MeshTransport:
     def _serve(self) -> None:
         while (run := self._next_run()) is not None:
             try:
-                self._method.run(run.prepared, run)
+                run.method.run(run.prepared, run)
             except ExchangeError as error:
                 # Only the words are kept: a traceback would keep works, and with them the group.
                 self._fail(str(error))

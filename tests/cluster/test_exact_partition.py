@@ -1,0 +1,72 @@
+"""Workers that each keep a slice of the optimizer's state have the bits of those that keep all."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    park,
+    train,
+)
+from tests.jobs import job, user_data, user_model
+from tests.reference.loops import sharded_loop
+
+pytestmark = pytest.mark.cluster
+
+WIDE = user_model("mlp", hidden=20_011)
+"""Its parameters are cut: they have 4, 1, 2 and 1 blocks of the norm."""
+
+
+def partitioned(num_replicas: int) -> dict[str, Any]:
+    return {**data_parallel(num_replicas), "options": {"partition_state": "optimizer"}}
+
+
+def test_slices_have_the_bits_and_the_blobs_of_replicas(client: Client) -> None:
+    sections = {"optimizer": ADAMW, "data": user_data("classes", num_rows=55), "steps": 6}
+    spec = job(WIDE, **sections, strategy=partitioned(3))
+    outcome = train(client, spec)
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
+    assert outcome.status.engine == "shm"
+    assert outcome.status.reproducible
+    replicas = train(client, job(WIDE, **sections, strategy=data_parallel(3)))
+    assert outcome.digests == replicas.digests
+    assert len(outcome.digests) == 3
+    ends = [
+        [each.payload["metrics"] for each in run.of("SegmentFinished")]
+        for run in (outcome, replicas)
+    ]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.sweep
+def test_four_replicas_with_slices_on_four_three_two_one_workers(
+    exact_cluster: LocalCluster, client: Client, lot: Gates
+) -> None:
+    spec = job(
+        "everything",
+        optimizer={
+            "name": "adagrad",
+            "lr": 0.1,
+            "initial_accumulator_value": 0.1,
+            "clip_norm": 0.5,
+        },
+        weight_average={"decay": 0.9},
+        strategy=partitioned(4),
+    )
+    expected = sharded_loop(spec, ALLOWED, 4)
+    digests = set()
+    for num_workers in (4, 3, 2, 1):
+        outcome = train(client, spec)
+        assert len(outcome.of("MembersFormed")[-1].payload["members"]) == num_workers
+        assert_same_bits(outcome.state, expected.state)
+        digests.add(tuple(outcome.digests))
+        if num_workers > 1:
+            park(exact_cluster, lot, f"worker-{num_workers - 1}")
+    assert len(digests) == 1

@@ -1,0 +1,133 @@
+"""The settings that go together with a divided optimizer state, and the sentence against each
+other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.job import JobSpec
+from stratagem.common.job.optimizer.optimizers import KEYWORDS
+from stratagem.common.job.optimizer.partition_rules import BY_ELEMENT
+from stratagem.common.strategy import partitions_state
+from tests.gan_jobs import TURNS
+from tests.jobs import SGD, document
+
+pytestmark = pytest.mark.core
+FEDERATED = {
+    "type": "Federated",
+    "num_clients": 2,
+    "rounds": 2,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+
+
+def strategy(method: str = "AllReduce", **options: Any) -> dict[str, Any]:
+    aggregation = {"method": method}
+    if method == "Decentralized":
+        aggregation["topology"] = "ring"
+    return {
+        "type": "DataParallel",
+        "num_replicas": 4,
+        "aggregation": aggregation,
+        "options": {"partition_state": "optimizer", **options},
+    }
+
+
+def parsed(**sections: Any) -> JobSpec:
+    return JobSpec.parse(document(**{"strategy": strategy(), **sections}))
+
+
+PIPELINE = {
+    "type": "ModelParallel",
+    "partitions": [
+        {"node_ids": ["0"], "target": {"WorkerId": "a"}},
+        {"node_ids": ["1", "2"], "target": {"WorkerId": "b"}},
+    ],
+    "communication": {"protocol": "Direct"},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"strategy": strategy("ParameterServer")},
+            "strategy.options.partition_state: ParameterServer brings every sum to every worker; "
+            "AllReduce leaves slices",
+        ),
+        (
+            {"strategy": strategy("Decentralized")},
+            "strategy.options.partition_state: Decentralized",
+        ),
+        (
+            {"strategy": strategy(all_reduce="ring")},
+            "strategy.options.partition_state: ring all-reduce leaves no sums with workers; direct",
+        ),
+        (
+            {"strategy": strategy(local_steps=2)},
+            "strategy.options.partition_state: replicas with local_steps have an optimizer each",
+        ),
+        (
+            {"strategy": strategy(inner=PIPELINE)},
+            "strategy.options.partition_state: ModelParallel",
+        ),
+        (
+            {"strategy": strategy(partition_state="full")},
+            "strategy.options.partition_state: 'full' is not one of none, optimizer",
+        ),
+        ({"compression": "int8"}, "compression: is not allowed with strategy.options.partition_s"),
+        ({"phases": {}}, "phases: is not allowed with strategy.options.partition_state"),
+        (
+            {"turns": TURNS, "optimizer": None, "loss": None},
+            "turns: is not allowed with strategy.options.partition_state",
+        ),
+        (
+            {"strategy": {**FEDERATED, "options": {"inner": strategy()}}},
+            "strategy.options.inner.options.partition_state: is possible in a strategy of its own",
+        ),
+        (
+            {"optimizer": {"entrypoint": "tests.userland.optimizers:SignMomentum", "lr": 0.1}},
+            'optimizer.entrypoint: "tests.userland.optimizers:SignMomentum" is not known to have',
+        ),
+        (
+            {
+                "optimizer": {
+                    **SGD,
+                    "groups": [
+                        {"name": "x", "match": ["*"], "optimizer": {"name": "muon", "lr": 0.1}}
+                    ],
+                }
+            },
+            'optimizer.groups[0].optimizer.name: "muon" is not known to have the same bits',
+        ),
+    ],
+)
+def test_what_contradicts_it_is_refused_with_a_sentence(
+    sections: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        parsed(**sections)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(KEYWORDS))
+def test_only_optimizers_that_are_known_to_go_by_element_are_allowed(name: str) -> None:
+    section = {"optimizer": {"name": name, "lr": 0.1}}
+    if name in BY_ELEMENT:
+        assert partitions_state(parsed(**section).strategy)
+        return
+    with pytest.raises(InvalidInputError, match=f'"{name}" is not known to have the same bits'):
+        parsed(**section)
+
+
+def test_it_is_absent_from_the_text_of_jobs_that_do_not_set_it() -> None:
+    plain = JobSpec.parse(document(strategy={**strategy(), "options": {}}))
+    none = JobSpec.parse(document(strategy=strategy(partition_state="none")))
+    assert not partitions_state(plain.strategy)
+    assert plain == none
+    assert "partition_state" not in plain.canonical_json()
+    assert JobSpec.from_json(parsed().canonical_json()) == parsed()

@@ -1,0 +1,185 @@
+"""The part of an optimizer that one member keeps, where each owns a slice of all parameters.
+
+Each parameter of which the member owns something has one piece: a view of those elements, with
+moments of its own. The optimizer steps pieces as it would step whole parameters, with the same bits
+for the optimizers that a job may name with it. Must not know how gradients and parameters travel.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.tensors.state_slices import SliceName
+from stratagem.worker.engine.optim.finite_gradients import StepSummary
+from stratagem.worker.engine.step import state_format
+from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
+from stratagem.worker.exchange.buckets.slice_owners import OwnedPart, SliceOwners
+from stratagem.worker.exchange.buckets.step_scalars import StepScalars
+from stratagem.worker.exchange.slice_exchange import SliceExchange
+
+NamedParams = Sequence[tuple[str, nn.Parameter]]
+_FIELD: Final = "strategy.options.partition_state"
+
+
+class StateShare(NamedTuple):
+    """Which of how many members keeps its slice of the optimizer's state here."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPiece:
+    name: str
+    param: nn.Parameter
+    part: OwnedPart
+    piece: nn.Parameter
+    """Flat; a view of the parameter, and a leaf with a gradient of its own."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.part.stop - self.part.first == self.param.numel()
+
+
+class OptimizerPieces:
+    """The pieces of one member; its optimizer updates nothing else. Used by one thread."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: NamedParams, owners: SliceOwners, rank: int
+    ) -> None:
+        """optimizer: a fresh one of all parameters, which becomes one of the pieces."""
+        for name, param in params:
+            if not param.is_contiguous():
+                text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
+                raise InvalidInputError.at(_FIELD, text)
+        self.optimizer, self.owners, self.rank = optimizer, owners, rank
+        self._names, self._params = {name for name, _ in params}, [param for _, param in params]
+        self._pieces = [_piece_of(*params[part.index], part) for part in owners.parts[rank]]
+        self._step_pieces_only()
+
+    @property
+    def holds_all(self) -> bool:
+        """Return True if there is no other member that holds anything."""
+        return len(self.owners.parts) == 1
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the pieces, flat and in order of parameter."""
+        return [each.piece for each in self._pieces]
+
+    def summarize(
+        self, scalars: StepScalars, exchange: SliceExchange, numerics: int
+    ) -> StepSummary:
+        """Gives each piece its gradient, of what the exchange has summed up, and summarizes the
+        gradient of the whole model. Raises ExchangeError."""
+        for each, total in zip(self._pieces, exchange.sums(), strict=True):
+            is_reached = scalars.reached[each.part.index] != 0
+            # As with whole parameters: a narrow one rounds its sum once.
+            each.piece.grad = total.to(each.piece.dtype) if is_reached else None
+        grads = [each.piece.grad for each in self._pieces]
+        norms = [None if grad is None else parts_of([grad], numerics)[0] for grad in grads]
+        found, is_finite = exchange.gather_norms(
+            norms, scalars.reached, partial(_are_all_finite, grads)
+        )
+        norm = total_norm(found, numerics)
+        return StepSummary(scalars.loss, scalars.weight, norm, is_finite)
+
+    def share(self, exchange: SliceExchange) -> None:
+        """Brings the updated pieces of all members into the parameters of all. Raises
+        ExchangeError, after which the parameters may be of two steps."""
+        exchange.share(self.tensors, self._params)
+
+    def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
+        tensors, numbers = self._state()
+        return {full: value for full, (_, _, value) in tensors.items()}, numbers
+
+    def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns (tensors by `SliceName`, metadata) of what only this member holds."""
+        tensors, numbers = self._state()
+        named = {}
+        for full, (each, place, value) in tensors.items():
+            if value.dim() or each.part.first == 0:  # of one number per parameter, one copy
+                where = SliceName(each.part.index, place, each.part.first, full)
+                named[str(where)] = value
+        return named, numbers
+
+    def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Replaces the optimizer's state by this member's slice of the given one, which may be
+        nothing."""
+        own = {each.name: each for each in self._pieces}
+        here: dict[str, Tensor] = {}
+        for full, value in tensors.items():
+            name = _parameter_of(full)
+            if name not in own and name in self._names:
+                continue
+            here[full] = value
+            if name in own and not state_format.is_one_number(full):
+                part = own[name].part
+                here[full] = value.reshape(-1)[part.first : part.stop]
+        numbers = {
+            full: text
+            for full, text in metadata.items()
+            if _parameter_of(full) in own or _parameter_of(full) not in self._names
+        }
+        named = [(each.name, each.piece) for each in self._pieces]
+        state_format.load_optimizer_state(self.optimizer, named, here, numbers)
+
+    def _state(
+        self,
+    ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
+        """Returns (by name of the whole: the piece, the place among its tensors, what it keeps;
+        metadata); in the shape of the parameter where that is all its own."""
+        found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
+        numbers: dict[str, str] = {}
+        for each in self._pieces:
+            kept, texts = state_format.optimizer_state(self.optimizer, [(each.name, each.piece)])
+            numbers |= texts
+            for place, (full, value) in enumerate(kept.items()):
+                is_sliced = not state_format.is_one_number(full)
+                whole = value.view(each.param.shape) if is_sliced and each.is_whole else value
+                found[full] = (each, place, whole)
+        return found, numbers
+
+    def _step_pieces_only(self) -> None:
+        """Puts the pieces in the place of the parameters, in their groups and with what some
+        optimizers keep of them from the start."""
+        by_param = {id(each.param): each for each in self._pieces}
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            own = [by_param[id(p)] for p in group["params"] if id(p) in by_param]
+            group["params"] = [each.piece for each in own]
+            for each in own:
+                if each.param in before:
+                    self.optimizer.state[each.piece] = _sliced(before[each.param], each)
+
+
+def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:
+    view = param.detach().view(-1)[part.first : part.stop]
+    return _OwnPiece(name, param, part, nn.Parameter(view))
+
+
+def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
+    def of_piece(key: str, value: object) -> object:
+        if not isinstance(value, Tensor) or state_format.is_one_number(key):
+            return value
+        return value.reshape(-1)[each.part.first : each.part.stop].clone()
+
+    return {key: of_piece(key, value) for key, value in state.items()}
+
+
+def _parameter_of(full: str) -> str | None:
+    """Returns the parameter whose state has this name; None of what is no state of an optimizer."""
+    if not full.startswith(state_format.OPTIMIZER):
+        return None
+    return full.removeprefix(state_format.OPTIMIZER).rpartition("/")[0]
+
+
+def _are_all_finite(grads: Sequence[Tensor | None]) -> bool:
+    return all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None)

@@ -1,0 +1,98 @@
+"""Brings the slices of all members to all of them, over a link: an all-gather of slices that need
+not be equally long.
+
+Each member sends each of its pieces to every other one. The transfers are prepared once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from stratagem.worker.exchange.all_reduce.all_reduce_schedule import Cut, cut_slices
+from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
+from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport, Turn
+from stratagem.worker.mesh.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The transfers of one member."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+class GatherRun:
+    """Carries out gatherings in the transfer thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def run(self, prepared: Gathering, turn: Turn) -> None:
+        turn.await_launch(0)  # the device may still be writing what is sent
+        received, sent = start_transfers(
+            self._link, turn.first_tag, prepared.sends, prepared.receives
+        )
+        turn.wait(received + sent)
+
+
+class LinkSlices:
+    """A `SliceTransport` over the link of a transport, in its thread."""
+
+    def __init__(
+        self, transport: MeshTransport, link: Link, buckets: GradientBuckets, owners: SliceOwners
+    ) -> None:
+        self._transport, self._run, self._buckets = transport, GatherRun(link), buckets
+        self._size, self._rank = link.size, link.rank
+        counts = [count + 1 for count in owners.num_norms]
+        ends = list(accumulate(counts))
+        self._norms = torch.zeros(ends[-1], dtype=torch.float64, device=buckets.device)
+        self._by_rank = list(torch.split(self._norms, counts))
+        places = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        norms = [Cut(0, False, False, places)]
+        self._gather_norms = _prepare(link, norms, [self._norms], 0)
+        cuts, flats = cut_slices(buckets.layout, owners), buckets.tensors(0)
+        self._gather_slices = _prepare(link, cuts, flats, 1)
+
+    def gather_norms(self, own: Tensor) -> list[Tensor]:
+        """See `SliceTransport`."""
+        self._by_rank[self._rank].copy_(own)
+        self._transport.run_between(self._run, self._gather_norms)
+        host = self._norms.cpu()
+        return list(torch.split(host, [len(each) for each in self._by_rank]))
+
+    def open_slices(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`: all come into the own buckets."""
+        self._transport.run_between(self._run, self._gather_slices)
+        return [self._buckets.tensors(0)] * self._size
+
+    def close_slices(self) -> None:
+        """See `SliceTransport`: all have been sent."""
+
+
+def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
+    """Returns how many tags the gatherings of one step use."""
+    return 1 + len(cut_slices(buckets.layout, owners))
+
+
+def _prepare(link: Link, cuts: Sequence[Cut], flats: Sequence[Tensor], first_tag: int) -> Gathering:
+    """Returns this member's transfers, after which every flat tensor has the slices of all; they
+    use as many tags from `first_tag` on as there are pieces."""
+    sends: list[Transfer] = []
+    receives: list[Transfer] = []
+    for number, cut in enumerate(cuts):
+        for owner, (start, stop) in enumerate(cut.slices):
+            if start == stop:
+                continue
+            piece, tag = flats[cut.bucket][start:stop], first_tag + number
+            if owner == link.rank:
+                peers = (peer for peer in range(link.size) if peer != owner)
+                sends += [Transfer(peer, tag, piece) for peer in peers]
+            else:
+                receives.append(Transfer(owner, tag, piece))
+    return Gathering(tuple(sends), tuple(receives))

@@ -1,0 +1,47 @@
+"""Makes the exchange of a member whose sums stay with the owners of slices, over any engine."""
+
+from stratagem.worker.exchange.all_reduce.direct_all_reduce import DirectMethod
+from stratagem.worker.exchange.all_reduce.shm_all_reduce import SharedTransport
+from stratagem.worker.exchange.all_reduce.slice_gather import LinkSlices, num_gather_tags
+from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
+from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
+from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport
+from stratagem.worker.exchange.reducer import GradientReducer
+from stratagem.worker.exchange.slice_exchange import SliceExchange
+from stratagem.worker.mesh.device_staging import SideStream
+from stratagem.worker.mesh.link import Link
+from stratagem.worker.mesh.shm_buffers import SharedGroup
+
+
+def sliced_exchange(
+    buckets: GradientBuckets,
+    link: Link | SharedGroup | None,
+    num_shards: int,
+    owners: SliceOwners,
+    *,
+    deadline_s: float = 30.0,
+) -> GradientReducer:
+    """Makes the exchange of a member whose sums stay with the owners of slices. Takes the link
+    over; None: the only member. deadline_s bounds every single wait for a peer."""
+    if link is None:
+        party, solo = ShardOwners(0, 1, num_shards), SoloTransport()
+        return GradientReducer(buckets, party, solo, slices=SliceExchange(buckets, owners, 0, solo))
+    party = ShardOwners(link.rank, link.size, num_shards)
+    if isinstance(link, SharedGroup):
+        shared = SharedTransport(link, buckets, party, deadline_s=deadline_s, owners=owners)
+        slices = SliceExchange(buckets, owners, party.rank, shared)
+        return GradientReducer(buckets, party, shared, slices=slices)
+    buckets.hold()
+    method = DirectMethod(link, buckets.layout, party, owners)
+    transport = MeshTransport(
+        link,
+        method,
+        SideStream(buckets.device),
+        deadline_s=deadline_s,
+        num_further_tags=num_gather_tags(buckets, owners),
+    )
+    over = LinkSlices(transport, link, buckets, owners)
+    slices = SliceExchange(buckets, owners, party.rank, over)
+    return GradientReducer(buckets, party, transport, slices=slices)
