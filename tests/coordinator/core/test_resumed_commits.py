@@ -15,7 +15,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import pending
-from stratagem.coordinator.strategies.federated.silos import client_job
+from stratagem.coordinator.strategies.client_parties.silos import client_job
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     FEDERATED,

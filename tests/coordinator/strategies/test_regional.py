@@ -22,8 +22,8 @@ from stratagem.coordinator.core.state import RunPhase, World
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to, status_of
 from stratagem.coordinator.runtime.plugins import BUILT_IN
-from stratagem.coordinator.strategies.regional.region_members import roster_of_region
-from stratagem.coordinator.strategies.regional.regional import rounds_inside
+from stratagem.coordinator.strategies.client_parties.region_members import roster_of_region
+from stratagem.coordinator.strategies.client_parties.regional import rounds_inside
 from tests.coordinator.core.jobs import FEDERATED, POPULATION_SECTIONS, job_text, population, silos
 from tests.coordinator.core.simulation import (
     RUN,

@@ -83,7 +83,7 @@ from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME
-from stratagem.coordinator.strategies.regional.regional import rounds_inside
+from stratagem.coordinator.strategies.client_parties.regional import rounds_inside
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
 BLOB_GRACE_S = 600.0

@@ -20,9 +20,9 @@ from stratagem.coordinator.core.strategy_table import (
     SILOS,
     Strategies,
 )
-from stratagem.coordinator.strategies.federated import federated, silos
+from stratagem.coordinator.strategies.client_parties import regional, silos
+from stratagem.coordinator.strategies.federated import federated
 from stratagem.coordinator.strategies.population import population, scheduled
-from stratagem.coordinator.strategies.regional import regional
 from stratagem.coordinator.strategies.synchronous import (
     data_parallel,
     evaluation_run,

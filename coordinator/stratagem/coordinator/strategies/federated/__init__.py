@@ -1,1 +1,1 @@
-"""Federated averaging: rounds of clients, or of silos that train together."""
+"""Federated averaging: rounds of clients."""

@@ -1,20 +1,19 @@
 """Federated averaging over regions: a client is a federation of its own, which tells its sums.
 
-Rounds are those of Federated (federated.py). Between the opening of a round and its closing each
-selected region is a party (`client0`, `client1`, ...) whose clients train the global state for as
+Between the opening of a round and its closing each selected region is a party (client_parties.py)
+whose clients train the global state for as
 many rounds as `options.inner` says. In all of these but the last the region goes on from its mean;
 of the last it tells s = sum n_k w_k in float64 and n = sum n_k, and the next global state is
 sum s / sum n over the regions. With one round inside these are the bits of `options.regions`.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import Party, RunId, child_party
+from stratagem.common.base.ids import Party, RunId
 from stratagem.common.job import JobSpec, with_fields
-from stratagem.common.strategy import dump_strategy
+from stratagem.common.strategy import Federated, dump_strategy
 from stratagem.coordinator.core.effects import (
     AggregateRound,
     Base,
@@ -24,40 +23,31 @@ from stratagem.coordinator.core.effects import (
 )
 from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
-    ClientsSelected,
     Fact,
     PartyFailed,
     RosterFormed,
-    RunResumed,
 )
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
+from stratagem.coordinator.core.strategy_contract import Child, Status
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
-from stratagem.coordinator.strategies.federated import federated, federated_status, round_effects
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
-from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
-from stratagem.coordinator.strategies.federated.update_rejections import rejection
-from stratagem.coordinator.strategies.regional.region_members import (
+from stratagem.coordinator.strategies.client_parties.client_parties import (
+    PartiesRun,
+    PartyKind,
+    party_of,
+    unanswered,
+)
+from stratagem.coordinator.strategies.client_parties.region_members import (
     inside,
     members_of_regions,
     named,
     roster_of_region,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RegionalRun:
-    """The run value: the rounds, and the federations of the regions that have taken part so far."""
-
-    rounds: FederatedRun
-    strategies: Strategies
-    """The table that the regions' strategy is taken from."""
-    regions: Mapping[int, Child]
-    failures: Mapping[int, PartyFailed] = field(default_factory=dict)
-    """Failures by region, in the open round; each becomes the rejection of its region alone."""
+from stratagem.coordinator.strategies.federated import federated, federated_status, round_effects
+from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
+from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -93,7 +83,7 @@ def region_job(job: JobSpec) -> JobSpec:
     )
 
 
-def decide(job: JobSpec, value: RegionalRun, world: World, now_s: float) -> Fact | None:
+def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
     """Return the next fact of the round; between its opening and its closing, those of the
     regions."""
     fact = federated.decide_round(
@@ -104,12 +94,10 @@ def decide(job: JobSpec, value: RegionalRun, world: World, now_s: float) -> Fact
     return fact
 
 
-def _of_regions(job: JobSpec, value: RegionalRun, world: World, now_s: float) -> Fact | None:
-    for region in _unanswered(value):
-        if (failed := value.failures.get(region)) is not None:
-            cause = Cause.EXCEPTION if failed.cause is Cause.UNKNOWN else failed.cause
-            return rejection(value.rounds, region, cause, failed.reason, failed.error)
-    for region, child in _in_training(value).items():
+def _of_regions(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
+    if failed := KIND.failed(value):
+        return failed
+    for region, child in KIND.in_training(value).items():
         if not child.value.roster:
             workers = federated_status.usable(job, value.rounds, world)
             fact: Fact | None = roster_of_region(job, child.party, region, workers)
@@ -120,54 +108,21 @@ def _of_regions(job: JobSpec, value: RegionalRun, world: World, now_s: float) ->
     return None
 
 
-def transition(job: JobSpec, value: RegionalRun, fact: Fact, now_s: float) -> RegionalRun:
-    """Fold one fact: of the rounds, or of a region's party."""
-    for region, child in value.regions.items():
-        if nested.is_of(child, fact):
-            if isinstance(fact, PartyFailed):
-                return replace(value, failures={**value.failures, region: fact})
-            folded = nested.transition(child, fact, now_s)
-            return replace(value, regions={**value.regions, region: folded})
-    value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
-    if isinstance(fact, ClientsSelected):
-        return _opened(job, value)
-    if isinstance(fact, RunResumed):
-        regions = {n: nested.transition(c, fact, now_s) for n, c in value.regions.items()}
-        return replace(value, regions=regions, failures={})
-    return value
-
-
-def _opened(job: JobSpec, value: RegionalRun) -> RegionalRun:
-    """Begin the rounds of the selected regions from the global state. They are numbered over the
-    whole run, so that no client trains a round twice."""
+def _opened(job: JobSpec, value: PartiesRun, region: int) -> Child:
+    """Begin the rounds of a selected region from the global state. They are numbered over the whole
+    run, so that no client trains a round twice."""
     rounds, num_inside, own_job = value.rounds, inside(job).rounds, region_job(job)
     assert rounds.committed is not None
     before = (rounds.round_num - 1) * num_inside
-    base, regions = Base(before, before, rounds.committed.digest), dict(value.regions)
-    for region in rounds.selected:
-        child = regions.get(region)
-        if child is None:
-            party = child_party(rounds.party, f"client{region}")
-            child = nested.begin(party, own_job, 0, value.strategies)
-        begun = nested.rebased(child, own_job, base, rounds.num_rows, before + num_inside)
-        alike = replace(begun.value, fingerprint=rounds.fingerprint)
-        regions[region] = replace(begun, value=alike)
-    return replace(value, regions=regions, failures={})
-
-
-def reject_reason(job: JobSpec, value: RegionalRun, fact: Fact) -> str:
-    """Return why a reported fact is stale, as its region or the round decides; "" when it is
-    welcome."""
-    for region, child in value.regions.items():
-        if nested.is_of(child, fact):
-            if region not in _in_training(value):
-                return f"region {region} has ended its part of round {value.rounds.round_num}"
-            return "" if isinstance(fact, PartyFailed) else nested.reject_reason(child, fact)
-    return federated.reject_reason(job, value.rounds, fact)
+    base, child = Base(before, before, rounds.committed.digest), value.clients.get(region)
+    if child is None:
+        child = nested.begin(party_of(value, region), own_job, 0, value.strategies)
+    begun = nested.rebased(child, own_job, base, rounds.num_rows, before + num_inside)
+    return replace(begun, value=replace(begun.value, fingerprint=rounds.fingerprint))
 
 
 def pending(
-    run_id: RunId, job: JobSpec, value: RegionalRun, horizon: int | None
+    run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
 ) -> frozenset[Effect]:
     """Return the effects that the round needs, with the work of the regions in place of their
     training."""
@@ -177,12 +132,12 @@ def pending(
             effects.add(replace(effect, integers_of=_largest(job, value)))
         else:
             effects.add(effect)
-    for region, child in _in_training(value).items():
+    for region, child in KIND.in_training(value).items():
         effects |= {_of_all(job, value, region, effect) for effect in nested.pending(run_id, child)}
     return frozenset(effects | _sums(run_id, value))
 
 
-def _of_all(job: JobSpec, value: RegionalRun, region: int, effect: Effect) -> Effect:
+def _of_all(job: JobSpec, value: PartiesRun, region: int, effect: Effect) -> Effect:
     """Return an effect of a region; of a client with its number among those of all regions."""
     if not isinstance(effect, TrainClient):
         return effect
@@ -191,12 +146,12 @@ def _of_all(job: JobSpec, value: RegionalRun, region: int, effect: Effect) -> Ef
     return replace(effect, share=share, num_lr_reductions=num_lr_reductions(value.rounds.metrics))
 
 
-def _sums(run_id: RunId, value: RegionalRun) -> set[SumRegion]:
+def _sums(run_id: RunId, value: PartiesRun) -> set[SumRegion]:
     """Return the sums of the regions whose last round is closed."""
     rounds, effects = value.rounds, set[SumRegion]()
-    training = _in_training(value)
-    for region in _unanswered(value):
-        child = value.regions[region]
+    training = KIND.in_training(value)
+    for region in unanswered(value):
+        child = value.clients[region]
         own: FederatedRun = child.value
         if region in training or own.committed is None:
             continue
@@ -219,27 +174,16 @@ def _sums(run_id: RunId, value: RegionalRun) -> set[SumRegion]:
     return effects
 
 
-def _largest(job: JobSpec, value: RegionalRun) -> int:
+def _largest(job: JobSpec, value: PartiesRun) -> int:
     """Return the place, among the accepted regions, of that with the client of most rows of all;
     the first of equals, as they are numbered over all regions."""
     members = members_of_regions(job)
     places = [
         (-each.num_samples, members[region.client][each.client], place)
         for place, region in enumerate(value.rounds.accepted)
-        for each in value.regions[region.client].value.accepted
+        for each in value.clients[region.client].value.accepted
     ]
     return min(places)[2]
-
-
-def _unanswered(value: RegionalRun) -> list[int]:
-    """Return the regions of the open round without an update."""
-    return [] if value.rounds.is_closed else list(value.rounds.unanswered())
-
-
-def _in_training(value: RegionalRun) -> dict[int, Child]:
-    """Return the regions whose last round of this one is still open."""
-    found = {region: value.regions[region] for region in _unanswered(value)}
-    return {region: child for region, child in found.items() if not _has_trained(child)}
 
 
 def _has_trained(child: Child) -> bool:
@@ -247,15 +191,14 @@ def _has_trained(child: Child) -> bool:
     return own.is_closed and own.round_num == child.horizon
 
 
-def status(job: JobSpec, value: RegionalRun, world: World) -> Status:
+def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
     """Return the run's status, with the workers of all regions."""
     shown = federated_status.status(job, value.rounds, world)
     if shown.strategy_phase != "TRAINING":
         return shown
-    count = f"round {value.rounds.round_num}: {shown.num_clients_done} of {shown.num_clients}"
-    reason, phase = f"{count} regions have answered", RunPhase.RUNNING
+    reason, phase = KIND.answered(value, shown), RunPhase.RUNNING
     members = set(shown.members)
-    for region, child in _in_training(value).items():
+    for region, child in KIND.in_training(value).items():
         inner = child.strategy.status(child.job, child.value, world)
         members |= set(inner.members)
         if inner.phase is not RunPhase.RUNNING:
@@ -266,42 +209,18 @@ def status(job: JobSpec, value: RegionalRun, world: World) -> Status:
     return replace(shown, members=in_order, phase=phase, reason=reason)
 
 
-def rebase(
-    job: JobSpec, value: RegionalRun, base: Base, num_rows: Mapping[str, int]
-) -> RegionalRun:
-    """Begin the next round from the given state."""
-    return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
-
-
-def returned(
-    job: JobSpec, value: RegionalRun, base: Base, metrics: Mapping[str, float]
-) -> RegionalRun:
-    """Return the rounds to an earlier commit."""
-    return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
+def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
+    return Cause.EXCEPTION if fact.cause is Cause.UNKNOWN else fact.cause, fact.reason
 
 
 def rounds_inside(job: JobSpec, value: object, round_num: int) -> list[tuple[Party, int]]:
     """Return the rounds of the regions that belong to a round; none of runs without regions."""
-    if not isinstance(value, RegionalRun):
+    if not isinstance(value, PartiesRun) or not isinstance(spec_of(job).options.inner, Federated):
         return []
     last = round_num * inside(job).rounds
     numbers = range(last - inside(job).rounds + 1, last + 1)
-    return [(child.party, number) for child in value.regions.values() for number in numbers]
+    return [(child.party, number) for child in value.clients.values() for number in numbers]
 
 
-STRATEGY = Strategy(
-    version=VERSION,
-    check=check,
-    init=lambda _job, party, strategies: RegionalRun(FederatedRun(party), strategies, {}),
-    decide=decide,
-    transition=transition,
-    reject_reason=reject_reason,
-    pending=pending,
-    status=status,
-    own_deadline=lambda value: federated.own_deadline(value.rounds),
-    own_deaths=lambda value, member: federated.deaths(value.rounds, member),
-    own_blobs=lambda value: federated.blobs(value.rounds),
-    children=lambda value: value.regions.values(),
-    working=lambda value: _in_training(value).values(),
-    nesting=Nesting(lambda value: federated.progress(value.rounds), rebase, returned),
-)
+KIND = PartyKind("region", _has_trained, _opened, _why_rejected)
+STRATEGY = KIND.strategy(check, decide, pending, status)

@@ -1,16 +1,15 @@
 """Federated averaging over silos: a client is not one worker but a party that trains together.
 
-Rounds are those of Federated (federated.py). Between the opening of a round and its closing each
-selected client is a party (`client0`, `client1`, ...) that trains the global state on the client's
-rows under the inner strategy; what it commits is its update. So gradients stay inside a silo, and
-only models leave it.
+Between the opening of a round and its closing each selected client is a party (client_parties.py)
+that trains the global state on the client's rows under the inner strategy; what it commits is its
+update. So gradients stay inside a silo, and only models leave it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.base.ids import RunId, child_party
+from stratagem.common.base.ids import RunId
 from stratagem.common.job import (
     GroupSpec,
     JobSpec,
@@ -32,40 +31,30 @@ from stratagem.common.strategy import (
 from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, RunSegment, TrainClient
 from stratagem.coordinator.core.facts import (
     TRAIN_LOSS,
-    ClientsSelected,
     Fact,
     ModelBuilt,
     PartyFailed,
-    RunResumed,
-    UpdateRejected,
 )
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.core.state import RunPhase, World
-from stratagem.coordinator.core.strategy_contract import VERSION, Child, Nesting, Status, Strategy
+from stratagem.coordinator.core.strategy_contract import Child, Status
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies import nested
+from stratagem.coordinator.strategies.client_parties.client_parties import (
+    PartiesRun,
+    PartyKind,
+    party_of,
+    unanswered,
+)
 from stratagem.coordinator.strategies.federated import federated, federated_status, round_effects
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.round_closing import WAIT
 from stratagem.coordinator.strategies.federated.update_rejections import (
     cause_of,
     reason_of,
-    rejection,
 )
 from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_SPLIT
-
-
-@dataclass(frozen=True, slots=True)
-class SiloRun:
-    """The run value: the rounds, and the parties of the clients that have taken part so far."""
-
-    rounds: FederatedRun
-    strategies: Strategies
-    """The table that the clients' strategy is taken from."""
-    clients: Mapping[int, Child]
-    failures: Mapping[int, PartyFailed] = field(default_factory=dict)
-    """Failures by client, in the open round; each becomes the rejection of its client alone."""
 
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
@@ -148,7 +137,7 @@ def _lower(
     return lower
 
 
-def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | None:
+def decide(job: JobSpec, value: PartiesRun, world: World, now_s: float) -> Fact | None:
     """Return the next fact of the round; between its opening and its closing, those of the
     clients."""
     rounds = value.rounds
@@ -159,34 +148,19 @@ def decide(job: JobSpec, value: SiloRun, world: World, now_s: float) -> Fact | N
     )
 
 
-def _failed(value: SiloRun) -> UpdateRejected | None:
-    """Return the rejection of the first client whose party has failed."""
-    for client in _unanswered(value):
-        if (fact := value.failures.get(client)) is None:
-            continue
-        cause, reason = fact.cause, fact.reason
-        if fact.error is not None:
-            cause, reason = cause_of(fact.error), reason_of(fact.error)
-        elif cause is Cause.UNKNOWN:
-            cause = Cause.EXCEPTION
-        return rejection(value.rounds, client, cause, reason, fact.error)
-    return None
-
-
 def _has_begun(rounds: FederatedRun) -> bool:
     return rounds.committed is not None or bool(rounds.helper)
 
 
-def _sample(job: JobSpec, value: SiloRun) -> Child:
+def _sample(job: JobSpec, value: PartiesRun) -> Child:
     """Return any silo before its first round; all need the same kinds of workers."""
-    party = child_party(value.rounds.party, "client0")
-    return nested.begin(party, client_job(job, 0, 1), 0, value.strategies)
+    return nested.begin(party_of(value, 0), client_job(job, 0, 1), 0, value.strategies)
 
 
-def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
-    if failed := _failed(value):
+def _of_clients(value: PartiesRun, world: World, now_s: float) -> Fact | None:
+    if failed := KIND.failed(value):
         return failed
-    training = _in_training(value)
+    training = KIND.in_training(value)
     for client, child in training.items():
         siblings = [other for number, other in training.items() if number != client]
         if fact := nested.decide(child, nested.world_beside(world, siblings), now_s):
@@ -194,42 +168,26 @@ def _of_clients(value: SiloRun, world: World, now_s: float) -> Fact | None:
     return None
 
 
-def transition(job: JobSpec, value: SiloRun, fact: Fact, now_s: float) -> SiloRun:
-    """Fold one fact: of the rounds, or of a client's party."""
-    for client, child in value.clients.items():
-        if nested.is_of(child, fact):
-            if isinstance(fact, PartyFailed):
-                return replace(value, failures={**value.failures, client: fact})
-            folded = nested.transition(child, fact, now_s)
-            if isinstance(fact, ModelBuilt) and fact.party == child.party:
-                # It was built to know the client's rows; what is trained is the global state.
-                folded = _based(job, value, client, folded)
-            return replace(value, clients={**value.clients, client: folded})
-    value = replace(value, rounds=federated.transition(job, value.rounds, fact, now_s))
-    if isinstance(fact, ClientsSelected):
-        return _opened(job, value)
-    if isinstance(fact, RunResumed):
-        clients = {n: nested.transition(c, fact, now_s) for n, c in value.clients.items()}
-        return replace(value, clients=clients, failures={})
-    return value
+def _folded(job: JobSpec, value: PartiesRun, client: int, child: Child, fact: Fact) -> Child:
+    """Return a silo that was built with the global state: it was built to know the client's rows,
+    and what is trained is that state."""
+    if isinstance(fact, ModelBuilt) and fact.party == child.party:
+        return _based(job, value, client, child)
+    return child
 
 
-def _opened(job: JobSpec, value: SiloRun) -> SiloRun:
-    """Begin the selected clients; those that have taken part before, from the new global state."""
-    clients = dict(value.clients)
-    for client in value.rounds.selected:
-        known = clients.get(client)
-        if known is not None and nested.progress(known).num_rows:
-            clients[client] = _based(job, value, client, known)
-        else:
-            party = child_party(value.rounds.party, f"client{client}")
-            begun = nested.begin(party, client_job(job, client, 1), 0, value.strategies)
-            # One that has failed before it knew its rows continues from its membership.
-            clients[client] = begun if known is None else nested.again(known)
-    return replace(value, clients=clients, failures={})
+def _opened(job: JobSpec, value: PartiesRun, client: int) -> Child:
+    """Begin a silo; one that has taken part before, from the new global state."""
+    known = value.clients.get(client)
+    if known is None:
+        party = party_of(value, client)
+        return nested.begin(party, client_job(job, client, 1), 0, value.strategies)
+    if nested.progress(known).num_rows:
+        return _based(job, value, client, known)
+    return nested.again(known)  # it has failed before it knew its rows; on from its membership
 
 
-def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
+def _based(job: JobSpec, value: PartiesRun, client: int, child: Child) -> Child:
     rounds = value.rounds
     assert rounds.committed is not None
     base = Base(0, 0, rounds.committed.digest)
@@ -238,28 +196,19 @@ def _based(job: JobSpec, value: SiloRun, client: int, child: Child) -> Child:
     return nested.rebased(child, of_round, base, nested.progress(child).num_rows, horizon=1)
 
 
-def reject_reason(job: JobSpec, value: SiloRun, fact: Fact) -> str:
-    """Return why a reported fact is stale, as its client or the round decides; "" when it is
-    welcome."""
-    for client, child in value.clients.items():
-        if nested.is_of(child, fact):
-            if client not in _in_training(value):
-                return f"client {client} has ended its part of round {value.rounds.round_num}"
-            return "" if isinstance(fact, PartyFailed) else nested.reject_reason(child, fact)
-    return federated.reject_reason(job, value.rounds, fact)
-
-
-def pending(run_id: RunId, job: JobSpec, value: SiloRun, horizon: int | None) -> frozenset[Effect]:
+def pending(
+    run_id: RunId, job: JobSpec, value: PartiesRun, horizon: int | None
+) -> frozenset[Effect]:
     """Return the effects that the round needs, with the clients' parties in place of their
     training."""
     of_rounds = round_effects.pending(run_id, job, value.rounds, horizon)
     effects = set[Effect](effect for effect in of_rounds if not isinstance(effect, TrainClient))
-    for child in _in_training(value).values():
+    for child in KIND.in_training(value).values():
         effects |= {_in_its_round(job, value, effect) for effect in nested.pending(run_id, child)}
     return frozenset(effects | _collecting(run_id, value))
 
 
-def _in_its_round(job: JobSpec, value: SiloRun, effect: Effect) -> Effect:
+def _in_its_round(job: JobSpec, value: PartiesRun, effect: Effect) -> Effect:
     """Return an effect of a client with the round that it belongs to, where that is of any use."""
     if not isinstance(effect, RunSegment):
         return effect
@@ -267,10 +216,10 @@ def _in_its_round(job: JobSpec, value: SiloRun, effect: Effect) -> Effect:
     return replace(effect, rounds_before=before, num_rounds=num_rounds)
 
 
-def _collecting(run_id: RunId, value: SiloRun) -> set[Effect]:
+def _collecting(run_id: RunId, value: PartiesRun) -> set[Effect]:
     """Return the collection of the updates of the clients that have trained."""
     rounds, effects = value.rounds, set[Effect]()
-    for client in _unanswered(value):
+    for client in unanswered(value):
         progress = nested.progress(value.clients[client])
         done = progress.committed
         if done is None or done.segment == 0 or rounds.committed is None:
@@ -298,22 +247,18 @@ def _of_steps(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != TRAIN_LOSS}
 
 
-def _unanswered(value: SiloRun) -> list[int]:
-    """Return the clients of the open round without an update."""
-    return [] if value.rounds.is_closed else list(value.rounds.unanswered())
+def _has_trained(child: Child) -> bool:
+    """Return whether a silo has trained; a new one is built first (horizon 0)."""
+    return child.horizon != 0 and nested.is_at_horizon(child)
 
 
-def _in_training(value: SiloRun) -> dict[int, Child]:
-    """Return the clients that have not trained yet; a new one is built first (horizon 0)."""
-    training = {}
-    for client in _unanswered(value):
-        child = value.clients[client]
-        if child.horizon == 0 or not nested.is_at_horizon(child):
-            training[client] = child
-    return training
+def _why_rejected(fact: PartyFailed) -> tuple[Cause, str]:
+    if fact.error is not None:
+        return cause_of(fact.error), reason_of(fact.error)
+    return Cause.EXCEPTION if fact.cause is Cause.UNKNOWN else fact.cause, fact.reason
 
 
-def status(job: JobSpec, value: SiloRun, world: World) -> Status:
+def status(job: JobSpec, value: PartiesRun, world: World) -> Status:
     """Return the run's status, with the workers of all silos."""
     shown = federated_status.status(job, value.rounds, world)
     members = nested.members(value.clients.values()) or shown.members
@@ -322,9 +267,8 @@ def status(job: JobSpec, value: SiloRun, world: World) -> Status:
         return replace(shown, reason=reason)
     if shown.strategy_phase != "TRAINING":
         return replace(shown, members=members)
-    count = f"round {value.rounds.round_num}: {shown.num_clients_done} of {shown.num_clients}"
-    reason, phase = f"{count} clients have answered", RunPhase.RUNNING
-    waiting = [n for n, child in _in_training(value).items() if not nested.members([child])]
+    reason, phase = KIND.answered(value, shown), RunPhase.RUNNING
+    waiting = [n for n, child in KIND.in_training(value).items() if not nested.members([child])]
     if waiting:
         names = ", ".join(f"client {client}" for client in waiting[:4])
         why = nested.why_waiting(value.clients[waiting[0]], world)
@@ -332,29 +276,5 @@ def status(job: JobSpec, value: SiloRun, world: World) -> Status:
     return replace(shown, members=members, phase=phase, reason=reason)
 
 
-def rebase(job: JobSpec, value: SiloRun, base: Base, num_rows: Mapping[str, int]) -> SiloRun:
-    """Begin the next round from the given state."""
-    return replace(value, rounds=federated.rebase(job, value.rounds, base, num_rows))
-
-
-def returned(job: JobSpec, value: SiloRun, base: Base, metrics: Mapping[str, float]) -> SiloRun:
-    """Return the rounds to an earlier commit."""
-    return replace(value, rounds=federated.returned(job, value.rounds, base, metrics))
-
-
-STRATEGY = Strategy(
-    version=VERSION,
-    check=check,
-    init=lambda _job, party, strategies: SiloRun(FederatedRun(party), strategies, {}),
-    decide=decide,
-    transition=transition,
-    reject_reason=reject_reason,
-    pending=pending,
-    status=status,
-    own_deadline=lambda value: federated.own_deadline(value.rounds),
-    own_deaths=lambda value, member: federated.deaths(value.rounds, member),
-    own_blobs=lambda value: federated.blobs(value.rounds),
-    children=lambda value: value.clients.values(),
-    working=lambda value: _in_training(value).values(),
-    nesting=Nesting(lambda value: federated.progress(value.rounds), rebase, returned),
-)
+KIND = PartyKind("client", _has_trained, _opened, _why_rejected, _folded)
+STRATEGY = KIND.strategy(check, decide, pending, status)

@@ -1,0 +1,1 @@
+"""Federations whose clients are parties: silos that train together, or regions of clients."""

@@ -1,1 +1,0 @@
-"""Federations of federations: rounds of regions, each of which has rounds of clients."""
