@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 DEFAULT_ADDRESS: Final = "127.0.0.1:7070"
 ADDRESS_VARIABLE: Final = "STRATAGEM_COORDINATOR"
 """Names the coordinator of whoever names none, here and on the command line."""
+WORKERS_AT_ONCE: Final = 500
+"""Workers that are asked for by one call."""
 PATIENCE_S: Final = 60.0
 
 
@@ -213,5 +215,11 @@ class AsyncClient:
     async def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""
         connection = self._connection
-        response = await connection.call(connection.stub.ListWorkers, pb.ListWorkersRequest())
-        return ListedWorkers(views.worker(worker) for worker in response.workers)
+        workers: list[Worker] = []
+        request = pb.ListWorkersRequest(page_size=WORKERS_AT_ONCE)
+        while True:
+            response = await connection.call(connection.stub.ListWorkers, request)
+            workers += map(views.worker, response.workers)
+            if not response.next_page_token:
+                return ListedWorkers(workers)
+            request.page_token = response.next_page_token

@@ -7,6 +7,7 @@ of name, so that every worker is probed by another one.
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Final
 
 import grpc
@@ -25,6 +26,8 @@ from stratagem.v1 import types_pb2, worker_pb2
 WORKER_TIMEOUT_S: Final = 8.0
 MAX_PROBES: Final = 8
 """Probes per worker; with more than nine workers not every pair is probed."""
+MAX_AT_ONCE: Final = 256
+"""Workers that are asked at the same time."""
 _PACKAGES: Final = ("sqlalchemy", "safetensors")
 
 
@@ -45,22 +48,24 @@ async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
         return []
     workers = sorted(app.loop.state.workers.values(), key=lambda record: record.member.worker_id)
     alive = [worker for worker in workers if worker.is_alive]
-    infos = protobuf_views.worker_infos(app.loop.state, app.leases.silent_s)  # sorted likewise
-    return await asyncio.gather(
-        *(
-            _worker(app, worker, info, _neighbours(alive, worker))
-            for worker, info in zip(workers, infos, strict=True)
-        )
-    )
+    infos = protobuf_views.worker_infos(app.loop.state, workers, app.leases.silent_s)
+    places = {worker.member: place for place, worker in enumerate(alive)}
+    room = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def ask(worker: WorkerRecord, info: pb.WorkerInfo) -> pb.WorkerDiagnosis:
+        async with room:
+            return await _worker(app, worker, info, _neighbours(alive, places.get(worker.member)))
+
+    return await asyncio.gather(*map(ask, workers, infos))
 
 
-def _neighbours(alive: Sequence[WorkerRecord], worker: WorkerRecord) -> list[WorkerRecord]:
-    """Return the workers that follow this one, around the circle."""
-    if worker not in alive:
+def _neighbours(alive: Sequence[WorkerRecord], place: int | None) -> list[WorkerRecord]:
+    """Return the workers that follow the one at this place, around the circle."""
+    if place is None:
         return []
-    place = alive.index(worker)
-    others = [*alive[place + 1 :], *alive[:place]]
-    return [other for other in others if not other.capability.tunnelled][:MAX_PROBES]
+    others = chain(islice(alive, place + 1, None), islice(alive, place))
+    dialled = (other for other in others if not other.capability.tunnelled)
+    return list(islice(dialled, MAX_PROBES))
 
 
 async def _worker(

@@ -58,10 +58,15 @@ from stratagem.coordinator.service.request_limits import (
 )
 from stratagem.coordinator.service.resource_ownership import CHECKS
 from stratagem.coordinator.service.run_queries import Runs
+from stratagem.coordinator.service.worker_queries import page as worker_page
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MEETINGS_AT_ONCE = 128
+"""Workers that are called back at once: of thousands that begin together each would be called too
+late for its own deadline, and all of them again."""
 
 
 @checks_what_is_named(pb.DESCRIPTOR.services_by_name["CoordinatorService"], CHECKS)
@@ -74,6 +79,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         settings = app.settings
         self._watchers = Places("max_watchers", settings.max_watchers, settings.max_watchers_each)
         self._diagnosis = asyncio.Lock()
+        self._met: tuple[tuple[Arrival, ...], bytes] = ((), b"")
+        """The members that have met last, and the answer that all of them get."""
+        self._meetings = asyncio.Semaphore(MEETINGS_AT_ONCE)
 
     @property
     def app(self) -> App:
@@ -208,8 +216,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
-        infos = protobuf_views.worker_infos(self._app.loop.state, self._app.leases.silent_s)
-        return pb.ListWorkersResponse(workers=infos)
+        return worker_page(self._app, request.page_token, request.page_size)
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:
         async with self._diagnosis:
@@ -224,7 +231,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         check_capability(request.capability)
         check_way(self._app.relay, request)
         self._check_room(member)
-        await meet(self._app, member, request.address)
+        async with self._meetings:
+            await meet(self._app, member, request.address)
         capability = Capability.model_validate(request.capability, from_attributes=True)
         ending = ending_of(request)
         await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
@@ -259,9 +267,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         await self._app.loop.submit(LeaveWorker(member, clipped_reason(request.reason)))
         return pb.LeaveResponse()
 
-    async def Rendezvous(
+    async def Rendezvous(  # type: ignore[override]  # serialized once for all members
         self, request: pb.RendezvousRequest, context: Context
-    ) -> pb.RendezvousResponse:
+    ) -> pb.RendezvousResponse | bytes:
         applied = request.applied_step if request.HasField("applied_step") else None
         check_endpoint(request.endpoint)
         if request.address:
@@ -274,11 +282,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             request.rank,
             Arrival(request.endpoint, applied, request.address),
         )
-        members = [
-            pb.RendezvousMember(endpoint=a.endpoint, applied_step=a.applied_step, address=a.address)
-            for a in arrivals
-        ]
-        return pb.RendezvousResponse(members=members)
+        if self._met[0] is not arrivals:
+            self._met = (arrivals, protobuf_views.met(arrivals).SerializeToString())
+        return self._met[1]
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectResponse:
         run_id, party = RunId(request.session.run_id), Party(request.session.party)

@@ -1,7 +1,7 @@
 """Converts state to protobuf messages, for answers. Shows what is; decides nothing."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from stratagem.common.base.ids import Digest, RunId
@@ -21,6 +21,7 @@ from stratagem.coordinator.core.state_machine.run_view import CommitView, RunVie
 from stratagem.coordinator.core.state_machine.strategy_boundary import shown_status_of
 from stratagem.coordinator.observe.event_feed import FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.run_paces import Paces
+from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.v1 import coordinator_pb2, types_pb2
 
 Paths = Callable[[Digest], str]
@@ -96,17 +97,20 @@ def run_brief(run: RunView, latest: coordinator_pb2.RunProgress | None) -> coord
 
 
 def worker_infos(
-    state: CoordinatorState, silent_s: Callable[[Member], float | None]
-) -> list[coordinator_pb2.WorkerInfo]:
-    """Return all workers, by name; silent_s: seconds since a worker's last beat, if it holds a
+    state: CoordinatorState,
+    workers: Sequence[WorkerRecord],
+    silent_s: Callable[[Member], float | None],
+) -> Iterator[coordinator_pb2.WorkerInfo]:
+    """Yield these workers as messages; silent_s: seconds since a worker's last beat, if it holds a
     lease."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
+    asked = frozenset(worker.member for worker in workers)
     for run in state.runs.values():
         if run.ended is None and not draws_in_secret(run.job):
-            for member in run.touched:
+            for member in run.touched & asked:
                 runs_of[member].append(run.run_id)
-    workers = sorted(state.workers.values(), key=lambda worker: worker.member.worker_id)
-    return [_worker_info(w, silent_s(w.member), runs_of.get(w.member, ())) for w in workers]
+    for worker in workers:
+        yield _worker_info(worker, silent_s(worker.member), runs_of.get(worker.member, ()))
 
 
 def _worker_info(
@@ -121,6 +125,17 @@ def _worker_info(
         run_ids=runs,
         reason=worker.reason,
     )
+
+
+def met(arrivals: Sequence[Arrival]) -> coordinator_pb2.RendezvousResponse:
+    """Return what the members of a party are answered once all have arrived."""
+    members = [
+        coordinator_pb2.RendezvousMember(
+            endpoint=each.endpoint, applied_step=each.applied_step, address=each.address
+        )
+        for each in arrivals
+    ]
+    return coordinator_pb2.RendezvousResponse(members=members)
 
 
 def _commit_info(commit: CommitView, paths: Paths) -> coordinator_pb2.CommitInfo:

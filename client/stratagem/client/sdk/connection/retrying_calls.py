@@ -114,7 +114,7 @@ class Connection:
         """Make one cheap call, which distinguishes a wrong address from a coordinator that goes
         away later."""
         if not self._has_answered:
-            await self.call(self.stub.ListWorkers, pb.ListWorkersRequest())
+            await self.call(self.stub.ListWorkers, pb.ListWorkersRequest(page_size=1))
 
     async def follow(
         self, open_stream: Callable[[], grpc.aio.UnaryStreamCall[Request, Response]]
@@ -157,7 +157,9 @@ class Connection:
             reading = asyncio.ensure_future(stream.read())
             try:
                 while not (await asyncio.wait([reading], timeout=SILENT_S))[0]:
-                    await self.stub.ListWorkers(pb.ListWorkersRequest(), timeout=SILENT_S)
+                    await self.stub.ListWorkers(
+                        pb.ListWorkersRequest(page_size=1), timeout=SILENT_S
+                    )
                 answer = await reading
             finally:
                 reading.cancel()

@@ -1,0 +1,73 @@
+"""Lists of many workers, which come page by page."""
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.common.rpc.channel import open_channel
+from stratagem.coordinator.core.commands import LeaveWorker, RegisterWorker
+from stratagem.coordinator.core.facts import Capability, Member
+from stratagem.coordinator.service import worker_queries
+from stratagem.v1 import coordinator_pb2 as pb
+from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.coordinator.service.serving import refused, served
+
+NAMES = [f"w{n:02}" for n in range(7)]
+
+
+def member(name: str) -> Member:
+    return Member(worker_id=WorkerId(name), incarnation=Incarnation("one"))
+
+
+async def pages(stub: Any, page_size: int) -> list[list[str]]:
+    found: list[list[str]] = []
+    request = pb.ListWorkersRequest(page_size=page_size)
+    while True:
+        answer = await stub.ListWorkers(request)
+        found.append([info.worker_id for info in answer.workers])
+        if not answer.next_page_token:
+            return found
+        request.page_token = answer.next_page_token
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 2, 3, 7, 8, 1000])
+async def test_all_pages_together_are_all_workers_by_name(tmp_path: Path, page_size: int) -> None:
+    async with served(tmp_path) as (app, address), open_channel(address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        assert await pages(stub, page_size) == [[]]
+        for name in reversed(NAMES):
+            await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
+        found = await pages(stub, page_size)
+    assert [name for names in found for name in names] == NAMES
+    assert all(len(names) <= (page_size or len(NAMES)) for names in found)
+
+
+async def test_pages_go_on_where_their_last_worker_has_left(tmp_path: Path) -> None:
+    async with served(tmp_path) as (app, address), open_channel(address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        for name in NAMES:
+            await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
+        first = await stub.ListWorkers(pb.ListWorkersRequest(page_size=3))
+        await app.loop.submit(LeaveWorker(member(NAMES[2]), "done"))
+        token = first.next_page_token
+        second = await stub.ListWorkers(pb.ListWorkersRequest(page_size=100, page_token=token))
+        assert [info.worker_id for info in second.workers] == NAMES[3:]
+        assert not second.next_page_token
+        wrong = stub.ListWorkers(pb.ListWorkersRequest(page_token="../x", page_size=1))
+        assert (await refused(wrong))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_page_is_no_larger_than_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But an older client, which knows no pages, gets all in one."""
+    monkeypatch.setattr(worker_queries, "MAX_PAGE_BYTES", 1)
+    async with served(tmp_path) as (app, address), open_channel(address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        for name in NAMES:
+            await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
+        assert await pages(stub, 5) == [[name] for name in NAMES]
+        assert await pages(stub, 0) == [NAMES]
