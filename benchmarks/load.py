@@ -67,6 +67,7 @@ class Load:
     num_runs: int
     num_hosts: int
     beats: str
+    together: int
     seconds: float
 
 
@@ -140,8 +141,8 @@ class Site:
 
 
 @contextmanager
-def site(num_workers: int, num_hosts: int, beats: str) -> Iterator[Site]:
-    """Start a coordinator, and workers that register all at once."""
+def site(num_workers: int, num_hosts: int, beats: str, together: int = 0) -> Iterator[Site]:
+    """Start a coordinator, and workers, of which so many of a host register at once; 0: all."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         address, ready = f"127.0.0.1:{free_port()}", folder / "ready"
@@ -158,6 +159,7 @@ def site(num_workers: int, num_hosts: int, beats: str) -> Iterator[Site]:
             first, end = (num_workers * i // num_hosts for i in (k, k + 1))
             command = [sys.executable, str(Path(__file__).with_name("simulated_hosts.py")), address]
             command += ["--first", str(first), "--workers", str(end - first), "--beats", beats]
+            command += ["--together", str(together)]
             host = subprocess.Popen(command, stdout=subprocess.PIPE)
             stack.callback(_end, host)
             hosts.append(host)
@@ -174,7 +176,7 @@ def site(num_workers: int, num_hosts: int, beats: str) -> Iterator[Site]:
 
 def measure(load: Load) -> Row:
     """One coordinator with that many workers and runs, for some seconds after a warm-up."""
-    with site(load.num_workers, load.num_hosts, load.beats) as at:
+    with site(load.num_workers, load.num_hosts, load.beats, load.together) as at:
         return asyncio.run(_ask(load, at))
 
 
@@ -253,8 +255,14 @@ async def _page(stub: Any, metrics: str) -> None:
         await asyncio.sleep(1)
 
 
-async def _list_workers(stub: Any) -> object:
-    return await stub.ListWorkers(pb.ListWorkersRequest())
+async def _list_workers(stub: Any) -> None:
+    """List all workers, page by page, as clients do."""
+    request = pb.ListWorkersRequest(page_size=500)
+    while True:
+        answer = await stub.ListWorkers(request)
+        if not answer.next_page_token:
+            return
+        request.page_token = answer.next_page_token
 
 
 async def _scrape(metrics: str) -> object:
@@ -336,6 +344,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, nargs="*", default=[5, 15, 50])
     parser.add_argument("--hosts", type=int, default=2, help="processes that simulate workers")
     parser.add_argument("--beats", choices=("stream", "single"), default="stream")
+    parser.add_argument(
+        "--together", type=int, default=0, help="of a host register at once; 0: all"
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--rendezvous", type=int, help="only this, of so many members")
     args = parser.parse_args()
@@ -346,7 +357,8 @@ def main() -> None:
     loads = [(num_workers, 0) for num_workers in args.workers]
     loads += [(max(args.workers), num_runs) for num_runs in args.runs]
     for num_workers, num_runs in loads:
-        load = Load(num_workers, num_runs, args.hosts, args.beats, args.seconds)
+        told = (args.hosts, args.beats, args.together, args.seconds)
+        load = Load(num_workers, num_runs, *told)
         print(" | ".join(measure(load).cells()), flush=True)
 
 

@@ -143,7 +143,9 @@ def name_of(n: int) -> str:
 class Host:
     """Workers first, first + 1, ... of this process."""
 
-    def __init__(self, coordinator: str, first: int, num_workers: int) -> None:
+    def __init__(self, coordinator: str, first: int, num_workers: int, together: int) -> None:
+        """together: how many register at once."""
+        self._together = asyncio.Semaphore(together)
         self._numbers = range(first, first + num_workers)
         self._stubs = [
             CoordinatorServiceStub(open_channel(coordinator, own_connection=True))
@@ -168,13 +170,14 @@ class Host:
             address=f"{self._addresses[at]}:{self._ports[at]}",
             capability=types_pb2.Capability(device="cpu", numerics_fingerprint="same"),
         )
-        backoff = Backoff(0.1, 5.0)
-        async with asyncio.timeout(PATIENCE_S):
+        backoff, timeout_s = Backoff(0.1, 5.0), 10.0
+        async with self._together, asyncio.timeout(PATIENCE_S):
             while True:
                 with suppress(grpc.aio.AioRpcError):
-                    await self._stubs[at].RegisterWorker(request, timeout=10)
+                    await self._stubs[at].RegisterWorker(request, timeout=timeout_s)
                     return
                 await backoff.pause()
+                timeout_s = min(2 * timeout_s, 60.0)
 
     async def beat_singly(self, at: int) -> None:
         """Beat by one call after the other, for ever."""
@@ -204,7 +207,7 @@ class Host:
             await asyncio.sleep(random.uniform(0, interval_s))
 
     async def run(self, beats: str) -> None:
-        """Register all workers at once, say how long it took, and beat for ever."""
+        """Register all workers, say how long it took, and beat for ever."""
         server = await self.serve()
         all_of_them, began_s = range(len(self._numbers)), time.monotonic()
         beat = self.beat if beats == "stream" else self.beat_singly
@@ -225,6 +228,7 @@ def main() -> None:
     parser.add_argument("coordinator")
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first worker")
+    parser.add_argument("--together", type=int, help="how many register at once; unless set, all")
     parser.add_argument("--beats", choices=("stream", "single"), default="stream")
     args = parser.parse_args()
     raise_descriptor_limit()
@@ -232,7 +236,8 @@ def main() -> None:
 
 
 async def _run(args: argparse.Namespace) -> None:
-    await Host(args.coordinator, args.first, args.workers).run(args.beats)
+    host = Host(args.coordinator, args.first, args.workers, args.together or args.workers)
+    await host.run(args.beats)
 
 
 if __name__ == "__main__":

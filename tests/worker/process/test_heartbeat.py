@@ -18,7 +18,7 @@ from stratagem.v1.coordinator_pb2_grpc import (
     add_CoordinatorServiceServicer_to_server,
 )
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
-from stratagem.worker.process import heartbeat_stream
+from stratagem.worker.process import heartbeat, heartbeat_stream
 from stratagem.worker.process.heartbeat import Agent, Identity
 from tests.patience import PATIENCE_S
 
@@ -240,3 +240,23 @@ async def test_what_is_said_unasked_is_no_answer() -> None:
         agent.clock = readings
         await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 5)
     assert set(readings.times_s) == {9.0}
+
+
+async def test_a_registration_that_waits_is_given_more_time_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where thousands begin together, those that give up have to begin anew."""
+    monkeypatch.setattr(heartbeat, "CALL_TIMEOUT_S", 0.2)
+    left_s: list[float] = []
+
+    class Busy(New):
+        async def RegisterWorker(self, request: Any, context: Any) -> pb.RegisterWorkerResponse:
+            left_s.append(context.time_remaining())
+            if len(left_s) < 3:
+                await asyncio.Event().wait()
+            return await super().RegisterWorker(request, context)
+
+    fake = Busy()
+    async with served(fake) as address, beating(address):
+        await fake.wait(lambda: fake.num_registered)
+    assert left_s[0] < 0.3 < left_s[2] < 0.9

@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # the stubs' asynchronous side exists for type checkers only
 log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S: Final = 10.0
+LONGEST_TIMEOUT_S: Final = 60.0
+"""A registration waits longer each time: where thousands begin together it may have to wait for the
+others, and one that is given up has to be begun anew."""
 LEAVE_TIMEOUT_S: Final = 2.0
 LOOK_AGAIN_EVERY: Final = 10
 """Failures of a row, one of which is asked whether identity is its reason."""
@@ -148,15 +151,17 @@ class Agent:
         )
         if self.identity.previous_exit.incarnation:
             request.previous_exit.CopyFrom(self.identity.previous_exit)
-        attempt, backoff = 0, new_backoff()
+        attempt, backoff, timeout_s = 0, new_backoff(), CALL_TIMEOUT_S
         while True:
             asked = self.coordinators.present
             try:
-                answer = await stub.RegisterWorker(request, timeout=CALL_TIMEOUT_S)
+                answer = await stub.RegisterWorker(request, timeout=timeout_s)
                 log.info("registered", coordinator=self.coordinators.present, term=answer.term)
                 return answer
             except grpc.aio.AioRpcError as error:
                 await self._report(attempt, "cannot register", error, asked)
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    timeout_s = min(2 * timeout_s, LONGEST_TIMEOUT_S)
             await backoff.pause()
             attempt += 1
 
