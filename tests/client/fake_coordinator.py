@@ -131,6 +131,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
         """After these events a stream ends as if there were no more of them."""
         self.watched_from: list[int] = []
         self.downloaded_from: list[int] = []
+        self.pins: list[tuple[str, bool]] = []
         self.download_cuts: list[int] = []
         self.log_cuts: list[int] = []
         self.state = make_state()
@@ -250,6 +251,11 @@ class FakeCoordinator(CoordinatorServiceServicer):
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
         del self.runs[self._run(request.run_id).run_id]
         return pb.DeleteRunResponse()
+
+    async def PinRun(self, request: pb.PinRunRequest, context: Any) -> pb.PinRunResponse:
+        self._run(request.run_id)
+        self.pins.append((request.run_id, request.pinned))
+        return pb.PinRunResponse()
 
     async def DownloadState(
         self, request: pb.DownloadStateRequest, context: Any

@@ -93,6 +93,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "CancelRun": (_of_run(C.CancelRunRequest, OWNERS),),
     "ResumeRun": (_of_run(C.ResumeRunRequest, OWNERS),),
     "DeleteRun": (_of_run(C.DeleteRunRequest, OWNERS),),
+    "PinRun": (_of_run(C.PinRunRequest, OWNERS),),
     "GetRun": (_of_run(C.GetRunRequest, READERS),),
     "ListRuns": (Row(C.ListRunsRequest(), READERS),),
     "WatchRun": (Row(C.WatchRunRequest(run_id="r", from_index=2**40), READERS),),

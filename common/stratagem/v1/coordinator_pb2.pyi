@@ -247,6 +247,7 @@ class RunInfo(_message.Message):
     REPRODUCIBLE_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     SUBMITTED_BY_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     phase: Global___RunPhase.ValueType
@@ -282,6 +283,8 @@ class RunInfo(_message.Message):
     """Who submitted it: "client NAME" by its certificate, "token NAME", or empty where nobody has to
     say who they are.
     """
+    pinned: _builtins.bool
+    """It is kept, whatever the retention limits say, until it is unpinned."""
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitInfo]: ...
     @_builtins.property
@@ -317,10 +320,11 @@ class RunInfo(_message.Message):
         reproducible: _builtins.bool = ...,
         data_plane: _builtins.str = ...,
         submitted_by: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "data_plane", b"data_plane", "ended_at_s", b"ended_at_s", "engine", b"engine", "error", b"error", "event_index", b"event_index", "job_json", b"job_json", "metrics", b"metrics", "name", b"name", "num_segments", b"num_segments", "num_steps", b"num_steps", "phase", b"phase", "pinned", b"pinned", "reason", b"reason", "reproducible", b"reproducible", "run_id", b"run_id", "segment", b"segment", "step", b"step", "strategy", b"strategy", "strategy_phase", b"strategy_phase", "submitted_at_s", b"submitted_at_s", "submitted_by", b"submitted_by", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1066,6 +1070,44 @@ class DeleteRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
+
+@_typing.final
+class PinRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    pinned: _builtins.bool
+    """False: the retention limits apply to it again."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRunRequest: _TypeAlias = PinRunRequest  # noqa: Y015
+
+@_typing.final
+class PinRunResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRunResponse: _TypeAlias = PinRunResponse  # noqa: Y015
 
 @_typing.final
 class DownloadStateRequest(_message.Message):

@@ -80,6 +80,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
                 _registered_method=True)
+        self.PinRun = channel.unary_unary(
+                '/stratagem.v1.CoordinatorService/PinRun',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.FromString,
+                _registered_method=True)
         self.DownloadState = channel.unary_stream(
                 '/stratagem.v1.CoordinatorService/DownloadState',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadStateRequest.SerializeToString,
@@ -219,8 +224,15 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRun(self, request, context):
-        """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active;
+        """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active or pinned;
         UNAVAILABLE while its workers still let go of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinRun(self, request, context):
+        """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -389,6 +401,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.DeleteRun,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DeleteRunRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.DeleteRunResponse.SerializeToString,
+            ),
+            'PinRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinRun,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.SerializeToString,
             ),
             'DownloadState': grpc.unary_stream_rpc_method_handler(
                     servicer.DownloadState,
@@ -700,6 +717,33 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/DeleteRun',
             stratagem_dot_v1_dot_coordinator__pb2.DeleteRunRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/PinRun',
+            stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,9 +85,11 @@ class CoordinatorServiceStub:
     to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteRunRequest, _coordinator_pb2.DeleteRunResponse]
-    """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active;
+    """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active or pinned;
     UNAVAILABLE while its workers still let go of it.
     """
+    PinRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PinRunRequest, _coordinator_pb2.PinRunResponse]
+    """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
     DownloadState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
@@ -191,9 +193,11 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     to go on from (the kept ones are named); UNAVAILABLE while its workers still let go of it.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteRunRequest, _coordinator_pb2.DeleteRunResponse]  # type: ignore[assignment]
-    """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active;
+    """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active or pinned;
     UNAVAILABLE while its workers still let go of it.
     """
+    PinRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PinRunRequest, _coordinator_pb2.PinRunResponse]  # type: ignore[assignment]
+    """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
     DownloadState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]  # type: ignore[assignment]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
@@ -339,9 +343,16 @@ class CoordinatorServiceServicer:
         request: _coordinator_pb2.DeleteRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeleteRunResponse, _abc.Awaitable[_coordinator_pb2.DeleteRunResponse]]:
-        """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active;
+        """Forgets an ended run and its states. NOT_FOUND; FAILED_PRECONDITION when it is active or pinned;
         UNAVAILABLE while its workers still let go of it.
         """
+
+    def PinRun(
+        self,
+        request: _coordinator_pb2.PinRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.PinRunResponse, _abc.Awaitable[_coordinator_pb2.PinRunResponse]]:
+        """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
 
     def DownloadState(
         self,

@@ -169,6 +169,15 @@ def test_a_run_is_deleted(address: str, job_file: Path, fake: FakeCoordinator) -
     assert invoke("delete", "mine", *options).exit_code == 1
 
 
+def test_a_run_is_pinned_and_unpinned(address: str, job_file: Path, fake: FakeCoordinator) -> None:
+    options = ("--coordinator", address)
+    assert invoke("run", str(job_file), "--run-id", "mine", *options).exit_code == 0
+    pinned, unpinned = invoke("pin", "mine", *options), invoke("unpin", "mine", *options)
+    assert (pinned.exit_code, pinned.stderr) == (0, "run mine is pinned\n")
+    assert (unpinned.exit_code, unpinned.stderr) == (0, "run mine is not pinned any more\n")
+    assert fake.pins == [("mine", True), ("mine", False)]
+
+
 def test_a_run_that_has_ended_cannot_be_stopped(address: str, job_file: Path) -> None:
     options = ("--coordinator", address)
     invoke("run", job_file, *options, "--run-id", "mine")
@@ -192,7 +201,17 @@ def test_watch_prints_events_from_an_index(address: str, job_file: Path) -> None
 
 
 def test_an_unknown_run_is_one_line(address: str) -> None:
-    for verb in ("status", "attach", "watch", "logs", "stop", "resume", "delete", "download"):
+    for verb in (
+        "status",
+        "attach",
+        "watch",
+        "logs",
+        "stop",
+        "resume",
+        "delete",
+        "pin",
+        "download",
+    ):
         done = invoke(verb, "nope", "--coordinator", address)
         assert (done.exit_code, done.stderr) == (1, "error: no run 'nope'\n")
 

@@ -15,6 +15,7 @@ from stratagem.coordinator.core.commands import (
     CancelRun,
     DeleteRun,
     ExpireRuns,
+    PinRun,
     SubmitRun,
 )
 from stratagem.coordinator.observe.run_logs import RunLogLine
@@ -68,6 +69,22 @@ async def test_what_has_expired_is_gone_over_restarts_and_its_name_is_free(tmp_p
         await _ended_runs(both, "run-1")
         await both.restart()
         await both.agree()
+
+
+async def test_a_run_that_is_pinned_stays_over_restarts_until_it_is_unpinned(
+    tmp_path: Path,
+) -> None:
+    async with twins(tmp_path, "a") as both:
+        await _ended_runs(both, "run-1", "r-2")
+        await both.tell(PinRun(RunId("run-1"), True))
+        await _expire(both, 1)
+        await both.restart()
+        await _expire(both, 0, "r-2")
+        await both.tell(PinRun(RunId("run-1"), False))
+        await both.restart()
+        await _expire(both, 0, "run-1")
+        await _ended_runs(both, "run-1")  # the name is as free as any
+        await _expire(both, 0, "run-1")
 
 
 async def test_a_crash_while_a_run_is_deleted_is_no_harm(

@@ -10,6 +10,7 @@ from stratagem.coordinator.core.commands import (
     Command,
     DeleteRun,
     ExpireRuns,
+    PinRun,
     Refusal,
     RefusalKind,
     Report,
@@ -17,7 +18,14 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
-from stratagem.coordinator.core.facts import ROOT, Fact, RunExpired, RunFailed, RunReleased
+from stratagem.coordinator.core.facts import (
+    ROOT,
+    Fact,
+    RunExpired,
+    RunFailed,
+    RunPinned,
+    RunReleased,
+)
 from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
 from stratagem.coordinator.core.state_machine.archived_runs import (
@@ -197,6 +205,26 @@ def test_what_expires_is_the_oldest_by_age_and_by_number() -> None:
     assert expired(expire(num_kept=1), *runs) == ["a", "b"]
     assert expired(expire(before_s=40.0, num_kept=2), *runs) == ["a", "b", "c"], "first hit"
     assert expired(expire(num_kept=0, limit=2), *runs) == ["a", "b"]
+
+
+def test_a_run_that_is_pinned_neither_expires_nor_counts_nor_is_deleted() -> None:
+    simulation = ended_run()
+    (entry,) = simulation.tell(PinRun(RUN, True, "token a"))  # type: ignore[misc]
+    assert entry.fact == RunPinned(run_id=RUN, is_pinned=True, by="token a")
+    assert simulation.tell(PinRun(RUN, True)) == ()
+    unknown = simulation.tell(PinRun(RunId("nobody"), True))
+    assert unknown == Refusal(RefusalKind.NOT_FOUND, "run 'nobody' is not known")
+    summary = archived(simulation)
+    assert summary is not None
+    state = put_to_rest(simulation.state, [summary])
+    refused = decide(state, DeleteRun(RUN))
+    reason = f"run {RUN!r} is pinned; unpin it first"
+    assert refused == Refusal(RefusalKind.PRECONDITION, reason)
+    assert expire_runs(state, expire(before_s=1e9, num_kept=0)) == ()
+    runs = [ended("a", 10.0), ended("b", 20.0), ended("c", 30.0)]
+    assert expired(expire(num_kept=1), *runs, pinned=frozenset({RunId("c")})) == ["a"]
+    simulation.tell(PinRun(RUN, False))
+    assert not isinstance(decide(simulation.state, DeleteRun(RUN)), Refusal)
 
 
 def test_a_run_that_another_one_has_begun_from_stays_as_long_as_that() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stratagem.common.base.ids import Digest, Party, WorkerId
+from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
 from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.fact_messages import metrics_text, sentence
 from tests.coordinator.core.simulation import digest, member
@@ -119,6 +119,8 @@ SAID: list[tuple[f.Fact, str]] = [
         f.DataUploaded(owner="token ci", digest=Digest("ab" * 32)),
         f"token ci has uploaded {'ab' * 32}",
     ),
+    (f.RunPinned(run_id=RunId("r"), is_pinned=True, by="token ci"), "r pinned by token ci"),
+    (f.RunPinned(run_id=RunId("r"), is_pinned=False), "r unpinned"),
     (f.RunExpired(reason="it ended 90 days ago"), "deleted: it ended 90 days ago"),
     (f.Noted(party=f.ROOT, kind="paused", data={}), "paused"),
     (f.Noted(party=f.ROOT, kind="paused", data={}, reason="at night"), "paused: at night"),

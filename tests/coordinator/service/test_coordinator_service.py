@@ -246,6 +246,20 @@ async def test_events_are_asked_for_by_kind_and_by_the_page(tmp_path: Path) -> N
         assert [line async for line in stub.TailLogs(last)] == lines[-2:]
 
 
+async def test_a_pinned_run_says_so_and_is_not_deleted(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        for name, pinned in (("r-1", True), ("r-2", False)):
+            await stub.SubmitRun(submit(name))
+            await stub.CancelRun(pb.CancelRunRequest(run_id=name))
+            await stub.PinRun(pb.PinRunRequest(run_id=name, pinned=pinned))
+        runs = (await stub.ListRuns(pb.ListRunsRequest())).runs
+        assert {run.run_id: run.pinned for run in runs} == {"r-1": True, "r-2": False}
+        with pytest.raises(grpc.aio.AioRpcError, match="run 'r-1' is pinned; unpin it first"):
+            await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
+        await stub.PinRun(pb.PinRunRequest(run_id="r-1"))
+        await stub.DeleteRun(pb.DeleteRunRequest(run_id="r-1"))
+
+
 async def test_one_subscription_follows_all_runs(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as stub:
         for number in range(20):

@@ -171,6 +171,28 @@ def delete(
         complain(f"run {run_id} is deleted")
 
 
+def pin(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Keep a run until it is unpinned: it does not expire, and is not deleted."""
+    with connected(coordinator, proof) as client:
+        client.get(run_id).pin()
+        complain(f"run {run_id} is pinned")
+
+
+def unpin(
+    run_id: RunArgument,
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Let a pinned run be deleted again, and expire."""
+    with connected(coordinator, proof) as client:
+        client.get(run_id).pin(False)
+        complain(f"run {run_id} is not pinned any more")
+
+
 def download(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,

@@ -259,6 +259,11 @@ class AsyncRun:
         request = pb.DeleteRunRequest(run_id=self.run_id)
         await self._connection.call(self._connection.stub.DeleteRun, request)
 
+    async def pin(self, pinned: bool = True) -> None:
+        """Keep the run, whatever the retention limits say, until it is unpinned: pin(False)."""
+        request = pb.PinRunRequest(run_id=self.run_id, pinned=pinned)
+        await self._connection.call(self._connection.stub.PinRun, request)
+
     async def logs(
         self, *, follow: bool = False, worker: str = "", from_line: int = 0
     ) -> AsyncIterator[LogLine]:

@@ -142,6 +142,10 @@ class RunHandle:
         """Forget an ended run and its states."""
         self._loop.call(self._run.delete())
 
+    def pin(self, pinned: bool = True) -> None:
+        """Keep the run, whatever the retention limits say, until it is unpinned: pin(False)."""
+        self._loop.call(self._run.pin(pinned))
+
     def logs(
         self, *, follow: bool = False, worker: str = "", from_line: int = 0
     ) -> Iterator[LogLine]:

@@ -106,6 +106,8 @@ class RunStatus:
     """Of its present workers: "tls", "trusted", or empty where they do not say."""
     submitted_by: str = ""
     """As "client alice" or "token ci"; empty where callers are not authenticated."""
+    pinned: bool = False
+    """It is kept until it is unpinned."""
 
     @property
     def seconds(self) -> float | None:

@@ -118,6 +118,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         ("workers", ", ".join(status.worker_ids)),
         ("threads", _threads_text(threads) if threads else ""),
         ("submitted", _submitted_text(status)),
+        ("kept", "until it is unpinned" if status.pinned else ""),
         ("seconds", "" if status.seconds is None else f"{status.seconds:.1f}"),
         ("result", "" if status.reproducible else "replayable from its journal, not reproducible"),
     ]

@@ -66,6 +66,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}CancelRun": _CHANGE,
     f"{_COORDINATOR}ResumeRun": _CHANGE,
     f"{_COORDINATOR}DeleteRun": _CHANGE,
+    f"{_COORDINATOR}PinRun": _CHANGE,
     f"{_COORDINATOR}GetRun": _READ,
     f"{_COORDINATOR}ListRuns": _READ,
     f"{_COORDINATOR}WatchRun": _READ,

@@ -97,6 +97,8 @@ class House:
 
     def _is_over(self, run_id: RunId, before_s: float) -> bool:
         run = self.loop.state.find(run_id)
+        if run_id in self.loop.state.pinned:
+            return False
         return run is None or (isinstance(run, EndedRun) and run.ended_s < before_s)
 
     def _before(self, span_s: float) -> float:

@@ -51,6 +51,15 @@ class DeleteRun:
 
 
 @dataclass(frozen=True, slots=True)
+class PinRun:
+    """Keep a run until it is unpinned, or leave it to the retention limits again."""
+
+    run_id: RunId
+    is_pinned: bool
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a worker process, as the next process of the same worker name reports it."""
 
@@ -146,7 +155,7 @@ class Tick:
 
 
 AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
-AboutRuns = SubmitRun | ClaimData | CancelRun | ResumeRun | DeleteRun | ExpireRuns
+AboutRuns = SubmitRun | ClaimData | CancelRun | ResumeRun | DeleteRun | PinRun | ExpireRuns
 Command = AboutRuns | AboutWorkers | Report | ReportTrouble | Tick
 
 

@@ -163,6 +163,9 @@ class CoordinatorState:
     uploads: Mapping[str, tuple[Digest, ...]] = field(default_factory=dict)
     """By owner: the newest blobs uploaded. Blobs that a run names belong to its owner, too."""
 
+    pinned: frozenset[RunId] = frozenset()
+    """Runs that are neither deleted nor expire."""
+
     def all_runs(self) -> list[RunRecord | EndedRun]:
         return [*self.runs.values(), *self.ended.values()]
 

@@ -31,6 +31,7 @@ from stratagem.coordinator.core.commands import (
     DeleteRun,
     DrainWorker,
     LeaveWorker,
+    PinRun,
     RegisterWorker,
     ResumeRun,
     SubmitRun,
@@ -172,6 +173,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> pb.DeleteRunResponse:
         await self._app.loop.submit(DeleteRun(RunId(request.run_id), current_caller().name))
         return pb.DeleteRunResponse()
+
+    async def PinRun(self, request: pb.PinRunRequest, context: Context) -> pb.PinRunResponse:
+        by = current_caller().name
+        await self._app.loop.submit(PinRun(RunId(request.run_id), request.pinned, by))
+        return pb.PinRunResponse()
 
     async def DownloadState(
         self, request: pb.DownloadStateRequest, context: Context

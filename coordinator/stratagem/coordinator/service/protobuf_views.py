@@ -35,7 +35,7 @@ _IN_BRIEF = {
 _PHASES = {phase: coordinator_pb2.RunPhase.Value(f"RUN_PHASE_{phase.value}") for phase in RunPhase}
 
 
-def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
+def run_info(run: RunView, paths: Paths, *, pinned: bool) -> coordinator_pb2.RunInfo:
     """Return one run as a message."""
     # What has the same name in both is taken as it is.
     same = run.model_dump(exclude={"predictions", "num_facts", "is_reproducible"})
@@ -44,6 +44,7 @@ def run_info(run: RunView, paths: Paths) -> coordinator_pb2.RunInfo:
         "commits": [_commit_info(commit, paths) for commit in run.commits],
         "event_index": max(run.num_facts - 1, 0),
         "reproducible": run.is_reproducible,
+        "pinned": pinned,
     }
     return coordinator_pb2.RunInfo(**same | changed)
 

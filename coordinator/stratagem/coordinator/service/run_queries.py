@@ -36,7 +36,11 @@ class Runs:
 
     async def info(self, run_id: str) -> coordinator_pb2.RunInfo:
         """Return one run as a message. Raises NotFoundError."""
-        return run_info(await self.view(run_id), self.app.path_of)
+        return self._info_of(await self.view(run_id))
+
+    def _info_of(self, view: RunView) -> coordinator_pb2.RunInfo:
+        is_pinned = view.run_id in self.app.loop.state.pinned
+        return run_info(view, self.app.path_of, pinned=is_pinned)
 
     async def watch(self) -> AsyncIterator[coordinator_pb2.WatchRunsResponse]:
         """Yield the briefs of all runs, newest first, and then of those that have changed."""
@@ -80,7 +84,7 @@ class Runs:
         num_bytes = 0
         for start in range(0, len(run_ids), READ_AT_ONCE):
             for view in await self._views(run_ids[start : start + READ_AT_ONCE]):
-                info = run_info(view, self.app.path_of)
+                info = self._info_of(view)
                 num_bytes += info.ByteSize()
                 if response.runs and num_bytes > MAX_PAGE_BYTES:
                     last = response.runs[-1]

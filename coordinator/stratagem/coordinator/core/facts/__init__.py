@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from stratagem.common.base.ids import Party
 from stratagem.coordinator.core.facts.cluster_facts import DataUploaded as DataUploaded
+from stratagem.coordinator.core.facts.cluster_facts import RunPinned as RunPinned
 from stratagem.coordinator.core.facts.cluster_facts import WorkerDraining as WorkerDraining
 from stratagem.coordinator.core.facts.cluster_facts import WorkerLeft as WorkerLeft
 from stratagem.coordinator.core.facts.cluster_facts import WorkerLost as WorkerLost
@@ -82,6 +83,7 @@ Fact = (
     | WorkerLeft
     | WorkersForgotten
     | DataUploaded
+    | RunPinned
     | RunSubmitted
     | RunCancelled
     | RunResumed

@@ -1,6 +1,6 @@
 """Facts of the cluster itself, under the empty run id: workers and uploaded data."""
 
-from stratagem.common.base.ids import Digest, WorkerId
+from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.coordinator.core.facts.fact_values import Capability, Member, Value
 
 
@@ -39,3 +39,12 @@ class DataUploaded(Value):
 
     owner: str
     digest: Digest
+
+
+class RunPinned(Value):
+    """A run is kept until it is unpinned, or no more. A fact of the cluster: a run at rest has no
+    new facts of its own, which would void its summary."""
+
+    run_id: RunId
+    is_pinned: bool
+    by: str = ""

@@ -28,6 +28,7 @@ from stratagem.coordinator.core.facts import (
     RunCompleted,
     RunDeleted,
     RunFailed,
+    RunPinned,
     RunReleased,
     RunResumed,
     RunSubmitted,
@@ -71,6 +72,9 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     """Return the state after a fact that was journaled at time_s (leader clock)."""
     if isinstance(fact, DataUploaded):
         return replace(state, uploads=_uploads_after(state.uploads, fact))
+    if isinstance(fact, RunPinned):
+        pinned = state.pinned - {fact.run_id}
+        return replace(state, pinned=pinned | {fact.run_id} if fact.is_pinned else pinned)
     if run_id == CLUSTER:
         return replace(state, workers=_workers_after(state.workers, fact, time_s))
     if isinstance(fact, RunDeleted):

@@ -23,6 +23,7 @@ from stratagem.coordinator.core.commands import (
     JournalEntry,
     LeaveWorker,
     LoseWorker,
+    PinRun,
     Refusal,
     RefusalKind,
     RegisterWorker,
@@ -43,6 +44,7 @@ from stratagem.coordinator.core.facts import (
     RunCancelled,
     RunDeleted,
     RunFailed,
+    RunPinned,
     RunReleased,
     RunResumed,
     RunSubmitted,
@@ -86,6 +88,8 @@ def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...
             return _resume(state, command)
         case DeleteRun():
             return _delete(state, command)
+        case PinRun():
+            return _pin(state, command)
         case ExpireRuns():
             return expire_runs(state, command)
         case Report():
@@ -233,7 +237,19 @@ def _delete(state: CoordinatorState, command: DeleteRun) -> tuple[JournalEntry, 
         return Refusal(RefusalKind.PRECONDITION, f"run {command.run_id!r} is active; stop it first")
     if not run.is_released:
         return _not_yet(command.run_id)
+    if command.run_id in state.pinned:
+        reason = f"run {command.run_id!r} is pinned; unpin it first"
+        return Refusal(RefusalKind.PRECONDITION, reason)
     return (JournalEntry(command.run_id, RunDeleted(by=command.by, submission=run.submission)),)
+
+
+def _pin(state: CoordinatorState, command: PinRun) -> tuple[JournalEntry, ...] | Refusal:
+    if state.find(command.run_id) is None:
+        return _unknown(command.run_id)
+    if (command.run_id in state.pinned) == command.is_pinned:
+        return ()
+    fact = RunPinned(run_id=command.run_id, is_pinned=command.is_pinned, by=command.by)
+    return (JournalEntry(CLUSTER, fact),)
 
 
 def _register(state: CoordinatorState, command: RegisterWorker) -> tuple[JournalEntry, ...]:

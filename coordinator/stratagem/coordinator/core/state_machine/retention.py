@@ -64,8 +64,10 @@ def _hosts_data_of(worker: WorkerRecord, runs: list[RunRecord]) -> bool:
 
 def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEntry, ...]:
     """Return the facts that delete the runs beyond the limits. A run that is not archived stays,
-    and so does one that another run has begun from."""
-    ended = sorted(state.ended.values(), key=lambda run: (run.ended_s, run.run_id))
+    and so does one that another run has begun from. One that is pinned stays, too, and does not
+    count."""
+    loose = (run for run in state.ended.values() if run.run_id not in state.pinned)
+    ended = sorted(loose, key=lambda run: (run.ended_s, run.run_id))
     num_old = sum(run.ended_s < command.ended_before_s for run in ended)
     old = ended[: max(num_old, len(ended) - command.num_kept)]
     if not old:
