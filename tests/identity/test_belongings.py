@@ -66,6 +66,7 @@ READERS = frozenset(PEOPLE)
 SUBMITTERS = READERS - {"read"}
 OWNERS = frozenset({"owner", "admin", "client-alice"})
 """Of the run r, which belongs to `owner`; certificates of clients have all scopes."""
+ADMINS = frozenset({"admin", "client-alice"})
 MEMBERS = frozenset({"worker-w0", "worker-w1"})
 COORDINATOR = frozenset({"coordinator"})
 
@@ -94,6 +95,8 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     "ResumeRun": (_of_run(C.ResumeRunRequest, OWNERS),),
     "DeleteRun": (_of_run(C.DeleteRunRequest, OWNERS),),
     "PinRun": (_of_run(C.PinRunRequest, OWNERS),),
+    "BackUp": (Row(C.BackUpRequest(), ADMINS),),
+    "DownloadBlob": (Row(C.DownloadBlobRequest(digest="ab" * 32), ADMINS),),
     "GetRun": (_of_run(C.GetRunRequest, READERS),),
     "ListRuns": (Row(C.ListRunsRequest(), READERS),),
     "WatchRun": (Row(C.WatchRunRequest(run_id="r", from_index=2**40), READERS),),

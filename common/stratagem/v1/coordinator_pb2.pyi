@@ -1072,6 +1072,106 @@ class DeleteRunResponse(_message.Message):
 Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
+class BackUpRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackUpRequest: _TypeAlias = BackUpRequest  # noqa: Y015
+
+@_typing.final
+class BackUpResponse(_message.Message):
+    """First the digests, then the journal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    JOURNAL_BYTES_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """The term that leads."""
+    journal_bytes: _builtins.int
+    """Size of the journal."""
+    journal: _builtins.bytes
+    """The next bytes of the journal, a SQLite file."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Some of the digests."""
+
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        journal_bytes: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
+        journal: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "journal", b"journal", "journal_bytes", b"journal_bytes", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackUpResponse: _TypeAlias = BackUpResponse  # noqa: Y015
+
+@_typing.final
+class DownloadBlobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    offset: _builtins.int
+    """Bytes of data (without the header) to leave out."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DownloadBlobRequest: _TypeAlias = DownloadBlobRequest  # noqa: Y015
+
+@_typing.final
+class DownloadBlobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def manifest(self) -> _tensor_pb2.Manifest: ...
+    @_builtins.property
+    def chunk(self) -> _tensor_pb2.Chunk: ...
+    def __init__(
+        self,
+        *,
+        manifest: _tensor_pb2.Manifest | None = ...,
+        chunk: _tensor_pb2.Chunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___DownloadBlobResponse: _TypeAlias = DownloadBlobResponse  # noqa: Y015
+
+@_typing.final
 class PinRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -85,6 +85,16 @@ class CoordinatorServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.FromString,
                 _registered_method=True)
+        self.BackUp = channel.unary_stream(
+                '/stratagem.v1.CoordinatorService/BackUp',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.BackUpRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.BackUpResponse.FromString,
+                _registered_method=True)
+        self.DownloadBlob = channel.unary_stream(
+                '/stratagem.v1.CoordinatorService/DownloadBlob',
+                request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadBlobRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadBlobResponse.FromString,
+                _registered_method=True)
         self.DownloadState = channel.unary_stream(
                 '/stratagem.v1.CoordinatorService/DownloadState',
                 request_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadStateRequest.SerializeToString,
@@ -233,6 +243,23 @@ class CoordinatorServiceServicer(object):
 
     def PinRun(self, request, context):
         """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BackUp(self, request, context):
+        """Holds all states and data of the present moment for a day, and streams what a copy of that moment
+        needs: the journal, and the digests of the blobs that DownloadBlob gives. FAILED_PRECONDITION
+        while another backup is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DownloadBlob(self, request, context):
+        """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
+        when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -406,6 +433,16 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.PinRun,
                     request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.SerializeToString,
+            ),
+            'BackUp': grpc.unary_stream_rpc_method_handler(
+                    servicer.BackUp,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.BackUpRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.BackUpResponse.SerializeToString,
+            ),
+            'DownloadBlob': grpc.unary_stream_rpc_method_handler(
+                    servicer.DownloadBlob,
+                    request_deserializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadBlobRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_coordinator__pb2.DownloadBlobResponse.SerializeToString,
             ),
             'DownloadState': grpc.unary_stream_rpc_method_handler(
                     servicer.DownloadState,
@@ -744,6 +781,60 @@ class CoordinatorService(object):
             '/stratagem.v1.CoordinatorService/PinRun',
             stratagem_dot_v1_dot_coordinator__pb2.PinRunRequest.SerializeToString,
             stratagem_dot_v1_dot_coordinator__pb2.PinRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BackUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/BackUp',
+            stratagem_dot_v1_dot_coordinator__pb2.BackUpRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.BackUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DownloadBlob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stratagem.v1.CoordinatorService/DownloadBlob',
+            stratagem_dot_v1_dot_coordinator__pb2.DownloadBlobRequest.SerializeToString,
+            stratagem_dot_v1_dot_coordinator__pb2.DownloadBlobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,6 +90,15 @@ class CoordinatorServiceStub:
     """
     PinRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PinRunRequest, _coordinator_pb2.PinRunResponse]
     """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
+    BackUp: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.BackUpRequest, _coordinator_pb2.BackUpResponse]
+    """Holds all states and data of the present moment for a day, and streams what a copy of that moment
+    needs: the journal, and the digests of the blobs that DownloadBlob gives. FAILED_PRECONDITION
+    while another backup is sent.
+    """
+    DownloadBlob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadBlobRequest, _coordinator_pb2.DownloadBlobResponse]
+    """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
+    when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+    """
     DownloadState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
@@ -198,6 +207,15 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """
     PinRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PinRunRequest, _coordinator_pb2.PinRunResponse]  # type: ignore[assignment]
     """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
+    BackUp: _aio.UnaryStreamMultiCallable[_coordinator_pb2.BackUpRequest, _coordinator_pb2.BackUpResponse]  # type: ignore[assignment]
+    """Holds all states and data of the present moment for a day, and streams what a copy of that moment
+    needs: the journal, and the digests of the blobs that DownloadBlob gives. FAILED_PRECONDITION
+    while another backup is sent.
+    """
+    DownloadBlob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadBlobRequest, _coordinator_pb2.DownloadBlobResponse]  # type: ignore[assignment]
+    """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
+    when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+    """
     DownloadState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]  # type: ignore[assignment]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
     NOT_FOUND when the run, or such a state, is not here; DATA_LOSS when the stored file is
@@ -353,6 +371,25 @@ class CoordinatorServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PinRunResponse, _abc.Awaitable[_coordinator_pb2.PinRunResponse]]:
         """Keeps a run until it is unpinned: it does not expire, and is not deleted. NOT_FOUND."""
+
+    def BackUp(
+        self,
+        request: _coordinator_pb2.BackUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.BackUpResponse], _abc.AsyncIterator[_coordinator_pb2.BackUpResponse]]:
+        """Holds all states and data of the present moment for a day, and streams what a copy of that moment
+        needs: the journal, and the digests of the blobs that DownloadBlob gives. FAILED_PRECONDITION
+        while another backup is sent.
+        """
+
+    def DownloadBlob(
+        self,
+        request: _coordinator_pb2.DownloadBlobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.DownloadBlobResponse], _abc.AsyncIterator[_coordinator_pb2.DownloadBlobResponse]]:
+        """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
+        when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+        """
 
     def DownloadState(
         self,

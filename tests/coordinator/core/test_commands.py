@@ -8,6 +8,7 @@ from stratagem.coordinator.core.commands import (
     ClaimData,
     Command,
     DeleteRun,
+    HoldBlobs,
     Refusal,
     RefusalKind,
     Report,
@@ -18,6 +19,7 @@ from stratagem.coordinator.core.commands import (
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.facts import (
     ROOT,
+    BlobsHeld,
     DataUploaded,
     ErrorRecord,
     MembersFormed,
@@ -150,6 +152,19 @@ def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
     assert not has_brought(state, "token a", digests[0])
     assert all(has_brought(state, "token a", each) for each in digests[1:])
     assert not has_brought(state, "token b", digests[1])
+
+
+def test_what_a_backup_holds_is_live_until_another_one_begins_after_its_time() -> None:
+    simulation = start(job_text(LOCAL), "a")
+    listed, newer, last = digest("listed"), digest("newer"), digest("last")
+    (entry,) = simulation.tell(HoldBlobs(listed, 10.0, "token a"))  # type: ignore[misc]
+    assert entry.fact == BlobsHeld(listed=listed, until_s=10.0, by="token a")
+    assert listed in live_blobs(simulation.state)
+    state = apply(simulation.state, CLUSTER, BlobsHeld(listed=newer, until_s=20.0), 9.0)
+    assert dict(state.holds) == {listed: 10.0, newer: 20.0}
+    state = apply(state, CLUSTER, BlobsHeld(listed=last, until_s=30.0), 10.0)
+    assert dict(state.holds) == {newer: 20.0, last: 30.0}
+    assert {newer, last} <= live_blobs(state)
 
 
 def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> None:

@@ -121,6 +121,10 @@ SAID: list[tuple[f.Fact, str]] = [
     ),
     (f.RunPinned(run_id=RunId("r"), is_pinned=True, by="token ci"), "r pinned by token ci"),
     (f.RunPinned(run_id=RunId("r"), is_pinned=False), "r unpinned"),
+    (
+        f.BlobsHeld(listed=Digest("ab" * 32), until_s=1.0, by="token ci"),
+        "a backup was begun by token ci",
+    ),
     (f.RunExpired(reason="it ended 90 days ago"), "deleted: it ended 90 days ago"),
     (f.Noted(party=f.ROOT, kind="paused", data={}), "paused"),
     (f.Noted(party=f.ROOT, kind="paused", data={}, reason="at night"), "paused: at night"),

@@ -22,6 +22,7 @@ from stratagem.client.report.comparison import Comparison, check_compared
 from stratagem.client.report.notebook import ListedRuns, ListedWorkers
 from stratagem.client.sdk import uploads, views
 from stratagem.client.sdk.async_run import AsyncRun
+from stratagem.client.sdk.backup_folder import BackupDone, back_up
 from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.client.sdk.initial_source import resolve_initial
 from stratagem.client.sdk.job_input import Job, parse_job
@@ -211,6 +212,11 @@ class AsyncClient:
         async for message in connection.follow(open_stream):
             is_first, begins = begins, False
             yield views.runs_change(message, is_first=is_first)
+
+    async def back_up(self, folder: Path) -> BackupDone:
+        """Copy the journal and all states of this moment into a folder; into that of an earlier
+        backup, what is new. Needs the scope admin."""
+        return await back_up(self._connection, folder)
 
     async def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from stratagem.client.report.comparison import Comparison
 from stratagem.client.sdk.async_client import PATIENCE_S, AsyncClient
+from stratagem.client.sdk.backup_folder import BackupDone
 from stratagem.client.sdk.connection.fork_safety import is_lost
 from stratagem.client.sdk.connection.loop_thread import LoopThread
 from stratagem.client.sdk.job_input import Job
@@ -100,6 +101,10 @@ class Client:
     def watch_runs(self) -> Iterator[RunsChange]:
         """All runs in brief, and then those that change; see AsyncClient.watch_runs."""
         return self._running().iterate(self._client.watch_runs())
+
+    def back_up(self, folder: Path) -> BackupDone:
+        """Copy the journal and all states of this moment; see AsyncClient.back_up."""
+        return self._running().call(self._client.back_up(folder))
 
     def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""

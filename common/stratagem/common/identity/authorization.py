@@ -56,6 +56,7 @@ _COORDINATOR: Final = "/stratagem.v1.CoordinatorService/"
 _WORKER: Final = "/stratagem.v1.WorkerService/"
 _READ: Final = AccessRule((Scope.READ,), Names.SHARED_RUN)
 _CHANGE: Final = AccessRule((Scope.SUBMIT,), Names.OWN_RUN)
+_ALL: Final = AccessRule((Scope.ADMIN,), Names.NOTHING)
 _ORDER: Final = AccessRule((Role.COORDINATOR,), Names.ORDERED)
 _PROBE: Final = AccessRule((Anyone.ANYONE,), Names.NOTHING)
 
@@ -67,6 +68,8 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}ResumeRun": _CHANGE,
     f"{_COORDINATOR}DeleteRun": _CHANGE,
     f"{_COORDINATOR}PinRun": _CHANGE,
+    f"{_COORDINATOR}BackUp": _ALL,
+    f"{_COORDINATOR}DownloadBlob": _ALL,
     f"{_COORDINATOR}GetRun": _READ,
     f"{_COORDINATOR}ListRuns": _READ,
     f"{_COORDINATOR}WatchRun": _READ,

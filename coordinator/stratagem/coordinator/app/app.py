@@ -22,6 +22,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.process.malloc import give_back
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.tensors.traffic import stream_bytes
+from stratagem.coordinator.app.backups import Backups
 from stratagem.coordinator.app.housekeeping import House
 from stratagem.coordinator.app.listeners import tls_of
 from stratagem.coordinator.app.shown_facts import shown_facts
@@ -31,6 +32,7 @@ from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
+    BlobsHeld,
     CommitUploaded,
     Evaluated,
     Fact,
@@ -138,6 +140,7 @@ class App:
             yield_slots=self.supervisor.yield_slots,
             secret=_secret(settings),
         )
+        self.backups = Backups(loop, self.blobs, data / "backups", self._collect)
         self._house = House(loop, settings, self.logs, self.profiles)
         self._named: list[Digest] = []
         """Blobs that facts have named since the last collection."""
@@ -353,8 +356,11 @@ class App:
         return SpoolRun(run_id) if run is None else SpoolRun.of(run)
 
     async def _collect_blobs(self) -> None:
+        held = await self.backups.held()
+        if self.backups.is_fixing:  # it asks for a collection at its end
+            return
         # Together: what is named from now on is not in `live`, and must not be settled yet.
-        live, named, self._named = live_blobs(self.loop.state), self._named, []
+        live, named, self._named = live_blobs(self.loop.state) | held, self._named, []
 
         def collect() -> None:
             for digest in named:
@@ -436,6 +442,8 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.digest,)
         case Evaluated():
             return (fact.predictions,) if fact.predictions else ()
+        case BlobsHeld():
+            return (fact.listed,)
         case UpdateReceived():
             return (fact.client_state,) if fact.client_state else ()
         case _:

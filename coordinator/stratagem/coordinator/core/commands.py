@@ -60,6 +60,17 @@ class PinRun:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldBlobs:
+    """Keep blobs until a time of the leader's clock, whatever becomes of the runs that they are of:
+    a backup copies them."""
+
+    listed: Digest
+    """A blob that lists them."""
+    until_s: float
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a worker process, as the next process of the same worker name reports it."""
 
@@ -155,8 +166,9 @@ class Tick:
 
 
 AboutWorkers = RegisterWorker | LoseWorker | DrainWorker | LeaveWorker | ForgetWorkers
-AboutRuns = SubmitRun | ClaimData | CancelRun | ResumeRun | DeleteRun | PinRun | ExpireRuns
-Command = AboutRuns | AboutWorkers | Report | ReportTrouble | Tick
+AboutRuns = SubmitRun | CancelRun | ResumeRun | DeleteRun | PinRun | ExpireRuns
+AboutBlobs = ClaimData | HoldBlobs
+Command = AboutRuns | AboutBlobs | AboutWorkers | Report | ReportTrouble | Tick
 
 
 class RefusalKind(StrEnum):

@@ -35,7 +35,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def _by(text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted | f.RunPinned) -> str:
+def _by(
+    text: str, fact: f.RunSubmitted | f.RunResumed | f.RunDeleted | f.RunPinned | f.BlobsHeld
+) -> str:
     return f"{text} by {fact.by}" if fact.by else text
 
 
@@ -149,6 +151,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "WorkersForgotten": lambda e: f"forgotten, as they were lost long ago: {_few(e.names)}",
     "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
     "RunPinned": lambda e: _by(f"{e.run_id} {'pinned' if e.is_pinned else 'unpinned'}", e),
+    "BlobsHeld": lambda e: _by("a backup was begun", e),
     "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
     "RunResumed": lambda e: _by(_resumed(e), e),

@@ -166,6 +166,9 @@ class CoordinatorState:
     pinned: frozenset[RunId] = frozenset()
     """Runs that are neither deleted nor expire."""
 
+    holds: Mapping[Digest, float] = field(default_factory=dict)
+    """Blobs that list others which are kept until a time of the leader's clock."""
+
     def all_runs(self) -> list[RunRecord | EndedRun]:
         return [*self.runs.values(), *self.ended.values()]
 

@@ -44,6 +44,7 @@ from stratagem.coordinator.store.journal.fact_log import Recorded
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
+from stratagem.coordinator.store.journal.snapshot import Snapshot
 
 APPEND_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.5, 2.0, 10.0)
 MAX_BATCH = 64
@@ -99,6 +100,8 @@ class Loop:
         self.recorded = Recorded(journal, lead.term)
         self._queue: asyncio.Queue[_Ask] = asyncio.Queue()
         self._in_hand: list[_Ask] = []
+        self._between = asyncio.Lock()
+        """Held while a batch is decided and written."""
         self._has_ended = False
         self._num_of_cluster = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -184,6 +187,11 @@ class Loop:
             ask.answer.cancel()
         return await ask.answer
 
+    async def snapshot(self) -> tuple[Snapshot, CoordinatorState]:
+        """Return the journal as it is between two batches, and the state that its facts make."""
+        async with self._between:
+            return await self.recorded.snapshot(), self.state
+
     async def run(self, on_change: Callable[[list[Committed]], None]) -> None:
         """Serve commands until cancelled; raises FencedError when the lead is lost.
 
@@ -214,13 +222,19 @@ class Loop:
             asks = self._in_hand = [await self._queue.get()]
             while len(asks) < MAX_BATCH and not self._queue.empty():
                 asks.append(self._queue.get_nowait())
-            batch = _Batch(self.state, self._num_of_cluster)
-            for ask in asks:
-                await self._decide(batch, ask)
-                if batch.ends_with_deletion:  # what comes next may be of a new run of that name
-                    await self._commit(batch, on_change)
-                    batch = _Batch(self.state, self._num_of_cluster)
-            await self._commit(batch, on_change)
+            async with self._between:
+                await self._answer_all(asks, on_change)
+
+    async def _answer_all(
+        self, asks: Sequence[_Ask], on_change: Callable[[list[Committed]], None]
+    ) -> None:
+        batch = _Batch(self.state, self._num_of_cluster)
+        for ask in asks:
+            await self._decide(batch, ask)
+            if batch.ends_with_deletion:  # what comes next may be of a new run of that name
+                await self._commit(batch, on_change)
+                batch = _Batch(self.state, self._num_of_cluster)
+        await self._commit(batch, on_change)
 
     async def _decide(self, batch: _Batch, ask: _Ask) -> None:
         try:

@@ -18,6 +18,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.ids import (
     Party,
     RunId,
+    check_digest,
     check_run_id,
     new_submission,
 )
@@ -179,11 +180,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         await self._app.loop.submit(PinRun(RunId(request.run_id), request.pinned, by))
         return pb.PinRunResponse()
 
+    async def BackUp(
+        self, request: pb.BackUpRequest, context: Context
+    ) -> AsyncIterator[pb.BackUpResponse]:
+        async for response in stream_calls.back_up(self._app.backups, current_caller().name):
+            yield response
+
+    async def DownloadBlob(
+        self, request: pb.DownloadBlobRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadBlobResponse]:
+        digest, make = check_digest(request.digest), pb.DownloadBlobResponse
+        async for response in stream_calls.download(self._app.blobs, digest, request.offset, make):
+            yield response
+
     async def DownloadState(
         self, request: pb.DownloadStateRequest, context: Context
     ) -> AsyncIterator[pb.DownloadStateResponse]:
         digest = stream_calls.which(await self._runs.view(request.run_id), request.which)
-        async for response in stream_calls.download(self._app.blobs, digest, request.offset):
+        make = pb.DownloadStateResponse
+        async for response in stream_calls.download(self._app.blobs, digest, request.offset, make):
             yield response
 
     async def DownloadProfile(

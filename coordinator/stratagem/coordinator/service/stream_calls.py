@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Final, TypeVar
 
 from stratagem.common.base.errors import (
     IntegrityError,
@@ -18,10 +19,11 @@ from stratagem.common.identity.authentication import Caller, current_caller
 from stratagem.common.job import JobSpec
 from stratagem.common.privacy import accountant
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
-from stratagem.common.tensors.chunks import ChunkWriter
+from stratagem.common.tensors.chunks import CHUNK_BYTES, ChunkWriter
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of
 from stratagem.coordinator.app.app import App
+from stratagem.coordinator.app.backups import Backups
 from stratagem.coordinator.core.commands import ClaimData
 from stratagem.coordinator.core.state_machine.blob_owners import (
     has_brought,
@@ -35,6 +37,11 @@ from stratagem.coordinator.service.request_limits import Keys, Places
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.durable_file import NoSpaceError
 from stratagem.v1 import coordinator_pb2 as pb
+
+M = TypeVar("M", pb.DownloadStateResponse, pb.DownloadBlobResponse)
+
+DIGESTS_AT_ONCE: Final = 10_000
+"""Digests in one message of a backup."""
 
 
 def which(run: RunView, name: str) -> Digest:
@@ -63,16 +70,28 @@ def which(run: RunView, name: str) -> Digest:
 
 
 async def download(
-    blobs: BlobStore, digest: Digest, offset: int
-) -> AsyncIterator[pb.DownloadStateResponse]:
+    blobs: BlobStore, digest: Digest, offset: int, make: Callable[[], M]
+) -> AsyncIterator[M]:
     """Send a blob as a tensor stream; every byte is checked before it is sent."""
     file = await asyncio.to_thread(blobs.open, digest)
     with file:
         manifest, _ = await asyncio.to_thread(header_of, file, digest)
         manifest = replace(manifest, digest=digest)
-        make, content = pb.DownloadStateResponse, file.source()
+        content = file.source()
         async for response in serve_get(make, manifest, content, offset, file.check):
             yield response
+
+
+async def back_up(backups: Backups, by: str) -> AsyncIterator[pb.BackUpResponse]:
+    """Send the journal of the present moment, and the digests of the blobs that it needs."""
+    async with backups.taken(by) as taken:
+        size = taken.journal.stat().st_size
+        yield pb.BackUpResponse(term=taken.term, journal_bytes=size)
+        for start in range(0, len(taken.digests), DIGESTS_AT_ONCE):
+            yield pb.BackUpResponse(digests=taken.digests[start : start + DIGESTS_AT_ONCE])
+        with taken.journal.open("rb") as file:
+            while piece := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield pb.BackUpResponse(journal=piece)
 
 
 class Uploads:

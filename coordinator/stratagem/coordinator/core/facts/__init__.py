@@ -8,6 +8,7 @@ digests, metrics. How they are written down stands in fact_serialization.py.
 from collections.abc import Mapping
 
 from stratagem.common.base.ids import Party
+from stratagem.coordinator.core.facts.cluster_facts import BlobsHeld as BlobsHeld
 from stratagem.coordinator.core.facts.cluster_facts import DataUploaded as DataUploaded
 from stratagem.coordinator.core.facts.cluster_facts import RunPinned as RunPinned
 from stratagem.coordinator.core.facts.cluster_facts import WorkerDraining as WorkerDraining
@@ -84,6 +85,7 @@ Fact = (
     | WorkersForgotten
     | DataUploaded
     | RunPinned
+    | BlobsHeld
     | RunSubmitted
     | RunCancelled
     | RunResumed

@@ -48,3 +48,13 @@ class RunPinned(Value):
     run_id: RunId
     is_pinned: bool
     by: str = ""
+
+
+class BlobsHeld(Value):
+    """Blobs are kept until a time of the leader's clock, though no run may need them: a backup
+    copies them."""
+
+    listed: Digest
+    """The blob that lists them: there may be very many."""
+    until_s: float
+    by: str = ""

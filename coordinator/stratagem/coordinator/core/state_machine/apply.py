@@ -12,6 +12,7 @@ from stratagem.coordinator.core.facts import (
     ROOT,
     SKIPPED_STEPS,
     TRAIN_LOSS,
+    BlobsHeld,
     ClientsJoined,
     ClientStateLost,
     CommitUploaded,
@@ -75,6 +76,9 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     if isinstance(fact, RunPinned):
         pinned = state.pinned - {fact.run_id}
         return replace(state, pinned=pinned | {fact.run_id} if fact.is_pinned else pinned)
+    if isinstance(fact, BlobsHeld):
+        present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
+        return replace(state, holds={**present, fact.listed: fact.until_s})
     if run_id == CLUSTER:
         return replace(state, workers=_workers_after(state.workers, fact, time_s))
     if isinstance(fact, RunDeleted):

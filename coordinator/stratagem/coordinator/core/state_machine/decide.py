@@ -20,6 +20,7 @@ from stratagem.coordinator.core.commands import (
     DrainWorker,
     ExpireRuns,
     ForgetWorkers,
+    HoldBlobs,
     JournalEntry,
     LeaveWorker,
     LoseWorker,
@@ -35,6 +36,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.facts import (
     ROOT,
+    BlobsHeld,
     CommitUploaded,
     DataUploaded,
     Fact,
@@ -90,6 +92,9 @@ def decide(state: CoordinatorState, command: Command) -> tuple[JournalEntry, ...
             return _delete(state, command)
         case PinRun():
             return _pin(state, command)
+        case HoldBlobs():
+            held = BlobsHeld(listed=command.listed, until_s=command.until_s, by=command.by)
+            return (JournalEntry(CLUSTER, held),)
         case ExpireRuns():
             return expire_runs(state, command)
         case Report():

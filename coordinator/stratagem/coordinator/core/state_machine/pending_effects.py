@@ -30,7 +30,7 @@ def _last_uploads(run: RunRecord) -> frozenset[Effect]:
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
     """Return the blobs that must be kept."""
     active = (blobs_of(run) for run in state.runs.values())
-    return frozenset(chain(*active, *(run.blobs for run in state.ended.values())))
+    return frozenset(chain(state.holds, *active, *(run.blobs for run in state.ended.values())))
 
 
 def blobs_of(run: RunRecord) -> frozenset[Digest]:

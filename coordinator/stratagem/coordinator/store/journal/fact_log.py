@@ -22,6 +22,7 @@ from stratagem.coordinator.store.journal import fact_codec
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
 from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.snapshot import Snapshot
 from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpan
 
 PAGE_FACTS = 1000
@@ -73,6 +74,10 @@ class Recorded:
         await self._in_thread(
             lambda: self._journal.append(self._term, records, summaries, histories, returns)
         )
+
+    async def snapshot(self) -> Snapshot:
+        """Return the journal with what has been appended so far, and nothing that comes later."""
+        return await self._in_thread(self._journal.snapshot)
 
     async def forget(self, run_id: RunId) -> None:
         """Delete everything that is stored of a run."""

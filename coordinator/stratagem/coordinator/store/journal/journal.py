@@ -36,6 +36,7 @@ from stratagem.coordinator.store.journal.lead import (
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.journal.schema import migrate
+from stratagem.coordinator.store.journal.snapshot import Snapshot, restore
 from stratagem.coordinator.store.journal.sqlite import open_sqlite
 from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpan
 from stratagem.coordinator.store.journal.summaries import RunSummary, briefs, put, shown
@@ -93,8 +94,10 @@ _PLACED: Final = insert(event).returning(event.c.position, sort_by_parameter_ord
 class Journal:
     """The journal in one database; see the module for the rules."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, again: Callable[[], Database]) -> None:
+        """again: opens the same database with connections of its own."""
         self._database = database
+        self._again = again
 
     @classmethod
     def open(cls, place: Path | str, *, password_file: Path | None = None) -> Self:
@@ -110,11 +113,30 @@ class Journal:
         except BaseException:
             database.close()
             raise
-        return cls(database)
+        return cls(database, lambda: _database(place, password_file))
 
     def close(self) -> None:
         """Close the connections; the lead is not released."""
         self._database.close()
+
+    def snapshot(self) -> Snapshot:
+        """Return the journal as it is now, on connections of its own; it is to be closed."""
+        database = self._again()
+        try:
+            return Snapshot(database)
+        except BaseException:
+            database.close()
+            raise
+
+    @classmethod
+    def restore(cls, path: Path, place: Path | str, *, password_file: Path | None = None) -> int:
+        """Make the journal at a place, which must be without events, that of a snapshot's file, and
+        return the term from which it goes on. Raises ConflictError where it has events."""
+        journal = cls.open(place, password_file=password_file)
+        try:
+            return restore(path, journal._database)
+        finally:
+            journal.close()
 
     # ---- the lead ----
 

@@ -1,0 +1,109 @@
+"""Makes the data of a coordinator of a backup: `python -m stratagem.coordinator.process.restore`.
+
+Every blob is read, has its digest taken, and is durable before the journal that names it is
+written, in one transaction. So a restore that was interrupted has left no journal, and can be done
+again.
+"""
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from stratagem.common.base.errors import IntegrityError, InvalidInputError, StratagemError
+from stratagem.common.base.ids import Digest, check_digest
+from stratagem.common.process.settings_rules import told
+from stratagem.coordinator.app.storage import Storage
+from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
+from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD, Known
+
+
+class RestoreSettings(Settings):
+    """What a coordinator is started with, and the folder of the backup."""
+
+    model_config = SettingsConfigDict(cli_prog_name="stratagem restore")
+
+    folder: CliPositionalArg[Path] = Field(description="the folder of the backup")
+
+
+def main() -> None:
+    """Restore, and say what was restored."""
+    try:
+        settings = RestoreSettings()  # type: ignore[call-arg]
+    except ValidationError as error:
+        sys.exit(told("stratagem restore", error))
+    try:
+        term, num_blobs = restore(settings)
+    except (OSError, StratagemError) as error:
+        sys.exit(f"error: {error}")
+    print(
+        f"restored: {num_blobs} blobs with their digests, and the journal, which goes on with term "
+        f"{term + 1}"
+    )
+
+
+def restore(settings: RestoreSettings) -> tuple[int, int]:
+    """Write what a backup has to where the settings say, and return the term of the journal and the
+    number of blobs. Raises ConflictError where there is a journal with events."""
+    folder, data_dir = settings.folder, settings.data_dir
+    digests = _digests(folder / "backup.json")
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    storage = Storage.open(settings)
+    place = settings.journal or data_dir / "journal.sqlite"
+    password = settings.journal_password_file
+    journal = Journal.open(place, password_file=password)
+    try:
+        if journal.briefs(""):
+            raise InvalidInputError.at(
+                "journal", f"{place} has events already; restore into an empty journal"
+            )
+    finally:
+        journal.close()
+    with TemporaryDirectory(dir=data_dir, prefix="restore-") as own:
+        copied = Path(own) / "journal.sqlite"  # a later version may have to migrate it
+        copied.write_bytes((folder / "journal.sqlite").read_bytes())
+        known = Known.of(copied)
+        if known.identity:
+            storage.claim(known.identity)
+        blobs = storage.blobs(known.term + TERMS_AHEAD)
+        for digest in digests:
+            _put(blobs, digest, folder / "blobs" / digest[:2] / f"{digest}.safetensors")
+        return Journal.restore(copied, place, password_file=password), len(digests)
+
+
+def _digests(path: Path) -> list[Digest]:
+    try:
+        listed: Any = json.loads(path.read_text())["digests"]
+        return [check_digest(digest) for digest in listed]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError.at("folder", f"{path} is no list of a backup: {error}") from None
+
+
+def _put(blobs: BlobStore, digest: Digest, path: Path) -> None:
+    """Store a blob of the backup, unless it is stored; what is there is read, and checked, too."""
+    if blobs.exists(digest):
+        blobs.open(digest).close()
+        return
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is missing from the backup") from None
+    with file:
+        writer = blobs.writer(path.stat().st_size)
+        while piece := file.read(PIECE_BYTES):
+            writer.write(piece)
+        if writer.digest != digest:
+            writer.abort()
+            raise IntegrityError(f"{path} is damaged: its bytes have another digest")
+        writer.commit()
+
+
+if __name__ == "__main__":
+    main()
