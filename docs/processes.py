@@ -59,6 +59,7 @@ def options() -> dict[str, frozenset[str]]:
         for field in kind.model_fields:
             flag = field.replace("_", "-")
             found[name] |= {f"--{flag}", f"--no-{flag}"}
+    found["restore"] |= found["coordinator"]
     found["doctor"] |= found["worker"]  # what follows --worker-settings
     return {name: frozenset({"--help", *each}) for name, each in found.items()}
 
