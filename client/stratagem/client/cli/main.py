@@ -7,7 +7,6 @@ import typer
 
 from stratagem.client.cli import (
     audit_command,
-    backup_commands,
     check_command,
     code_commands,
     course_commands,
@@ -54,7 +53,7 @@ app.command()(with_proof(query_commands.delete))
 app.command()(with_proof(query_commands.pin))
 app.command()(with_proof(query_commands.unpin))
 app.command()(with_proof(query_commands.download))
-app.command()(with_proof(backup_commands.backup))
+app.command()(with_proof(query_commands.backup))
 app.command()(with_proof(export_command.export))
 app.command()(with_proof(course_commands.report))
 app.command()(with_proof(course_commands.population))
@@ -73,7 +72,7 @@ app.add_typer(audit_command.audit, name="audit")
 app.add_typer(launch_commands.launch, name="launch")
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.coordinator)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.worker)
-app.command(context_settings=PASS_THROUGH, add_help_option=False)(backup_commands.restore)
+app.command(context_settings=PASS_THROUGH, add_help_option=False)(server_commands.restore)
 
 
 def _print_version(wanted: bool) -> None:

@@ -193,6 +193,26 @@ def unpin(
         complain(f"run {run_id} is not pinned any more")
 
 
+def backup(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A new folder, or that of an earlier backup.")
+    ],
+    coordinator: CoordinatorOption = DEFAULT_ADDRESS,
+    proof: Proof = PLAINTEXT,
+) -> None:
+    """Copy the journal and all states of this moment, while the coordinator goes on.
+
+    Into the folder of an earlier backup only what is new is copied. Needs the scope admin. Make a
+    coordinator's data of it with `stratagem restore`.
+    """
+    with connected(coordinator, proof) as client:
+        done = client.back_up(folder)
+    complain(
+        f"{folder}: the journal of term {done.term} ({done.journal_bytes:,} bytes) and "
+        f"{done.num_blobs} blobs, {done.num_copied} of them new"
+    )
+
+
 def download(  # noqa: PLR0913  (each parameter is an option of the command line)
     run_id: RunArgument,
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,

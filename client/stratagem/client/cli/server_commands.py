@@ -179,6 +179,14 @@ def worker(context: typer.Context) -> None:
     _become("stratagem.worker", context.args)
 
 
+def restore(context: typer.Context) -> None:
+    """Make an empty coordinator's data of a backup; its options follow.
+
+    `stratagem restore --help` lists them: those of the coordinator that is started then.
+    """
+    _become("stratagem.coordinator.process.restore", context.args)
+
+
 def _become(module: str, arguments: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
