@@ -323,7 +323,7 @@ async def _meet(at: Site, num_members: int) -> float:
     strategy = {
         "type": "DataParallel",
         "num_replicas": num_members,
-        "aggregation": {"type": "AllReduce"},
+        "aggregation": {"method": "AllReduce"},
         "options": {"min_replicas": num_members},
     }
     job = JOB | {"strategy": strategy, "batch_size": num_members}

@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,9 @@ PATIENCE_S = 300.0
 class Simulated(WorkerServiceServicer):
     """All workers at once: who is asked does not matter, since nothing is held."""
 
-    def __init__(self, stub: Any) -> None:
-        """stub: of the coordinator, for members that meet."""
-        self._stub = stub
+    def __init__(self, stubs: Sequence[Any]) -> None:
+        """stubs: of the coordinator, for members that meet; each has a connection of its own."""
+        self._stubs = stubs
         values = np.zeros(STATE_FLOATS, np.float32)
         self._content = [values.data.cast("B")]
         named = [("weight", "float32", (STATE_FLOATS,))]
@@ -124,7 +124,7 @@ class Simulated(WorkerServiceServicer):
 
     async def _meet(self, request: worker_pb2.ExecuteRequest) -> None:
         told = request.train.view
-        await self._stub.Rendezvous(
+        await self._stubs[told.rank % len(self._stubs)].Rendezvous(
             pb.RendezvousRequest(
                 fence=request.fence,
                 session=request.session,
@@ -157,7 +157,7 @@ class Host:
     async def serve(self) -> grpc.aio.Server:
         """Serve all workers, each at an address of its own."""
         server = make_server()
-        add_WorkerServiceServicer_to_server(Simulated(self._stubs[0]), server)
+        add_WorkerServiceServicer_to_server(Simulated(self._stubs), server)
         self._ports = [bind(server, address, 0) for address in self._addresses]
         await server.start()
         return server

@@ -5,7 +5,7 @@ When a member is lost the fact that says so changes the pending set, this task i
 the next one gives the survivors their new view: what they compute goes on untouched.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,8 +59,11 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
         server = None
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
             server = group.create_task(serve_steps(env, effect))
+        request_of = _requests(env, effect)
         attending = [
-            group.create_task(_train(env, effect, rank, ShownProgress(env, effect, latest)))
+            group.create_task(
+                _train(env, effect, rank, request_of(rank), ShownProgress(env, effect, latest))
+            )
             for rank in range(len(effect.members))
         ]
         results = [await task for task in attending]
@@ -72,7 +75,11 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
 
 
 async def _train(
-    env: EffectContext, effect: RunSegment, rank: int, shown: "ShownProgress"
+    env: EffectContext,
+    effect: RunSegment,
+    rank: int,
+    request: worker_pb2.ExecuteRequest,
+    shown: "ShownProgress",
 ) -> worker_pb2.TrainResult | None:
     listener = PlanListener(
         lambda progress: shown.show(rank, progress), lambda part: take_in(env, effect, rank, part)
@@ -86,14 +93,24 @@ async def _train(
         lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason)
         await env.report(effect.run_id, lost)
 
-    request = _request(env, effect, rank)
     result = await finish(env, effect, effect.members[rank], request, listener, failed=failed)
     return None if result is None else result.train
 
 
-def _request(env: EffectContext, effect: RunSegment, rank: int) -> worker_pb2.ExecuteRequest:
+def _requests(env: EffectContext, effect: RunSegment) -> Callable[[int], worker_pb2.ExecuteRequest]:
+    """Return the function that makes the request for a rank; of thousands each names all, which are
+    looked up once."""
+    view = worker_pb2.View(members=_members(env, effect))
+    return lambda rank: _request(env, effect, rank, view)
+
+
+def _request(
+    env: EffectContext, effect: RunSegment, rank: int, of_all: worker_pb2.View
+) -> worker_pb2.ExecuteRequest:
+    view = worker_pb2.View(rank=rank)
+    view.MergeFrom(of_all)
     plan = worker_pb2.TrainPlan(
-        view=worker_pb2.View(members=_members(env, effect), rank=rank),
+        view=view,
         base=state_ref(effect.base),
         to_step=effect.to_step,
         num_shards=effect.num_shards,
@@ -209,9 +226,7 @@ async def _report(
         streams=_streams(results),
         kept=tuple(Digest(result.kept) for result in results) if effect.keeps else (),
     )
-    histories = await finished_history(
-        env, effect, lambda rank: _request(env, effect, rank), results
-    )
+    histories = await finished_history(env, effect, _requests(env, effect), results)
     await env.report(effect.run_id, fact, histories)
 
 

@@ -42,8 +42,9 @@ def pending(
     if run.finished:
         done = run.finished[0]
         parts_of = one_part if done.kept else shape.parts_of  # what all have, any of them has
+        present = frozenset(run.members)
         parts = tuple(
-            tuple(member for member in part if member in run.members)
+            tuple(member for member in part if member in present)
             for part in parts_of(done.sources, run.ranks)
         )
         trained = {TRAIN_LOSS: done.loss} if done.step else {}  # one that trains nothing has none
