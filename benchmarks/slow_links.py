@@ -3,7 +3,7 @@
     python benchmarks/slow_links.py losses --out losses.json          # no link: it changes no bit
     sudo python benchmarks/slow_links.py seconds --mbit 20 50 100 --out seconds.json
     sudo python benchmarks/slow_links.py whole --mbit 20 --whole-steps 1000 --out whole.json
-    python benchmarks/slow_links.py report losses.json seconds.json
+    python benchmarks/slow_links.py report losses.json seconds.json --target 1.946
     python benchmarks/slow_links.py plot losses.json seconds.json --out docs/images/diloco.svg
 
 `losses` trains a character transformer with all replicas in one process, and stops a variant where
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, nargs="+", default=[20.0, 50.0, 100.0])
     parser.add_argument("--steps", type=int, default=500, help="of the variant with every step")
     parser.add_argument("--most", type=int, default=2000, help="steps of any other variant")
-    parser.add_argument("--target", type=float, help="test loss at which a variant is stopped")
+    parser.add_argument("--target", type=float, help="test loss to stop at, or to report")
     parser.add_argument("--whole-steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=6)
@@ -97,7 +97,8 @@ def main() -> None:
                 plotted(*(json.loads(each.read_text()) for each in options.files))
             )
         case "report":
-            report(*(json.loads(path.read_text()) for path in options.files))
+            found = [json.loads(path.read_text()) for path in options.files]
+            report(*found, target=options.target)
         case _:
             serve(int(options.files[0].name))
 
@@ -302,10 +303,12 @@ def mean(values: list[float]) -> float:
 # ---- the report ----
 
 
-def report(losses: dict[str, Any], seconds: dict[str, Any]) -> None:
-    """Print the time to the target, by link and variant."""
+def report(losses: dict[str, Any], seconds: dict[str, Any], target: float | None = None) -> None:
+    """Print the time to the target, by link and variant; unless given, the last loss of "every
+    step"."""
     first = losses["every step"]
-    steps, target = first["losses"][-1]
+    target = first["losses"][-1][1] if target is None else target
+    steps = next(step for step, loss in first["losses"] if loss <= target)
     print(f"{first['num_params']:,} parameters; test loss {target:.4f}: step {steps} of every step")
     print(
         "| Mbit/s | variant | s/step | steps | minutes | times faster |\n|---|---|---|---|---|---|"
