@@ -97,8 +97,8 @@ def main() -> None:
                 plotted(*(json.loads(each.read_text()) for each in options.files))
             )
         case "report":
-            found = [json.loads(path.read_text()) for path in options.files]
-            report(*found, target=options.target)
+            losses, seconds = (json.loads(path.read_text()) for path in options.files)
+            report(losses, seconds, options.target)
         case _:
             serve(int(options.files[0].name))
 
