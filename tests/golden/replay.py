@@ -49,7 +49,9 @@ async def replay(journal: Journal) -> Found:
 
 def summary_of(found: Found) -> str:
     """What people see of every run, the workers, and what is due, as JSON."""
-    runs = [MessageToDict(run_info(run, lambda _: "")) for run in found.runs]
+    pinned = found.state.pinned
+    infos = (run_info(run, lambda _: "", pinned=run.run_id in pinned) for run in found.runs)
+    runs = [MessageToDict(info) for info in infos]
     workers = {each.member.worker_id: each.is_alive for each in found.state.workers.values()}
     due = sorted(type(effect).__name__ for effect in pending(found.state))
     for run in runs:

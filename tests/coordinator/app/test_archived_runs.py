@@ -49,6 +49,7 @@ from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.run_queries import Runs
 from stratagem.coordinator.service.stream_calls import download, which
+from stratagem.v1.coordinator_pb2 import DownloadStateResponse
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import twins
 from tests.coordinator.core.jobs import (
@@ -130,15 +131,17 @@ async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_i
     with pytest.raises(NotFoundError, match=f"no state '0'; kept are final, best, {final}"):
         which(view, "0")
     app.blobs.collect(live_blobs(app.loop.state), 0.0)
-    received: list[Any] = [part async for part in download(app.blobs, stored[final], 0)]
+    received: list[Any] = [
+        part async for part in download(app.blobs, stored[final], 0, DownloadStateResponse)
+    ]
     assert f"###{final}".encode() in b"".join(received[1:]), "behind the manifest"
     with pytest.raises(NotFoundError):
-        await anext(download(app.blobs, stored["0"], 0))
+        await anext(download(app.blobs, stored["0"], 0, DownloadStateResponse))
     running = asyncio.create_task(app.loop.run(app._changed))
     await app.loop.submit(DeleteRun(RUN))
     app.blobs.collect(live_blobs(app.loop.state), 0.0)
     with pytest.raises(NotFoundError):
-        await anext(download(app.blobs, stored[final], 0))
+        await anext(download(app.blobs, stored[final], 0, DownloadStateResponse))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await app.loop.close()

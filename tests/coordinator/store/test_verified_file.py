@@ -58,7 +58,8 @@ def streamed(store: BlobStore, digest: Digest, offset: int = 0) -> bytes:
     """As a client would receive it."""
 
     async def receive() -> bytes:
-        got: list[Any] = [frame async for frame in download(store, digest, offset)]
+        frames = download(store, digest, offset, DownloadStateResponse)
+        got: list[Any] = [frame async for frame in frames]
         return carried((each for each in got[1:] if isinstance(each, bytes)), offset)
 
     return asyncio.run(receive())
