@@ -127,8 +127,12 @@ def accuracy(job: JobSpec, shared: Any, own: list[Own]) -> float:
 
 def check_not_sent(received: bytes, own: Mapping[str, Tensor]) -> None:
     for name, tensor in own.items():
-        if tensor.unique().numel() > 1:  # zeros are everywhere
-            assert tensor.numpy().tobytes()[:16] not in received, name
+        values = tensor.numpy().tobytes()
+        windows = [values[start : start + 16] for start in range(0, len(values) - 15, 4)]
+        # Zeros are everywhere: on some processors a gradient is exactly zero.
+        telling = next((each for each in windows if each.count(0) < 4), None)
+        if telling is not None:
+            assert telling not in received, name
 
 
 def test_personal_layers_have_the_bits_of_plain_rounds_and_stay(sites: Sites) -> None:

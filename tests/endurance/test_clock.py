@@ -39,6 +39,8 @@ MAY_READ: Mapping[str, str] = {
     "coordinator/service/run_queries.py": "how old what is shown is",
     "coordinator/service/coordinator_service.py": f"when a run was submitted; {RECORDINGS}",
     "worker/process/heartbeat.py": RECORDINGS,
+    "worker/process/heartbeat_stream.py": RECORDINGS,
+    "coordinator/runtime/leadership/heartbeat_streams.py": RECORDINGS,
     "worker/secure_aggregation/signing.py": EXPIRY,
     "worker/site/site_gate.py": "a site takes part at hours of its own, and dates its audit",
     "worker/plans/plan_execution.py": LOG_LINES,

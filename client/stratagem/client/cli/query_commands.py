@@ -176,7 +176,7 @@ def pin(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
 ) -> None:
-    """Keep a run until it is unpinned: it does not expire, and is not deleted."""
+    """Keep a run from expiring and being deleted, until unpinned."""
     with connected(coordinator, proof) as client:
         client.get(run_id).pin()
         complain(f"run {run_id} is pinned")
@@ -200,7 +200,7 @@ def backup(
     coordinator: CoordinatorOption = DEFAULT_ADDRESS,
     proof: Proof = PLAINTEXT,
 ) -> None:
-    """Copy the journal and all states of this moment, while the coordinator goes on.
+    """Copy the journal and all states while the coordinator goes on.
 
     Into the folder of an earlier backup only what is new is copied. Needs the scope admin. Make a
     coordinator's data of it with `stratagem restore`.

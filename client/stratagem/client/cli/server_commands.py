@@ -180,7 +180,7 @@ def worker(context: typer.Context) -> None:
 
 
 def restore(context: typer.Context) -> None:
-    """Make an empty coordinator's data of a backup; its options follow.
+    """Make a new coordinator's data of a backup; options follow.
 
     `stratagem restore --help` lists them: those of the coordinator that is started then.
     """

@@ -180,6 +180,8 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
                 _write_ready(settings.ready_file, identity, health_server, metrics)
             await _first_of(tasks, stop.told)
             host.last_words.stopped()
+            if stop.is_replacement:
+                await _tell_outcomes(settings, sessions)
             await _drain(settings, agent, sessions, server, health_server)
             await agent.leave(f"drained after {stop.reason}")
             log.info("drained")
@@ -228,6 +230,17 @@ class _Health:
     server: grpc.aio.Server
     servicer: HealthService
     address: str
+
+
+async def _tell_outcomes(settings: WorkerSettings, sessions: Sessions) -> None:
+    """Take nothing new, and send the error of a job that has lost the device before the coordinator
+    hears that this worker drains: it would have the segment done again elsewhere."""
+    sessions.drain()
+    try:
+        async with asyncio.timeout(settings.drain_grace_s):
+            await sessions.told()
+    except TimeoutError:
+        log.warning("not idle in time", grace_s=settings.drain_grace_s)
 
 
 async def _drain(

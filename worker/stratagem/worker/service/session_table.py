@@ -238,6 +238,11 @@ class Sessions:
         for execution in list(self._executions()):
             await execution.work.outbox.ended()
 
+    async def told(self) -> None:
+        """Wait until nothing runs, and every caller has been sent the outcome."""
+        for execution in list(self._executions()):
+            await execution.work.outbox.told()
+
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)

@@ -8,6 +8,7 @@ nothing of plans.
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,6 +57,7 @@ class Outbox:
         self._history: list[pb.HistoryPart] = []
         self._result: pb.ExecuteResult | None = None
         self._failure: BaseException | None = None
+        self._num_following = 0
         self.activity = "waiting"
         self.step = 0
 
@@ -133,12 +135,28 @@ class Outbox:
         while self._result is None and self._failure is None:
             await self._changed.wait()
 
+    async def told(self) -> None:
+        """Wait for the outcome, and until every attached call has sent it."""
+        await self.ended()
+        while self._num_following:
+            await self._changed.wait()
+
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
         """Yield all messages until the outcome; raise what the execution failed with.
 
         Log lines and profiles go out once, to whichever call takes them first; all else goes to
         every call, parts of the step history one by one and in order.
         """
+        self._num_following += 1
+        try:
+            async with aclosing(self._messages()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._num_following -= 1
+            self._wake()
+
+    async def _messages(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
         seen_progress, seen_needs = 0, 0
         parts = _Parts(self._history)
         while True:
