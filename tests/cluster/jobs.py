@@ -85,9 +85,11 @@ def model_parallel(
     }
 
 
-def replicated(num_replicas: int, inner: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Data parallelism over pipelines."""
-    strategy = data_parallel(num_replicas)
+def replicated(
+    num_replicas: int, inner: dict[str, Any], method: str = "AllReduce", **options: Any
+) -> dict[str, Any]:
+    """Data parallelism over pipelines, or over groups of replicas."""
+    strategy = data_parallel(num_replicas, method)
     return {**strategy, "options": {"inner": inner, **options}}
 
 

@@ -126,17 +126,25 @@ REPLICATED: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
     "2 x 2": ({"model": "dropout_mlp", "optimizer": ADAMW}, 2, pipeline(anywhere("0 1", "2 3")), 4),
     "2 x 2, three shards": ({"model": "dropout_mlp"}, 3, pipeline(anywhere("0 1", "2 3")), 4),
     "1 x 2": ({"model": "batch_norm_mlp", "data": UNEVEN}, 2, pipeline(SEQUENTIAL, 4), 2),
+    "1 x 2, one shard": ({"model": "dropout_mlp"}, 1, pipeline(SEQUENTIAL, 4), 2),
     "4 x 1": ({"model": "dropout_mlp"}, 4, pipeline(anywhere("0 1 2 3")), 4),
     "2 x 2, direct": ({"model": "deep", "data": UNEVEN}, 2, model_parallel(DEEP), 4),
     "2 x 2, store": ({}, 2, model_parallel(anywhere("0", "1 2"), protocol="DataStore"), 4),
 }
+BOTH_WAYS = [
+    *((case, "AllReduce") for case in REPLICATED),
+    *((case, "ParameterServer") for case in REPLICATED if case != "2 x 2, direct"),
+]
 
 
-@pytest.mark.parametrize("case", REPLICATED)
-def test_replicas_of_pipelines_have_the_bits_of_the_sharded_loop(client: Client, case: str) -> None:
+@pytest.mark.parametrize(("case", "method"), BOTH_WAYS)
+def test_replicas_of_pipelines_have_the_bits_of_the_sharded_loop(
+    client: Client, case: str, method: str
+) -> None:
     sections, num_replicas, inner, num_workers = REPLICATED[case]
-    spec = job(**sections, strategy=replicated(num_replicas, inner))
+    spec = job(**sections, strategy=replicated(num_replicas, inner, method))
     outcome = train(client, spec)
+    assert (" over server" in outcome.status.engine) == (method == "ParameterServer")
     rows = inner["communication"].get("micro_batch_size", WHOLE)
     expected = sharded_loop(spec, ALLOWED, num_replicas, micro_batch_size=rows)
     assert_same_bits(outcome.state, expected.state)
@@ -172,7 +180,11 @@ def test_a_population_of_pipelines_is_one_of_whole_models(client: Client) -> Non
 
 
 def stuck(
-    client: Client, gates: Gates, num_replicas: int, inner: dict[str, Any] | None = None
+    client: Client,
+    gates: Gates,
+    num_replicas: int,
+    inner: dict[str, Any] | None = None,
+    method: str = "AllReduce",
 ) -> tuple[JobSpec, RunHandle, str]:
     """A run in the middle of a step, after its first commit, and who holds the last stage (of the
     first replica): there everything waits until the gates are opened."""
@@ -181,7 +193,7 @@ def stuck(
         "dropout_mlp",
         data=user_data("gated", folder=str(gates.folder)),
         optimizer=ADAMW,
-        strategy=inner if num_replicas == 1 else replicated(2, inner, min_replicas=2),
+        strategy=inner if num_replicas == 1 else replicated(2, inner, method, min_replicas=2),
     )
     gates.close("worker-1-batch-10", "worker-3-batch-10")
     run = client.submit(spec)
@@ -190,11 +202,18 @@ def stuck(
     return spec, run, formed[1]["worker_id"]
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.sweep), 2])
+@pytest.mark.parametrize(
+    ("num_replicas", "method"),
+    [
+        pytest.param(1, "AllReduce", marks=pytest.mark.sweep),
+        (2, "AllReduce"),
+        (2, "ParameterServer"),
+    ],
+)
 def test_a_killed_stage_returns_all_to_the_last_commit(
-    exact_cluster: LocalCluster, client: Client, gates: Gates, num_replicas: int
+    exact_cluster: LocalCluster, client: Client, gates: Gates, num_replicas: int, method: str
 ) -> None:
-    spec, run, victim = stuck(client, gates, num_replicas)
+    spec, run, victim = stuck(client, gates, num_replicas, method=method)
     exact_cluster.kill(victim)
     gates.open()
     outcome = outcome_of(run)
@@ -220,6 +239,17 @@ def test_a_killed_stage_behind_a_store(
     exact_cluster.wait_ready()
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 1, micro_batch_size=WHOLE).state)
     until(lambda: not list(activations.rglob("*")), "the folder is empty")
+
+
+def test_a_coordinator_that_sums_for_pipelines_is_killed(
+    exact_cluster: LocalCluster, client: Client, gates: Gates
+) -> None:
+    spec, run, _ = stuck(client, gates, 2, method="ParameterServer")
+    exact_cluster.kill("coordinator")
+    gates.open()
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 2, micro_batch_size=4).state)
 
 
 @pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.sweep)])

@@ -227,6 +227,9 @@ JOBS: dict[str, Job] = {
     # There are workers for one of the two: it computes both shards.
     "Pipelines": crash_job({**data_parallel("AllReduce", 2), "options": {"inner": PIPELINE}})
     | {"weight_average": {"kind": "swa", "every": 2}},
+    "Pipelines-server": crash_job(
+        {**data_parallel("ParameterServer", 2), "options": {"inner": PIPELINE}}
+    ),
     "Evaluation": evaluation(),
     "FedAvg": crash_job(FED_AVG)
     | {

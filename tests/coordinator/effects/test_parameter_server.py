@@ -80,7 +80,7 @@ async def test_a_step_whose_stream_ends_is_asked_for_again(ends_early: str) -> N
             settings=SimpleNamespace(max_state_bytes=1 << 30),
             job_of=lambda run_id, party: job(),
         )
-        await serve_steps(cast(EffectContext, env), effect)
+        await serve_steps(cast(EffectContext, env), effect, effect.members)
         await link.close()
     assert sole.ends_early == ""
     assert bytes(sole.sums) == GRADIENTS.tobytes()

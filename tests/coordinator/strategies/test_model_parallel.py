@@ -219,20 +219,21 @@ def test_partitions_that_tile_the_graph_are_taken() -> None:
             {"type": "Custom", "coordinator": "mine", "config": None},
             "AllReduce",
             "strategy.options.inner: Custom/mine cannot be a replica, which takes part in every "
-            "step; Local and ModelParallel can",
+            "step; Local, ModelParallel and DataParallel can",
         ),
         (
             model_parallel(GPU, CPU),
-            "ParameterServer",
-            "strategy.aggregation.method: 'ParameterServer' does not go together with an inner "
-            "ModelParallel; AllReduce does",
+            "Decentralized",
+            "strategy.aggregation.method: a node of 'Decentralized' is one worker, and no pipeline "
+            "over several; AllReduce and ParameterServer have replicas that are",
         ),
     ],
 )
-def test_a_replica_is_a_worker_or_a_pipeline_whose_gradients_are_all_reduced(
+def test_a_replica_is_a_worker_or_a_pipeline_whose_gradients_are_summed(
     inner: dict[str, Any], method: str, expected: str
 ) -> None:
-    strategy = {**replicated(2, inner), "aggregation": {"method": method}}
+    topology = {"topology": "ring"} if method == "Decentralized" else {}
+    strategy = {**replicated(2, inner), "aggregation": {"method": method, **topology}}
     found = JobSpec.from_json(job_text(strategy))
     assert [str(violation) for violation in objections_to(found, BUILT_IN)] == [expected]
 

@@ -26,7 +26,7 @@ from stratagem.common.job.federation.client_state_rules import check_client_stat
 from stratagem.common.job.federation.secure_rules import check_secure_aggregation
 from stratagem.common.job.initial_state import InitialSpec, check_resumed
 from stratagem.common.job.interval import Every, Unit
-from stratagem.common.job.nested_strategies import effective
+from stratagem.common.job.nested_strategies import effective, flat
 from stratagem.common.job.objective.step_checks import check_objective
 from stratagem.common.job.objective.turns_section import TurnSpec, check_turns
 from stratagem.common.job.optimizer.control_rules import check_control_of
@@ -145,6 +145,7 @@ class JobSpec(Section):
         own = self.model.graph.training_strategy if self.model.graph else None
         if own is not None and "strategy" not in self.model_fields_set:
             self.__dict__["strategy"] = own
+        self.__dict__["strategy"] = flat(self.strategy)
         if self.model.graph is not None:
             self.__dict__["strategy"] = effective(self.strategy, self.model.graph)
         evaluation = self.evaluation
@@ -458,6 +459,8 @@ def _partition(job: JobSpec) -> Iterator[Violation]:
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:
     own = job.model.graph.training_strategy if job.model.graph else None
-    if own is None or job.model.graph is None or effective(own, job.model.graph) == job.strategy:
+    if own is None or job.model.graph is None:
+        return []
+    if effective(flat(own), job.model.graph) == job.strategy:
         return []
     return [Violation("model.graph.training_strategy", "differs from strategy; set one of the two")]

@@ -157,7 +157,7 @@ class DataParallel(DocumentValue, tag="type"):
             return f"{options.all_reduce} all-reduce leaves no sums with workers; direct does"
         if options.local_steps is not None:
             return "replicas with local_steps have an optimizer each, of their own parameters"
-        if options.inner is not None and not isinstance(options.inner, Local):
+        if not isinstance(options.inner, Local | DataParallel | None):
             return f"{describe(options.inner)} keeps a part of the state on each worker already"
         return ""
 

@@ -1,7 +1,8 @@
 """Joining a party whose members hold stages of a model: meet, connect, load one's part of the base.
 
 Members stand replica by replica. There is one rendezvous for all of them; then the ranks of each
-replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients.
+replica are connected for activations, and equal ranks of the replicas, a *column*, for gradients;
+with a ParameterServer each column has its sums from the coordinator, and no connection of its own.
 What a rank holds is the only copy, so no rank heals: a new membership begins from the base. Runs in
 the torch thread, but for the forming of connections.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.wording import counted
 from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import (
@@ -22,7 +24,7 @@ from stratagem.common.strategy import (
 )
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Joined
-from stratagem.worker.exchange import GradientBuckets, solo_exchange
+from stratagem.worker.exchange import GradientBuckets, server_exchange, solo_exchange
 from stratagem.worker.mesh import Forming
 from stratagem.worker.mesh.backend_agreement import form_messages
 from stratagem.worker.mesh.link import MessageLink
@@ -51,6 +53,8 @@ class _Where:
 
     view: MemberView
     width: int
+    has_server: bool
+    """The coordinator sums the gradients of a column."""
 
     @property
     def replica(self) -> int:
@@ -69,7 +73,8 @@ def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) ->
     """Return this worker's stages at the base, and their connections under the view."""
     work.holding.drop()
     spec = _spec_of(work.job)
-    where = _Where(view, len(set(plan.ranks)))
+    is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER
+    where = _Where(view, len(set(plan.ranks)), is_server)
     if isinstance(spec.communication, DataStore):
         check = asyncio.to_thread(work.host.activations.check, work.host.worker_id)
         work.control.wait(check, view.membership)
@@ -78,11 +83,13 @@ def join_stages(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) ->
     with closing_on_failure(work, view, exchange):
         runner = _runner(work, plan, where, spec, exchange)
         _load_base(work, plan.base, runner)
-        _sum_over_replicas(work, plan, runner, exchange)
+        _sum_over_replicas(work, plan, where, runner, exchange)
         exchange.activations = _carrier(work, exchange, spec)
         exchange.schedule_text = lambda: runner.schedule_text
-        if exchange.column is not None:
-            exchange.columns = f", {where.num_replicas} replicas over {exchange.column.name}"
+        carrier = exchange.column or (exchange.reducer if where.has_server else None)
+        if carrier is not None:
+            replicas = counted(where.num_replicas, "replica")
+            exchange.columns = f", {replicas} over {carrier.name}"
     return Joined(runner, exchange)
 
 
@@ -156,7 +163,7 @@ def _meet(
             columns.append(peer.endpoint[end:])
         return columns[where.rank :: where.width]
 
-    if where.num_replicas == 1:
+    if where.num_replicas == 1 or where.has_server:
         exchange_offers(b"")
     else:
         ranks = range(where.rank, where.view.size, where.width)
@@ -214,13 +221,26 @@ def _load_base(work: ExecutionContext, base: pb.StateRef, runner: StageRunner) -
 
 
 def _sum_over_replicas(
-    work: ExecutionContext, plan: pb.TrainPlan, runner: StageRunner, exchange: StageExchange
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    where: _Where,
+    runner: StageRunner,
+    exchange: StageExchange,
 ) -> None:
     """Have this rank's gradients added up over the shards, if there are several."""
-    if plan.num_shards == 1:
+    if plan.num_shards == 1 and not where.has_server:
         return
     buckets = GradientBuckets(runner.params, num_extras=runner.num_extras)
-    if exchange.column is None:
+    if where.has_server:
+        exchange.reducer, transport = server_exchange(
+            buckets,
+            where.replica,
+            where.num_replicas,
+            plan.num_shards,
+            deadline_s=work.exchange_timeout_s,
+        )
+        work.post(work.gradients.open, where.view.membership, runner.step, transport)
+    elif exchange.column is None:
         exchange.reducer = solo_exchange(buckets, plan.num_shards)
     else:
         exchange.reducer = exchange_over(work, buckets, exchange.column, plan.num_shards)

@@ -16,12 +16,10 @@ class SumOverReplicas:
 
     def __init__(self, runner: StageRunner, exchange: GradientReducer) -> None:
         self._runner, self._exchange = runner, exchange
-        self._num_steps = 0
 
     def __call__(self, num_live: int, shards: Iterator[StageGradients]) -> StageGradients:
         exchange, owned = self._exchange, self._exchange.party.owned
-        self._num_steps += 1
-        exchange.begin_step(self._num_steps, owned, num_live)
+        exchange.begin_step(self._runner.step + 1, owned, num_live)
         for shard, computed in enumerate(shards, owned.start):
             exchange.begin_shard(shard)
             exchange.buckets.fill(list(computed.gradients.values()))

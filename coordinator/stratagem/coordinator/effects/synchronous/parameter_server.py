@@ -1,7 +1,8 @@
 """ParameterServer: the coordinator adds up gradients that flow through it, and keeps nothing.
 
 One step, over the fixed set of members: read the same window of bytes from every member, add the
-windows in tree order, send the sum to all; when all members hold all sums, commit. Memory is a few
+windows in tree order, send the sum to all; when all members hold all sums, commit. Where replicas
+are pipelines, each column of equal stages is such a set, with steps of its own. Memory is a few
 windows per member (a member that computes several shards sends several partial sums one after the
 other; all but the last are held for one bucket). Where shards are coded, their messages, which are
 small, are read whole instead; see `coded_step`.
@@ -35,6 +36,7 @@ from stratagem.common.tensors.manifest import (
 from stratagem.common.tensors.traffic import sent
 from stratagem.coordinator.core.commands import ReportTrouble
 from stratagem.coordinator.core.effects import RunSegment
+from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of, reply_to
 from stratagem.coordinator.runtime.worker_links import WorkerLink, session
@@ -47,11 +49,11 @@ RETRY_S = 0.02
 log = structlog.get_logger()
 
 
-async def serve_steps(env: EffectContext, effect: RunSegment) -> None:
-    """Sum step after step until the segment's last."""
+async def serve_steps(env: EffectContext, effect: RunSegment, members: Sequence[Member]) -> None:
+    """Sum step after step of these members until the segment's last."""
     step = -1
     while step < effect.to_step:
-        links = [env.links.to(member, env.state) for member in effect.members]
+        links = [env.links.to(member, env.state) for member in members]
         limits = Limits(max_total_bytes=env.settings.max_state_bytes)
         try:
             step = await _Step(env, effect, links, limits).serve()

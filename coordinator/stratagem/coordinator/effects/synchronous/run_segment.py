@@ -56,9 +56,10 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
     """Train the segment and report SegmentFinished, or why the run fails."""
     latest: dict[int, worker_pb2.Progress] = {}
     async with task_group() as group:
-        server = None
+        servers = []
         if effect.exchange is ExchangeMethod.PARAMETER_SERVER:
-            server = group.create_task(serve_steps(env, effect))
+            sets = effect.parts if effect.ranks else (effect.members,)
+            servers = [group.create_task(serve_steps(env, effect, each)) for each in sets]
         request_of = _requests(env, effect)
         attending = [
             group.create_task(
@@ -67,7 +68,7 @@ async def run_segment(env: EffectContext, effect: RunSegment) -> None:
             for rank in range(len(effect.members))
         ]
         results = [await task for task in attending]
-        if server is not None:
+        for server in servers:
             server.cancel()
     finished = [result for result in results if result is not None]
     if len(finished) == len(effect.members):

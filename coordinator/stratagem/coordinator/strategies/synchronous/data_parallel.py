@@ -54,11 +54,11 @@ def _shape(job: JobSpec) -> SegmentRules:
     strategy = job.strategy
     assert isinstance(strategy, DataParallel)
     options = strategy.options
+    exchange = _EXCHANGES[type(strategy.aggregation)]
     if isinstance(options.inner, ModelParallel):
         return model_parallel.segment_rules(
-            options.inner, strategy.num_replicas, options.min_replicas
+            options.inner, strategy.num_replicas, options.min_replicas, exchange
         )
-    exchange = _EXCHANGES[type(strategy.aggregation)]
     # Residuals of a codec belong to shards: the owner of a shard has the only copy of its residual.
     has_residuals = job.compression is not None and job.compression.keeps_state
     is_divided = are_models_apart(strategy) or partitions_state(strategy)
@@ -94,20 +94,20 @@ def _check(job: JobSpec) -> list[Violation]:
 
 
 def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
-    """A replica is one worker, or a pipeline whose gradients are all-reduced stage by stage."""
+    """A replica is one worker, or a pipeline whose gradients are summed stage by stage."""
     inner = strategy.options.inner
     if inner is None or isinstance(inner, Local):
         return []
     if not isinstance(inner, ModelParallel):
         message = (
             f"{describe(inner)} cannot be a replica, which takes part in every step; "
-            "Local and ModelParallel can"
+            "Local, ModelParallel and DataParallel can"
         )
         return [Violation("strategy.options.inner", message)]
-    if not isinstance(strategy.aggregation, AllReduce):
+    if isinstance(strategy.aggregation, Decentralized):
         message = (
-            f"{type(strategy.aggregation).__name__!r} does not go together with an inner "
-            "ModelParallel; AllReduce does"
+            "a node of 'Decentralized' is one worker, and no pipeline over several; AllReduce and "
+            "ParameterServer have replicas that are"
         )
         return [Violation("strategy.aggregation.method", message)]
     return [

@@ -24,13 +24,19 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy 
 
 
 def segment_rules(
-    spec: ModelParallel, num_replicas: int = 1, min_replicas: int = 1
+    spec: ModelParallel,
+    num_replicas: int = 1,
+    min_replicas: int = 1,
+    exchange: ExchangeMethod = ExchangeMethod.ALL_REDUCE,
 ) -> SegmentRules:
-    """Return the rules of one pipeline, or of several that share the rows of each batch."""
+    """Return the rules of one pipeline, or of several that share the rows of each batch.
+
+    exchange: of the gradients of equal stages.
+    """
     return SegmentRules(
         num_shards=num_replicas,
         min_members=1,
-        exchange=ExchangeMethod.ALL_REDUCE,
+        exchange=exchange,
         parts_of=part_per_rank,
         is_sole_copy=True,
         place=place_replicas(spec, num_replicas, min_replicas),
