@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.client.local import preloaded_programs
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.process import preloaded_programs
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 

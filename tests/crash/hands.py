@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratagem.client.local import preloaded_programs
+from stratagem.common.process import preloaded_programs
 from tests.crash.rig import until
 from tests.free_ports import free_port
 from tests.repository import ROOT

@@ -13,14 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from stratagem.client.local import parent_guard, preloaded_programs, process_supervisor
-from stratagem.client.local.preloaded_programs import Process
+from stratagem.client.local import process_supervisor
 from stratagem.common.base.errors import (
     ConflictError,
     InvalidInputError,
     NotFoundError,
     UnavailableError,
 )
+from stratagem.common.process import parent_guard, preloaded_programs
+from stratagem.common.process.preloaded_programs import Process
 from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
 from tests.patience import PATIENCE_S
 

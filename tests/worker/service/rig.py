@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from stratagem.client.local import preloaded_programs
+from stratagem.common.process import preloaded_programs
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as cpb

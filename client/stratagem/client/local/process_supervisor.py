@@ -29,8 +29,8 @@ from stratagem.client.local.child_process import (
     stop,
     tail,
 )
-from stratagem.client.local.preloaded_programs import Process, end_descriptor, start
 from stratagem.common.base.errors import NotFoundError, UnavailableError
+from stratagem.common.process.preloaded_programs import Process, end_descriptor, start
 
 log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from torch import nn
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.job import JobSpec, OptimizerSpec, with_fields
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine.optim.optimizers import make_optimizer
+from stratagem.worker.engine.optim.optimizers import make_optimizer, update
 from stratagem.worker.engine.step.state_format import load_optimizer_state, optimizer_state
 from stratagem.worker.models.model_builder import build_shapes
 from stratagem.worker.session.context import ExecutionContext
@@ -110,10 +110,10 @@ def _goes_on(old: OptimizerSpec, new: OptimizerSpec, dims: int, entrypoints: Ent
     before, after = _params(dims), _params(dims)
     first = make_optimizer(old, before, entrypoints=entrypoints)
     second = make_optimizer(new, after, entrypoints=entrypoints)
-    first.step()
+    update(first)
     load_optimizer_state(second, after, *optimizer_state(first, before))
     try:
-        second.step()
+        update(second)
     except Exception:  # of any type, from an optimizer that misses something
         return False
     return True

@@ -19,7 +19,10 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import OptimizerSpec, check_optimizer
 from stratagem.common.job.optimizer.optimizer_section import GroupedRule, UpdateRuleSpec
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
+from stratagem.worker.engine.optim.deferred_compiler import defer_compiler
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
+
+defer_compiler()
 
 _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     name.lower(): kind

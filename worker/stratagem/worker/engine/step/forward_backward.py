@@ -18,6 +18,7 @@ from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.losses import LossValue
 from stratagem.worker.engine.objectives.objective import Objective
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.engine.step.backward_pass import run_backward
 from stratagem.worker.engine.step.logged_sums import LoggedSums, sums_of
 from stratagem.worker.user_code.entrypoints import user_code
 
@@ -172,7 +173,7 @@ class Passes:
             # The bits of the gradient of mean · weight, without the two products.
             begin = self.start.of(mean, loss.weight) if is_weighted else None
             try:
-                root.backward(begin)
+                run_backward(root, begin)
             except RuntimeError as error:
                 raise naming_parameters(error, [root], self.model.named_parameters()) from error
         return LossValue(loss.mean.detach(), float(loss.weight), loss.log)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stratagem.client.local import preloaded_programs
+from stratagem.common.process import preloaded_programs
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
@@ -143,7 +143,7 @@ def test_nothing_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     argv = program(tmp_path, WAIT)
     script = f"""
 import os, signal, sys
-from stratagem.client.local import preloaded_programs as preloaded
+from stratagem.common.process import preloaded_programs as preloaded
 preloaded.PRELOADED = ("wave",)
 with open({str(tmp_path / "log")!r}, "ab") as log:
     process = preloaded.start({argv!r}, os.environ, log, with_input=False)
@@ -184,3 +184,46 @@ def test_nobody_counts_what_is_left_at_the_end(
     assert server._process is not None
     assert server._process.returncode == 0
     assert (tmp_path / "log").read_text() == said
+
+
+@linux_only
+def test_a_program_waits_for_its_own_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, gate, told = (tmp_path / name for name in ("early", "gate", "told"))
+    early.mkdir()
+    (early / "__init__.py").touch()
+    (early / "part.py").touch()
+    (early / "__main__.py").write_text(
+        f"import sys; open({str(told)!r}, 'w').write(str('late' in sys.modules))"
+    )
+    (tmp_path / "late.py").write_text(f"open({str(gate)!r}).close()")
+    for fifo in (gate, told):
+        os.mkfifo(fifo)
+    monkeypatch.setattr(preloaded_programs, "PRELOADED", ("early.part", "late"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = preloaded_programs._ForkServer()
+    with (tmp_path / "log").open("ab") as log:
+        first = server.fork(["-m", "early"], dict(os.environ), log, with_input=False)
+        assert told.read_text() == "False"
+        gate.write_text("")  # the import has waited for this
+        argv = program(tmp_path, "import sys; print('late' in sys.modules)")
+        second = server.fork(argv[1:], dict(os.environ), log, with_input=False)
+        assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (0, 0)
+    server.close()
+    assert (tmp_path / "log").read_text() == "True\n"
+
+
+@linux_only
+def test_a_server_that_nobody_has_asked_for_anything_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text("import signal; signal.pause()")
+    monkeypatch.setattr(preloaded_programs, "PRELOADED", ("endless",))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(preloaded_programs, "_servers", {})
+    preloaded_programs.prepare()
+    (server,) = preloaded_programs._servers.values()
+    server.close()
+    assert server._process is not None
+    assert server._process.returncode == -signal.SIGKILL

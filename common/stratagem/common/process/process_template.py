@@ -1,8 +1,10 @@
 """Becomes one program after another, each in a fork of this process, which has imported them all.
 
-    python -m stratagem.client.local.process_template SOCKET_FD MODULE...
+    python -m stratagem.common.process.process_template SOCKET_FD MODULE...
 
-Importing torch takes longer than everything else that a starting worker does. A request is one
+Importing torch takes longer than everything else that a starting worker does. The modules are
+imported in their order, and between two of them programs are forked that need nothing more: a
+coordinator is up, and holds no torch, while torch is imported for the workers. A request is one
 message of JSON {argv, environment, folder}, argv being [-m, MODULE, ARGUMENT...] or
 [FILE.py, ARGUMENT...], with four descriptors: standard input,
 output and error, and a socket on which the fork's process id and pidfd are answered at once and its
@@ -27,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from stratagem.client.local.parent_guard import PR_SET_PDEATHSIG
-from stratagem.client.local.preloaded_programs import MAX_REQUEST_BYTES
+from stratagem.common.process.parent_guard import PR_SET_PDEATHSIG
+from stratagem.common.process.preloaded_programs import MAX_REQUEST_BYTES
 from stratagem.common.process.process_exit import end
 
 NUM_DESCRIPTORS: Final = 4
@@ -47,38 +49,70 @@ class ForkProgram:
 
 
 def main() -> None:
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a fork's collections would copy every page of what was imported
-    program = _serve(requests)
+    gc.disable()  # a sixth of the time of these imports, and finds nothing
+    template = _Template(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    program = template.serve()
     end(0 if program is None else _become(program))
 
 
-def _serve(requests: socket.socket) -> ForkProgram | None:
-    """Answer requests until their socket is closed. Returns in every fork with its program."""
-    waiting: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, where to answer
-    poller = select.poll()
-    poller.register(requests, select.POLLIN)
-    while True:
-        for descriptor, _ in poller.poll():
-            if descriptor in waiting:
-                poller.unregister(descriptor)
-                _report(descriptor, *waiting.pop(descriptor))
-                continue
-            message, descriptors, _, _ = socket.recv_fds(
-                requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
-            )
-            if not message:
-                return None
-            pid = os.fork()
-            if pid == 0:
-                _detach(requests, waiting, descriptors)
-                return ForkProgram(**json.loads(message))
-            answer = _answer(pid, descriptors)
-            waiting[answer[0]] = (pid, answer[1])
-            poller.register(answer[0], select.POLLIN)
+class _Template:
+    """What has been imported, and the forks that have not ended."""
+
+    def __init__(self, requests: socket.socket, modules: list[str]) -> None:
+        self._requests = requests
+        self._modules, self._missing = modules, list(modules)
+        self._waiting: dict[int, tuple[int, socket.socket]] = {}
+        """By pidfd: process id, where to report its end."""
+        self._poller = select.poll()
+        self._poller.register(requests, select.POLLIN)
+
+    def serve(self) -> ForkProgram | None:
+        """Answer requests until their socket is closed. Returns in every fork with its program."""
+        while True:
+            can_wait = not self._missing
+            for descriptor, _ in self._poller.poll(None if can_wait else 0):
+                if descriptor in self._waiting:
+                    self._poller.unregister(descriptor)
+                    _report(descriptor, *self._waiting.pop(descriptor))
+                elif can_wait or self._can_serve_next():
+                    is_over, program = self._serve_one()
+                    if is_over:
+                        return program
+            if self._missing:
+                importlib.import_module(self._missing[0])
+                del self._missing[0]
+
+    def _can_serve_next(self) -> bool:
+        """Whether all is imported that the next program needs: what is named of its own package,
+        or everything if nothing is."""
+        message = self._requests.recv(MAX_REQUEST_BYTES, socket.MSG_PEEK)
+        if not message:
+            return True
+        argv = json.loads(message)["argv"]
+        if argv[0] != "-m":
+            return False
+        own = {module for module in self._modules if module.startswith(f"{argv[1]}.")}
+        return bool(own) and own.isdisjoint(self._missing)
+
+    def _serve_one(self) -> tuple[bool, ForkProgram | None]:
+        """Fork the next program. Returns whether this process goes on as something else, and as
+        what; None: nobody will ask any more."""
+        message, descriptors, _, _ = socket.recv_fds(
+            self._requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
+        )
+        if not message:
+            return True, None
+        gc.collect()
+        gc.freeze()  # a fork's collections would copy every page of what was imported
+        pid = os.fork()
+        if pid == 0:
+            gc.enable()
+            _detach(self._requests, self._waiting, descriptors)
+            return True, ForkProgram(**json.loads(message))
+        pidfd, channel = _answer(pid, descriptors)
+        self._waiting[pidfd] = (pid, channel)
+        self._poller.register(pidfd, select.POLLIN)
+        return False, None
 
 
 def _answer(pid: int, descriptors: list[int]) -> tuple[int, socket.socket]:

@@ -1,7 +1,8 @@
 """Starts programs as forks of one process that has imported them: in a tenth of the time.
 
-Owns the fork server of this process (process_template.py): started when it is first wanted, again
-when it has died, and gone with this process. Programs that it cannot run the same way are started
+Owns the fork server of this process (process_template.py): started when it is first wanted, or
+before that by who knows that it will be, again when it has died, and gone with this process.
+Imports nothing that takes time. Programs that it cannot run the same way are started
 as usual: other systems than Linux, other interpreters, and an environment whose difference a
 library would have read while it was loaded.
 """
@@ -19,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, Final, Protocol, TypeAlias
 
-from stratagem.client.local.parent_guard import guarded
+from stratagem.common.process.parent_guard import guarded
 
 PRELOADED: Final = (
-    "stratagem.worker.process.worker_main",
     "stratagem.coordinator.process.main",
-    "torch._dynamo",
+    "torch",
+    "stratagem.worker.process.worker_main",
 )
+"""In this order: a coordinator needs no torch, and starts while that is imported."""
 READ_WHILE_LOADED: Final = (
     *("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_"),
     *("ATEN_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_", "NCCL_", "GRPC_", "TRITON_", "NPY_"),
@@ -75,6 +77,12 @@ def start(
         env=dict(environment),
         start_new_session=True,  # Ctrl-C in the terminal is ours to handle
     )
+
+
+def prepare() -> None:
+    """Begin to import what programs in this process's environment will need, in the background."""
+    if sys.platform == "linux" and (server := _server_for(os.environ)) is not None:
+        server.start()
 
 
 def end_descriptor(process: Process) -> int:
@@ -140,6 +148,13 @@ class _ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
         self._owner = 0
+        self._is_used = False
+        """It was asked for a program."""
+
+    def start(self) -> None:
+        """Begin to import; nothing is wanted yet."""
+        with self._lock:
+            self._ensure()
 
     def fork(
         self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], with_input: bool
@@ -161,6 +176,7 @@ class _ForkServer:
             streams = [stdin, log.fileno(), log.fileno(), theirs.fileno()]
             with self._lock:
                 requests = self._ensure()
+                self._is_used = True
                 try:
                     socket.send_fds(requests, [json.dumps(request).encode()], streams)
                 except OSError:
@@ -204,14 +220,14 @@ class _ForkServer:
             return self._requests
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST_BYTES)
-        self._owner = os.getpid()
+        self._owner, self._is_used = os.getpid(), False
         number = str(theirs.fileno())
         with theirs:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
-                    "stratagem.client.local.process_template",
+                    "stratagem.common.process.process_template",
                     number,
                     *PRELOADED,
                 ],
@@ -226,6 +242,8 @@ class _ForkServer:
         assert self._requests is not None
         assert self._process is not None
         self._requests.close()
+        if not self._is_used:
+            self._process.kill()  # it may be importing for seconds, for nobody
         self._process.wait()
         self._requests = None
 

@@ -1,0 +1,38 @@
+"""Keeps torch's optimizers from importing torch's compiler, which takes 0.7 s, before a step.
+
+torch keeps its compiler out of some methods of optimizers, and to do so imports the whole of it at
+their first call, even where nothing is ever compiled. A compiler that nobody has imported compiles
+nothing: until somebody does, these methods are called as they are, and from then on as torch calls
+them. Nothing is changed where torch is not built as this expects.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+GUARDED: Final = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+COMPILER: Final = "torch._dynamo"
+CHOSEN: Final = "__dynamo_disable"
+"""What the guard of a method calls in its place, where it has found that out once."""
+
+
+def defer_compiler() -> None:
+    """Let optimizers be made, emptied, saved and loaded without the compiler."""
+    for name in GUARDED:
+        guard = getattr(torch.optim.Optimizer, name)
+        method = getattr(guard, "__wrapped__", None)
+        if method is not None and not hasattr(method, CHOSEN):
+            setattr(method, CHOSEN, _until_compiler(guard, method))
+
+
+def _until_compiler(guard: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if COMPILER not in sys.modules:
+            return method(*args, **kwargs)
+        if getattr(method, CHOSEN, None) is call:
+            delattr(method, CHOSEN)
+        return guard(*args, **kwargs)
+
+    return call
