@@ -124,6 +124,11 @@ WITH_CLIENT_STATE = {
     "worker.client_state.after_sync",
 }
 """Reached by workers whose clients keep something to themselves; see test_client_states.py."""
+WITH_MERGED_METRICS = {
+    "coordinator.sums.merged",
+    "worker.sums.measured",
+}
+"""Reached where sites say the states of metrics; see test_client_states.py."""
 LATER_HITS = {
     "coordinator.segment.trained": (3,),
     "coordinator.commit.pulled": (2,),

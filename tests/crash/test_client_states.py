@@ -12,7 +12,7 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.common.job import JobSpec
 from tests.cluster.jobs import ALLOWED, assert_same_bits, gates_in
-from tests.crash.failpoint_table import WITH_CLIENT_STATE
+from tests.crash.failpoint_table import WITH_CLIENT_STATE, WITH_MERGED_METRICS
 from tests.crash.jobs import Job, crash_job, federated
 from tests.crash.rig import WORKER_TTL_S, Rig, events_of, outcome_of
 from tests.jobs import user_data
@@ -33,8 +33,10 @@ kwargs = {{folder = "{folder}", client_id = {number}, num_clients = 2}}
 [[accept]]
 data = ["ward"]
 entrypoints = ["tests.userland.*:*"]
-metrics = ["accuracy"]
+metrics = ["accuracy", "tests.userland.metrics:ClassCounts"]
 """
+COUNTS = "tests.userland.metrics:ClassCounts"
+"""Its states are sums: they are merged after each round."""
 
 
 @dataclass
@@ -91,20 +93,22 @@ def ward_job(options: Job, **sections: Any) -> Job:
     ids=["layers", "control"],
 )
 def test_no_crash_changes_what_clients_keep(sites: SiteRig, options: Job) -> None:
-    """Every kill is in a round of its own."""
+    """Every kill is in a round of its own, or in its evaluation."""
     rig = sites.rig
-    job = ward_job(options, evaluation={"split": "train", "metrics": ["accuracy"]})
+    job = ward_job(options, evaluation={"split": "train", "metrics": ["accuracy", COUNTS]})
     rig.settle()
     assert {
         "worker.client_state.before_sync",
         "worker.client_state.after_sync",
     } == WITH_CLIENT_STATE
+    assert {"coordinator.sums.merged", "worker.sums.measured"} == WITH_MERGED_METRICS
 
     def trained() -> tuple[Any, Any, list[bytes]]:
         with rig.running(job) as run:
             outcome = outcome_of(run)
             files = [sites.kept(run.run_id, n) / f"round-{ROUNDS}.safetensors" for n in (0, 1)]
             assert run.status().reproducible
+            assert run.status().metrics[f"train.{COUNTS}.rows"] == 46
             return outcome.digests, outcome.metrics, [_tensors(file) for file in files]
 
     expected = trained()
@@ -113,6 +117,8 @@ def test_no_crash_changes_what_clients_keep(sites: SiteRig, options: Job) -> Non
         rig.armed("worker-0", "worker.client_state.after_sync", 2),
         rig.armed("coordinator", "coordinator.round.pulled", 6),
         rig.armed("coordinator", "coordinator.round.folded", 3),
+        rig.armed("coordinator", "coordinator.sums.merged", 1),
+        rig.armed("worker-0", "worker.sums.measured"),
     ):
         disturbed = trained()
     assert disturbed == expected

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tests.userland.models import NUM_CLASSES
+
 
 def macro_f1(outputs: Tensor, targets: Tensor) -> float:
     """The mean over classes of F1: no mean over batches of anything."""
@@ -52,3 +54,60 @@ def best_class(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def agreement(guesses: Tensor, targets: Tensor) -> Tensor:
     return (guesses == targets).double().mean()
+
+
+class ClassCounts:
+    """Macro-F1 from counts by class: all of its state is added up."""
+
+    summed_states = ("hits", "claims", "num_rows")
+
+    def __init__(self) -> None:
+        self.hits, self.claims = torch.zeros(2, NUM_CLASSES, dtype=torch.int64)
+        self.num_rows = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        guesses = output.argmax(1)
+        self.hits += torch.bincount(target[guesses == target], minlength=NUM_CLASSES)
+        for each in (guesses, target):
+            self.claims += torch.bincount(each, minlength=NUM_CLASSES)
+        self.num_rows += len(target)
+
+    def compute(self) -> dict[str, float]:
+        scores = 2 * self.hits.double() / self.claims.clamp(min=1)
+        return {"f1": float(scores.mean()), "rows": float(self.num_rows)}
+
+
+def dim_zero_sum(states: Tensor) -> Tensor:
+    """What torchmetrics makes of dist_reduce_fx="sum"."""
+    return states.sum(0)
+
+
+class Confidence:
+    """The mean of the largest probabilities, as a metric of torchmetrics keeps its states."""
+
+    def __init__(self) -> None:
+        self._defaults = {"total": torch.zeros(()), "count": torch.zeros((), dtype=torch.int64)}
+        self._reductions = dict.fromkeys(self._defaults, dim_zero_sum)
+        self.total, self.count = (each.clone() for each in self._defaults.values())
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.total = self.total + output.softmax(1).amax(1).sum()
+        self.count = self.count + len(target)
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class KeptRows(Confidence):
+    """Keeps its rows, as torchmetrics does for curves without thresholds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Tensor] = []
+        vars(self).update(_defaults={"rows": []}, _reductions={"rows": torch.cat})
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.rows.append(output)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.rows).mean()

@@ -85,6 +85,7 @@ class ExecuteRequest(_message.Message):
     EVALUATE_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
     SHOW_FIELD_NUMBER: _builtins.int
+    MEASURE_SUMS_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     """With session, the idempotency key: the number of the segment, round or generation."""
     job_json: _builtins.str
@@ -117,6 +118,8 @@ class ExecuteRequest(_message.Message):
     def measure(self) -> Global___MeasurePlan: ...
     @_builtins.property
     def show(self) -> Global___ShowPlan: ...
+    @_builtins.property
+    def measure_sums(self) -> Global___MeasureSumsPlan: ...
     def __init__(
         self,
         *,
@@ -133,12 +136,13 @@ class ExecuteRequest(_message.Message):
         evaluate: Global___EvaluatePlan | None = ...,
         measure: Global___MeasurePlan | None = ...,
         show: Global___ShowPlan | None = ...,
+        measure_sums: Global___MeasureSumsPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "plan", b"plan", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "measure", b"measure", "measure_sums", b"measure_sums", "plan", b"plan", "session", b"session", "show", b"show", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "known_rows", b"known_rows", "measure", b"measure", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "submitted_by", b"submitted_by", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "evaluate", b"evaluate", "fence", b"fence", "job_json", b"job_json", "known_rows", b"known_rows", "measure", b"measure", "measure_sums", b"measure_sums", "numerics", b"numerics", "plan", b"plan", "segment", b"segment", "session", b"session", "show", b"show", "submitted_by", b"submitted_by", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure", "show"]  # noqa: Y015
+    _WhichOneofReturnType_plan: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "measure", "show", "measure_sums"]  # noqa: Y015
     _WhichOneofArgType_plan: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_plan) -> _WhichOneofReturnType_plan | None: ...
 
@@ -534,12 +538,15 @@ class EvaluatePlan(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     CLIENT_STATE_FIELD_NUMBER: _builtins.int
+    WANTS_SUMS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     size: _builtins.int
     count: _builtins.int
     """0 is 1."""
     client: _builtins.int
     """Where a client evaluates with what it has kept of a round: which client, and what."""
+    wants_sums: _builtins.bool
+    """The rows are those of one client of several: OwnMetrics.sums of them are wanted."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     @_builtins.property
@@ -556,10 +563,11 @@ class EvaluatePlan(_message.Message):
         count: _builtins.int = ...,
         client: _builtins.int = ...,
         client_state: Global___ClientStateRef | None = ...,
+        wants_sums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client_state", b"client_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "client_state", b"client_state", "count", b"count", "rank", b"rank", "size", b"size", "splits", b"splits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "client_state", b"client_state", "count", b"count", "rank", b"rank", "size", b"size", "splits", b"splits", "wants_sums", b"wants_sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -594,6 +602,36 @@ class MeasurePlan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeasurePlan: _TypeAlias = MeasurePlan  # noqa: Y015
+
+@_typing.final
+class MeasureSumsPlan(_message.Message):
+    """Computes the user's own metrics from states that are the sums of those of all clients."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMS_FIELD_NUMBER: _builtins.int
+    SPLITS_FIELD_NUMBER: _builtins.int
+    NUM_CLIENTS_FIELD_NUMBER: _builtins.int
+    num_clients: _builtins.int
+    """How many clients they are of. A plan with more of them is another one."""
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricState]: ...
+    @_builtins.property
+    def splits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        sums: _abc.Iterable[Global___MetricState] | None = ...,
+        splits: _abc.Iterable[_builtins.str] | None = ...,
+        num_clients: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_clients", b"num_clients", "splits", b"splits", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureSumsPlan: _TypeAlias = MeasureSumsPlan  # noqa: Y015
 
 @_typing.final
 class ShowPlan(_message.Message):
@@ -960,6 +998,7 @@ class ExecuteResult(_message.Message):
     INTERRUPTED_FIELD_NUMBER: _builtins.int
     MEASURE_FIELD_NUMBER: _builtins.int
     SHOW_FIELD_NUMBER: _builtins.int
+    MEASURE_SUMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def build(self) -> Global___BuildResult: ...
     @_builtins.property
@@ -976,6 +1015,8 @@ class ExecuteResult(_message.Message):
     def measure(self) -> Global___OwnMetrics: ...
     @_builtins.property
     def show(self) -> Global___Shown: ...
+    @_builtins.property
+    def measure_sums(self) -> Global___OwnMetrics: ...
     def __init__(
         self,
         *,
@@ -987,12 +1028,13 @@ class ExecuteResult(_message.Message):
         interrupted: Global___Interrupted | None = ...,
         measure: Global___OwnMetrics | None = ...,
         show: Global___Shown | None = ...,
+        measure_sums: Global___OwnMetrics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "show", b"show", "train", b"train"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "measure_sums", b"measure_sums", "outcome", b"outcome", "show", b"show", "train", b"train"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "outcome", b"outcome", "show", b"show", "train", b"train"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "client_round", b"client_round", "error", b"error", "evaluate", b"evaluate", "interrupted", b"interrupted", "measure", b"measure", "measure_sums", b"measure_sums", "outcome", b"outcome", "show", b"show", "train", b"train"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "error", "interrupted", "measure", "show"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["build", "train", "client_round", "evaluate", "error", "interrupted", "measure", "show", "measure_sums"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -1475,6 +1517,7 @@ class OwnMetrics(_message.Message):
 
     ARE_MEASURED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     are_measured: _builtins.bool
     """False: others have batches, too. What this member has kept of its own is there for
     GetState.outputs, and metrics is empty.
@@ -1483,19 +1526,65 @@ class OwnMetrics(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """By "<split>.<metric>"; a metric that has several values has a name for each of them."""
 
+    @_builtins.property
+    def sums(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricState]:
+        """Where EvaluatePlan.wants_sums says so: what the metrics were computed from, of those of them whose
+        states are added up. At most 65536 numbers.
+        """
+
     def __init__(
         self,
         *,
         are_measured: _builtins.bool = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        sums: _abc.Iterable[Global___MetricState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_measured", b"are_measured", "metrics", b"metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_measured", b"are_measured", "metrics", b"metrics", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OwnMetrics: _TypeAlias = OwnMetrics  # noqa: Y015
+
+@_typing.final
+class MetricState(_message.Message):
+    """A state of a metric of the user's own: numbers of fixed size, which are added up over clients."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METRIC_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    metric: _builtins.str
+    """"<split>.<metric>"."""
+    name: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One of the two, as many as the shape says."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        metric: _builtins.str = ...,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        numbers: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "metric", b"metric", "name", b"name", "numbers", b"numbers", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetricState: _TypeAlias = MetricState  # noqa: Y015
 
 @_typing.final
 class EvaluationPart(_message.Message):

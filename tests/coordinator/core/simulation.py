@@ -23,6 +23,7 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     JudgeUpdates,
+    MergeMetrics,
     PostKeys,
     Release,
     RouteShares,
@@ -41,6 +42,7 @@ from stratagem.coordinator.core.facts import (
     Fact,
     KeysPosted,
     Member,
+    MetricsMerged,
     ModelBuilt,
     RoundAccounted,
     RowsSpent,
@@ -361,6 +363,16 @@ def do(effect: Effect) -> list[Fact]:
             return [
                 ClientEvaluated(
                     party=effect.party, segment=effect.base.segment, client=client, sums=sums
+                )
+            ]
+        case MergeMetrics():
+            return [
+                MetricsMerged(
+                    party=effect.party,
+                    segment=effect.segment,
+                    clients=tuple(client for client, _ in effect.states),
+                    worker_id=effect.member.worker_id,
+                    metrics=dict.fromkeys(effect.metrics, 0.25),
                 )
             ]
         case EvaluateState():

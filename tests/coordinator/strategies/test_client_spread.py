@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.evaluation.client_spread import of_metric, range_of, without_spreads
 from stratagem.coordinator.core.commands import Refusal, Report
@@ -15,8 +15,6 @@ from stratagem.coordinator.core.effects import EvaluateState
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import ROOT, ClientEvaluated, Evaluated
 from stratagem.coordinator.core.state_machine.pending_effects import pending
-from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
-from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.evaluation.client_spread_metrics import over_clients, spread
 from stratagem.coordinator.strategies.evaluation.commit_metrics import is_evaluated
 from tests.coordinator.core.jobs import FEDERATED, job_text
@@ -91,29 +89,6 @@ def test_an_evaluation_has_the_spread_and_says_its_range() -> None:
     assert all(is_evaluated(job, name) for name in found.metrics)
     assert not is_evaluated(job, "train.loss.client_min")
     assert of_metric("test.accuracy.client_p90") == "test.accuracy"
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "path"),
-    [
-        ({"best": OWN, "mode": "max"}, "evaluation.best"),
-        (
-            {"stop": {"metric": OWN, "mode": "min", "patience": 1}},
-            "evaluation.stop.metric",
-        ),
-    ],
-)
-def test_nothing_follows_an_own_metric_over_rows_that_are_nowhere_together(
-    evaluation: dict[str, object], path: str
-) -> None:
-    def objections(**more: object) -> list[Violation]:
-        return objections_to(JobSpec.from_json(local(metrics=[OWN], **more)), BUILT_IN)
-
-    (found,) = objections(**evaluation)
-    assert found.field == path
-    assert f"write {OWN}.client_mean" in found.message
-    assert not objections()
-    assert not objections(best=f"{OWN}.client_mean", mode="max")
 
 
 def test_what_is_no_metric_is_refused_as_before() -> None:

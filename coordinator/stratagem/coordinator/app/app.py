@@ -33,6 +33,7 @@ from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
     BlobsHeld,
+    ClientEvaluated,
     CommitUploaded,
     Evaluated,
     Fact,
@@ -446,6 +447,8 @@ def _written_for(fact: Fact) -> tuple[Digest, ...]:
             return (fact.listed,)
         case UpdateReceived():
             return (fact.client_state,) if fact.client_state else ()
+        case ClientEvaluated():
+            return (fact.states,) if fact.states else ()
         case _:
             return ()
 

@@ -335,6 +335,20 @@ class EvaluateState:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeMetrics:
+    """Add up what clients have said of their metrics, and have a worker compute the values."""
+
+    run_id: RunId
+    party: Party
+    segment: int
+    member: Member
+    states: tuple[tuple[int, Digest], ...]
+    """Of each client, in order: the blob with its states."""
+    metrics: tuple[str, ...]
+    """ "<split>.<metric>"; states of others are left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Have the workers drop the sessions of an ended run."""
 
@@ -356,6 +370,7 @@ Effect = (
     | JudgeUpdates
     | AggregateRound
     | EvaluateState
+    | MergeMetrics
     | Release
 )
 
@@ -365,7 +380,7 @@ def slots(effect: Effect) -> frozenset[Member]:
     match effect:
         case RunSegment() | EvaluateState():
             return frozenset(effect.members)
-        case Build() | TrainClient():
+        case Build() | TrainClient() | MergeMetrics():
             return frozenset({effect.member})
         case CommitSegment() | UploadCommit():
             return frozenset()

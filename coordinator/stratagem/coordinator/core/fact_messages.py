@@ -189,6 +189,13 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         if e.reason
         else f"segment {e.segment}: evaluated by client {e.client}"
     ),
+    "MetricsMerged": lambda e: (
+        f"segment {e.segment}: metrics of {counted(len(e.clients), 'client')} could not be merged: "
+        f"{e.reason}"
+        if e.reason
+        else f"segment {e.segment}: {counted(len(e.clients), 'client')} merged: "
+        f"{metrics_text(e.metrics)}"
+    ),
     "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
     "ClientsJoined": lambda e: f"joined: {_few([_client(binding) for binding in e.clients])}",
     "ClientLeft": lambda e: f"client {e.client} has left: {e.reason}",

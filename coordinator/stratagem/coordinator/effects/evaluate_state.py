@@ -7,6 +7,7 @@ the others, which answer at once for what they have evaluated already.
 
 from functools import partial
 
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import Digest, child_party
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
@@ -22,6 +23,7 @@ from stratagem.coordinator.effects.execution.execute_plan import (
 )
 from stratagem.coordinator.effects.federated.client_failures import log_error
 from stratagem.coordinator.effects.federated.client_states import client_state_ref
+from stratagem.coordinator.effects.federated.merge_metrics import kept_states, summed
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
@@ -51,14 +53,8 @@ async def evaluate_state(env: EffectContext, effect: EvaluateState) -> None:
     failpoint("coordinator.evaluation.gathered")
     parts = [part for result in finished for part in result.parts]
     if effect.client is not None:
-        by_client = [result.own_metrics.metrics for result in finished]
-        said = ClientEvaluated(
-            party=party,
-            segment=segment,
-            client=effect.client,
-            sums=sums_of(parts),
-            own={name: value for each in by_client for name, value in each.items()},
-        )
+        (result,) = finished
+        said = await _said(env, effect, effect.client, result)
         await env.report(effect.run_id, said)
         return
     metrics, predictions = fold_parts(parts, env.metrics_of(effect.run_id, party)), Digest("")
@@ -117,6 +113,7 @@ async def _evaluate(
         size=effect.num_shards,
         client=effect.client or 0,
         client_state=client_state_ref(effect.client_state),
+        wants_sums=effect.client is not None,
     )
     at = _session(effect, member)
     request = env.request(effect.party, at, effect.base.segment, evaluate=plan)
@@ -132,6 +129,26 @@ async def _evaluate(
         failed=failed,
     )
     return None if result is None else result.evaluate
+
+
+async def _said(
+    env: EffectContext, effect: EvaluateState, client: int, result: worker_pb2.EvaluateResult
+) -> ClientEvaluated:
+    """Return what a client has said of its rows; the states of its metrics are stored by then."""
+    own = result.own_metrics
+    said = ClientEvaluated(
+        party=effect.party,
+        segment=effect.base.segment,
+        client=client,
+        sums=sums_of(result.parts),
+        own=dict(own.metrics),
+        summed=summed(own.sums),
+    )
+    try:
+        return said.model_copy(update={"states": await kept_states(env, own.sums)})
+    except InvalidInputError as error:
+        nothing = {"sums": {}, "own": {}, "summed": (), "reason": str(error)}
+        return said.model_copy(update=nothing)
 
 
 async def _fail_client(

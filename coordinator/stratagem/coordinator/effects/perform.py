@@ -14,6 +14,7 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     JudgeUpdates,
+    MergeMetrics,
     PostKeys,
     Release,
     RouteShares,
@@ -31,6 +32,7 @@ from stratagem.coordinator.effects.federated.account_round import account_round
 from stratagem.coordinator.effects.federated.aggregate_round import aggregate_round
 from stratagem.coordinator.effects.federated.collect_update import collect_update
 from stratagem.coordinator.effects.federated.judge_updates import judge_updates
+from stratagem.coordinator.effects.federated.merge_metrics import merge_metrics
 from stratagem.coordinator.effects.federated.sum_region import sum_region
 from stratagem.coordinator.effects.federated.train_client import train_client
 from stratagem.coordinator.effects.secure_aggregation.exchange_keys import exchange
@@ -95,6 +97,8 @@ async def _perform(env: EffectContext, effect: Effect) -> None:
             await train_client(env, effect)
         case PostKeys() | RouteShares():
             await exchange(env, effect)
+        case MergeMetrics():
+            await merge_metrics(env, effect)
         case AccountRound() | JudgeUpdates() | AggregateRound() | CollectUpdate() | SumRegion():
             await _perform_of_round(env, effect)
         case EvaluateState():

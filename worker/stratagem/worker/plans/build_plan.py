@@ -25,7 +25,11 @@ from stratagem.worker.engine.step.state_format import (
 )
 from stratagem.worker.models.file_storage import FileStorage
 from stratagem.worker.models.model_fit import checks_of_the_model
-from stratagem.worker.plans.built_job_checks import check_built, check_resumed_state
+from stratagem.worker.plans.built_job_checks import (
+    check_built,
+    check_followed_at_clients,
+    check_resumed_state,
+)
 from stratagem.worker.plans.federated.client_state import check_personal, personal, shared
 from stratagem.worker.plans.federated.control_variates import (
     check_control,
@@ -52,6 +56,7 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
         check_rows_apart(work.job, built.model)
         check_personal(work.job, built.model)
         check_control(work.job, built.model, built.setup.callbacks)
+        check_followed_at_clients(work.job, built.setup.evaluator.own)
     if initial is not None:
         metadata = _begin_from(work, initial, built.model)
         if initial.resume:

@@ -6,8 +6,10 @@ from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import InitialSpec, JobSpec
+from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
 from stratagem.common.model.stage_partition import plan_stages
 from stratagem.common.strategy import Federated, ModelParallel, Strategy
+from stratagem.worker.engine.objectives.own_metrics import OwnMetrics
 from stratagem.worker.models.model_nodes import check_not_shared, program_of
 
 
@@ -35,6 +37,36 @@ def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> 
             for violation in error.violations
         ]
         raise InvalidInputError(violations=violations) from None
+
+
+def check_followed_at_clients(job: JobSpec, own: OwnMetrics | None) -> None:
+    """Check that what follows a metric of the user's own over rows that are nowhere together names
+    one that has a value over all of them.
+
+    Raises InvalidInputError.
+    """
+    spec, strategy = job.evaluation, job.strategy
+    if spec is None or own is None or job.data.worker_local is None:
+        return
+    if not isinstance(strategy, Federated):
+        return
+    plateau = None if job.optimizer is None else job.optimizer.plateau
+    followed = {
+        "evaluation.best": spec.best,
+        "evaluation.stop.metric": spec.stop and spec.stop.metric,
+        "optimizer.schedule.metric": plateau and plateau.metric,
+    }
+    for path, name in followed.items():
+        if not name or name.endswith(f".{CLIENT_MEAN}"):
+            continue
+        metric = next((m for m in own.measures if f"{name}.".startswith(f"{m}.")), None)
+        if metric is not None and not own.are_sums(metric):
+            text = (
+                f'"{name}" has no value over all rows: with data.worker_local each client measures '
+                f"it on its own, and only objects whose states are sums are merged; write "
+                f"{name}.{CLIENT_MEAN}"
+            )
+            raise InvalidInputError.at(path, text)
 
 
 def check_resumed_state(

@@ -56,7 +56,7 @@ def evaluate_state(
     parts = [segment.evaluated[batch] for batch in share if batch in segment.evaluated]
     own = None
     if len(parts) == len(share):  # or another share is asked for by now
-        own = own_metrics(work, evaluator, plan.splits, parts)
+        own = own_metrics(work, evaluator, plan.splits, parts, wants_sums=plan.wants_sums)
     result = pb.EvaluateResult(
         parts=list(parts_to_proto(parts)),
         own_metrics=own,

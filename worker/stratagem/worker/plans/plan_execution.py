@@ -23,7 +23,7 @@ from stratagem.worker.engine.numerics.memory_modes import give_back
 from stratagem.worker.plans.build_plan import build
 from stratagem.worker.plans.client_round import client_round
 from stratagem.worker.plans.evaluate_plan import evaluate_state
-from stratagem.worker.plans.measure_plan import measure
+from stratagem.worker.plans.measure_plan import measure, measure_sums
 from stratagem.worker.plans.plan_errors import USERS_FAULT, typed_errors, users_fault
 from stratagem.worker.plans.show_plan import show
 from stratagem.worker.plans.supported_settings import check_supported
@@ -65,6 +65,7 @@ class ExecutionPhase(Enum):
 
 def key_of(request: pb.ExecuteRequest) -> Key:
     lineage = request.train.lineage or request.measure.lineage or request.show.lineage
+    lineage = lineage or request.measure_sums.num_clients
     return Key(lineage, request.segment, request.WhichOneof("plan") or "")
 
 
@@ -328,6 +329,9 @@ def _run_plan(work: ExecutionContext, segment: Segment) -> tuple[pb.ExecuteResul
             return evaluate_state(work, request.evaluate, segment)
         case "measure":
             return pb.ExecuteResult(measure=measure(work, request.measure)), membership
+        case "measure_sums":
+            found = measure_sums(work, request.measure_sums)
+            return pb.ExecuteResult(measure_sums=found), membership
         case "show":
             return pb.ExecuteResult(show=show(work, request.show)), membership
         case _:
@@ -338,7 +342,7 @@ def _start_readers(work: ExecutionContext) -> None:
     """Start the readers of a job while its party still meets; the stages of a pipeline that read
     nothing have none."""
     request = work.request
-    if request.WhichOneof("plan") in ("measure", "show") or request.train.ranks:
+    if request.WhichOneof("plan") in ("measure", "measure_sums", "show") or request.train.ranks:
         return
     readers = work.readers()
     if readers is not None:

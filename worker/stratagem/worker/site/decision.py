@@ -20,7 +20,7 @@ from stratagem.common.strategy import All, Federated, Random
 from stratagem.worker.site.site_file import AcceptRule, SiteFile
 from stratagem.worker.site.windows import opening, parse_window, told
 
-PLANS: Final = ("build", "client_round", "evaluate")
+PLANS: Final = ("build", "client_round", "evaluate", "measure_sums")
 """What a site is asked for by the coordinator of a federation; nothing else is carried out."""
 
 LEAST_THRESHOLD: Final = 2 / 3
@@ -281,7 +281,7 @@ def _against_code(site: SiteFile, rule: AcceptRule, job: JobSpec) -> Iterator[_A
 
 
 def _against_metrics(rule: AcceptRule, offer: Offer) -> Iterator[_Against]:
-    if offer.plan == "evaluate" and rule.report == "none":
+    if offer.plan in ("evaluate", "measure_sums") and rule.report == "none":
         yield _Against("report", "none: the site evaluates nothing for others")
     strategy = offer.job.strategy
     if isinstance(strategy, Federated) and strategy.options.q is not None and rule.report == "none":

@@ -48,9 +48,11 @@ class Disclosure:
                 return pb.ExecuteResult(client_round=self._round(result.client_round))
             case "evaluate":
                 told = pb.EvaluateResult(parts=self._parts(result.evaluate))
-                if own := self._own_metrics(result.evaluate.own_metrics):
-                    told.own_metrics.CopyFrom(pb.OwnMetrics(metrics=own, are_measured=True))
+                if (own := self._own_metrics(result.evaluate.own_metrics)).metrics:
+                    told.own_metrics.CopyFrom(own)
                 return pb.ExecuteResult(evaluate=told)
+            case "measure_sums":
+                return pb.ExecuteResult(measure_sums=self._own_metrics(result.measure_sums))
             case "build" | "error" | "interrupted":
                 return result
             case other:
@@ -87,16 +89,21 @@ class Disclosure:
                     total.sums[name] += value
         return list(whole.values()) if self.tells_loss else []
 
-    def _own_metrics(self, done: pb.OwnMetrics) -> dict[str, float]:
+    def _own_metrics(self, done: pb.OwnMetrics) -> pb.OwnMetrics:
         """Return those of the job's own that the site allows: values "<split>.<metric>", or
-        "<split>.<metric>.<key>" of a metric with several."""
-        if not self.tells_loss:
-            return {}
-        return {
-            name: value
-            for name, value in sorted(done.metrics.items())
-            if any(f"{name.partition('.')[2]}.".startswith(f"{each}.") for each in self.metrics)
-        }
+        "<split>.<metric>.<key>" of a metric with several; and the states of the same ones."""
+        told = pb.OwnMetrics(are_measured=True)
+        if self.tells_loss:
+            told.metrics.update(
+                {name: value for name, value in done.metrics.items() if self._is_allowed(name)}
+            )
+            told.sums.extend(state for state in done.sums if self._is_allowed(state.metric))
+        return told
+
+    def _is_allowed(self, name: str) -> bool:
+        """Return whether the rule names the metric that "<split>.<metric>" is, or is a part of."""
+        metric = name.partition(".")[2]
+        return any(f"{metric}.".startswith(f"{each}.") for each in self.metrics)
 
     def _may_tell(self, name: str) -> bool:
         return name.removeprefix(WEIGHT) in self.metrics | {LOSS}

@@ -130,8 +130,9 @@ class AcceptRule(Section):
     differential privacy, all runs together may spend on a data set. min_clients: the updates that
     each round must at least be made of. code: which code may come with it: none, signed:FILE with
     the public keys that may have signed it, or a list of "sha256:DIGEST". metrics: what evaluation
-    may compute, beside the loss. report: sums tells the mean loss, and the sums of metrics over all
-    rows; none tells neither. windows: when, as "Mon-Fri 19:00-06:00"; always unless set.
+    may compute, beside the loss. report: sums tells the mean loss, the sums of metrics over all
+    rows, and the states of metrics that are sums; none tells nothing of them. windows: when, as
+    "Mon-Fri 19:00-06:00"; always unless set.
     """
 
     data: NonEmptyItems[Name]

@@ -35,6 +35,7 @@ from stratagem.coordinator.core.facts.federated_facts import ClientsAssigned as 
 from stratagem.coordinator.core.facts.federated_facts import ClientsSelected as ClientsSelected
 from stratagem.coordinator.core.facts.federated_facts import ClientStateLost as ClientStateLost
 from stratagem.coordinator.core.facts.federated_facts import Excused as Excused
+from stratagem.coordinator.core.facts.federated_facts import MetricsMerged as MetricsMerged
 from stratagem.coordinator.core.facts.federated_facts import RosterFormed as RosterFormed
 from stratagem.coordinator.core.facts.federated_facts import RoundClosed as RoundClosed
 from stratagem.coordinator.core.facts.federated_facts import RoundWaits as RoundWaits
@@ -107,6 +108,7 @@ Fact = (
     | SoleCopiesLost
     | Evaluated
     | ClientEvaluated
+    | MetricsMerged
     | RosterFormed
     | ClientsJoined
     | ClientLeft

@@ -21,6 +21,25 @@ class ClientEvaluated(Value):
     """True when it has left the federation before it could evaluate, which is no failure."""
     own: Mapping[str, Number] = {}
     """Metrics of the user's own, of the client's rows alone."""
+    summed: tuple[str, ...] = ()
+    """Those of them, "<split>.<metric>", whose states are sums and may be merged."""
+    states: Digest = Digest("")
+    """The blob with these states; "" where there are none."""
+
+
+class MetricsMerged(Value):
+    """A worker has computed metrics of the user's own from the states of all clients, or could not;
+    see effects.federated.merge_metrics."""
+
+    party: Party
+    segment: int
+    clients: tuple[int, ...]
+    """Whose states, in the order in which they were added."""
+    worker_id: WorkerId
+    """Empty: no worker was asked, as the states do not go together."""
+    metrics: Mapping[str, Number] = {}
+    reason: str = ""
+    """Why there are none."""
 
 
 class ClientBinding(Value):

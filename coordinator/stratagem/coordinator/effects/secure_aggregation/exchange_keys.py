@@ -21,6 +21,7 @@ from stratagem.common.strategy.secure_options import SecureAggregation
 from stratagem.coordinator.core.effects import AggregateRound, PostKeys, RouteShares
 from stratagem.coordinator.core.facts import KeysPosted, SharesRouted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.execution.stored_bytes import stored_bytes
 from stratagem.coordinator.effects.secure_aggregation.ask_clients import Answers, ask, by_client
 from stratagem.coordinator.strategies.federated.federated_run import spec_of
 from stratagem.v1 import worker_pb2 as pb
@@ -54,7 +55,7 @@ async def _post_keys(env: EffectContext, effect: PostKeys) -> None:
     left_out = answers.left_out(effect.may_leave_out, _num_needed(env, effect, len(clients)))
     keys = [answer.keys for _, answer in sorted(answers.given.items())]
     data = pb.KeyDirectory(keys=keys).SerializeToString(deterministic=True)
-    directory = await env.in_thread(lambda: _stored(env, data))
+    directory = await stored_bytes(env, data)
     failpoint("coordinator.secure.keys_gathered")
     fact = KeysPosted(
         party=effect.party,
@@ -92,7 +93,7 @@ async def _route_shares(env: EffectContext, effect: RouteShares) -> None:
     num_needed = shares_needed(spec.threshold, len(party.members))
     left_out = answers.left_out(effect.may_leave_out, num_needed)
     data = _routed(answers)
-    shares = await env.in_thread(lambda: _stored(env, data))
+    shares = await stored_bytes(env, data)
     failpoint("coordinator.secure.shares_gathered")
     fact = SharesRouted(
         party=effect.party,
@@ -143,14 +144,3 @@ def _routed(answers: Answers) -> bytes:
         for client, answer in sorted(answers.given.items())
     ]
     return pb.RoutedShares(senders=senders).SerializeToString(deterministic=True)
-
-
-def _stored(env: EffectContext, data: bytes) -> Digest:
-    """Return the name of the blob with these bytes; for a thread."""
-    writer = env.blobs.writer(len(data))
-    try:
-        writer.write(data)
-        return writer.commit()
-    except BaseException:
-        writer.abort()
-        raise

@@ -1,15 +1,24 @@
 """Evaluation of a federated state by the clients that have made it, each on its own rows.
 
-A client that cannot evaluate is left out of it alone, with the reason.
+A client that cannot evaluate is left out of it alone, with the reason. Where metrics of the user's
+own are sums, their states are merged before the evaluation is entered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Final, NamedTuple, TypeVar
 
+from stratagem.common.base.ids import Digest
 from stratagem.common.job import EvaluationSpec, JobSpec
 from stratagem.coordinator.core.crash_loops import why
-from stratagem.coordinator.core.facts import ClientEvaluated, Evaluated, Metrics, RunFailed
+from stratagem.coordinator.core.facts import (
+    ClientEvaluated,
+    Evaluated,
+    Member,
+    Metrics,
+    MetricsMerged,
+    RunFailed,
+)
 from stratagem.coordinator.core.metric_course import with_course
 from stratagem.coordinator.strategies.evaluation.client_spread_metrics import over_clients
 from stratagem.coordinator.strategies.evaluation.metric_sums import added, means
@@ -18,11 +27,23 @@ from stratagem.coordinator.strategies.federated.federated_run import FederatedRu
 from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
 
 T = TypeVar("T")
+MAX_TRIES: Final = 3
+"""Workers that are asked to compute metrics of the same states."""
 
 
-def with_evaluation(value: FederatedRun, fact: ClientEvaluated) -> FederatedRun:
-    known = {**value.evaluations.get(fact.segment, {}), fact.client: fact}
-    return replace(value, evaluations={**value.evaluations, fact.segment: known})
+def with_answer(
+    job: JobSpec, value: FederatedRun, fact: ClientEvaluated | MetricsMerged | Evaluated
+) -> FederatedRun:
+    """Fold what a client has said, what came of merging, or the end of an evaluation."""
+    match fact:
+        case ClientEvaluated():
+            known = {**value.evaluations.get(fact.segment, {}), fact.client: fact}
+            return replace(value, evaluations={**value.evaluations, fact.segment: known})
+        case MetricsMerged():
+            merges = (*value.merges.get(fact.segment, ()), fact)
+            return replace(value, merges={**value.merges, fact.segment: merges})
+        case Evaluated():
+            return _with_metrics(job, value, fact)
 
 
 def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
@@ -30,7 +51,7 @@ def evaluators_left(value: FederatedRun, segment: int) -> list[int]:
     return [client for client in value.evaluators.get(segment, ()) if client not in done]
 
 
-def with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> FederatedRun:
+def _with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> FederatedRun:
     segment = fact.segment
     metrics = with_course(job, value.metrics, fact.metrics)
     return replace(
@@ -39,6 +60,7 @@ def with_metrics(job: JobSpec, value: FederatedRun, fact: Evaluated) -> Federate
         to_evaluate=tuple(base for base in value.to_evaluate if base.segment != segment),
         evaluators={n: members for n, members in value.evaluators.items() if n != segment},
         evaluations={n: received for n, received in value.evaluations.items() if n != segment},
+        merges={n: facts for n, facts in value.merges.items() if n != segment},
         metrics=value.metrics if fact.without else metrics,
     )
 
@@ -56,6 +78,7 @@ def with_owed(fresh: FederatedRun, before: FederatedRun, segment: int) -> Federa
         to_evaluate=tuple(base for base in before.to_evaluate if base.segment <= segment),
         evaluators=staying(before.evaluators),
         evaluations=staying(before.evaluations),
+        merges=staying(before.merges),
         took_part={client: min(number, segment) for client, number in before.took_part.items()},
     )
 
@@ -77,7 +100,7 @@ def evaluated(job: JobSpec, value: FederatedRun) -> Evaluated | RunFailed | None
         if must_fail or (is_done and not sums):
             reason = f"the evaluation of round {segment} has failed: {_said(failed)}"
             return RunFailed(reason=reason)
-        if is_done:
+        if is_done and merging(value, segment) is None:
             metrics = _metrics(job.evaluation, value, segment)
             return Evaluated(party=value.party, segment=segment, metrics=metrics)
     return None
@@ -90,7 +113,17 @@ def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
     Each such evaluation keeps its state in the store. Gone is who is away and has had no part in
     the newest `retention` rounds; so many evaluations wait for them on.
     """
-    if job.evaluation is None or value.committed is None or len(value.evaluators) <= job.retention:
+    segment = _given_up(job, value)
+    if job.evaluation is None or segment is None or merging(value, segment) is not None:
+        return None
+    metrics = _metrics(job.evaluation, value, segment)
+    without = tuple(evaluators_left(value, segment))
+    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
+
+
+def _given_up(job: JobSpec, value: FederatedRun) -> int | None:
+    """Return the evaluation that is entered without those that it waits for."""
+    if value.committed is None or len(value.evaluators) <= job.retention:
         return None
     here = {member.worker_id for member in value.helper}
     last_but_those = value.committed.segment - job.retention
@@ -101,12 +134,72 @@ def evaluated_without(job: JobSpec, value: FederatedRun) -> Evaluated | None:
 
     left = {segment: evaluators_left(value, segment) for segment in value.evaluators}
     waiting = [segment for segment in left if left[segment] and all(map(is_gone, left[segment]))]
-    if len(waiting) <= job.retention:
+    return min(waiting) if len(waiting) > job.retention else None
+
+
+class Merging(NamedTuple):
+    """The states of metrics that are to be merged, and who computes the values; nobody, while no
+    worker is here."""
+
+    states: tuple[tuple[int, Digest], ...]
+    metrics: tuple[str, ...]
+    member: Member | None
+
+
+def to_merge(job: JobSpec, value: FederatedRun) -> Iterator[tuple[int, Merging]]:
+    """Yield the evaluations that wait for nothing but the merging of their metrics."""
+    given_up = _given_up(job, value)
+    for segment in value.evaluators:
+        if segment == given_up or not evaluators_left(value, segment):
+            due = merging(value, segment)
+            if due is not None:
+                yield segment, due
+
+
+def merging(value: FederatedRun, segment: int) -> Merging | None:
+    """Return what there is to merge in a round that nobody else evaluates; None: nothing, or it is
+    done, or has failed too often."""
+    known = value.evaluations.get(segment, {})
+    states = tuple((c, known[c].states) for c in sorted(known) if known[c].states)
+    metrics = _mergeable(known)
+    if not metrics:
         return None
-    segment = min(waiting)
-    metrics = _metrics(job.evaluation, value, segment)
-    without = tuple(left[segment])
-    return Evaluated(party=value.party, segment=segment, metrics=metrics, without=without)
+    tries = _tries(value, segment)
+    if tries and (not tries[-1].reason or not tries[-1].worker_id or len(tries) >= MAX_TRIES):
+        return None
+    tried = {fact.worker_id for fact in tries}
+    givers = {value.roster[client].worker_id: client for client, _ in states}
+    last = len(value.roster)
+    able = [
+        member
+        for member in sorted(value.helper, key=lambda m: givers.get(m.worker_id, last))
+        if member.worker_id not in tried and not _is_deadly(value, member)
+    ]
+    if value.helper and not able:
+        return None
+    return Merging(states, metrics, able[0] if able else None)
+
+
+def _tries(value: FederatedRun, segment: int) -> list[MetricsMerged]:
+    """Return what has come of merging the states of those that have evaluated by now."""
+    known = value.evaluations.get(segment, {})
+    clients = tuple(client for client in sorted(known) if known[client].states)
+    return [fact for fact in value.merges.get(segment, ()) if fact.clients == clients]
+
+
+def _mergeable(known: Mapping[int, ClientEvaluated]) -> tuple[str, ...]:
+    """Return the metrics whose states have been told by all that have a value of them."""
+    names = sorted({name for fact in known.values() for name in fact.summed})
+
+    def is_told_by(fact: ClientEvaluated, name: str) -> bool:
+        return name in fact.summed or not any(f"{own}.".startswith(f"{name}.") for own in fact.own)
+
+    return tuple(name for name in names if all(is_told_by(f, name) for f in known.values()))
+
+
+def _is_deadly(value: FederatedRun, member: Member) -> bool:
+    deaths = value.deaths.get(task_of_evaluator(member.worker_id))
+    return deaths is not None and deaths.are_too_many
 
 
 def _sums(value: FederatedRun, segment: int) -> dict[int, Metrics]:
@@ -122,7 +215,8 @@ def _metrics(spec: EvaluationSpec, value: FederatedRun, segment: int) -> dict[st
     said = [fact for _, fact in sorted(known.items()) if not fact.reason]
     sums = [fact.sums for fact in said]
     over_each = over_clients(sums, [fact.own for fact in said], spec.metrics)
-    return means(added(sums), spec.metrics) | over_each
+    merged = [fact.metrics for fact in _tries(value, segment) if not fact.reason]
+    return means(added(sums), spec.metrics) | over_each | dict(merged[-1] if merged else {})
 
 
 def _said(failed: dict[int, str]) -> str:

@@ -16,10 +16,8 @@ quorum, or over-selection, leaves clients out; `late_updates.py` decides what be
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Digest, Party
 from stratagem.common.job import JobSpec
-from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
 from stratagem.coordinator.core.effects import (
     Base,
 )
@@ -38,6 +36,7 @@ from stratagem.coordinator.core.facts import (
     KeysPosted,
     Member,
     MembersFormed,
+    MetricsMerged,
     ModelBuilt,
     ProcessDied,
     RosterFormed,
@@ -56,7 +55,6 @@ from stratagem.coordinator.core.metric_course import course_of
 from stratagem.coordinator.core.secret_draws import WHY, draws_in_secret
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import VERSION, NestedProgress, Nesting, Strategy
-from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.strategies.client_states.client_states import ClientStates
 from stratagem.coordinator.strategies.evaluation.commit_metrics import (
     is_evaluated,
@@ -74,8 +72,8 @@ from stratagem.coordinator.strategies.federated.client_evaluation import (
     evaluated_without,
     evaluation_crashed,
     evaluators_left,
-    with_evaluation,
-    with_metrics,
+    merging,
+    with_answer,
     with_owed,
 )
 from stratagem.coordinator.strategies.federated.federated_run import (
@@ -84,7 +82,6 @@ from stratagem.coordinator.strategies.federated.federated_run import (
     again_after_resumption,
     again_with_new_keys,
     deadline_of,
-    evaluates_at_clients,
     has_simulated_states,
     in_round,
     spec_of,
@@ -210,10 +207,8 @@ def transition(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -> F
             return open_roster.awaiting_evaluators(job, committed, now_s)
         case RoundClosed():
             return late_updates.after_close(job, value, in_round(value, fact))
-        case Evaluated():
-            return with_metrics(job, value, fact)
-        case ClientEvaluated():
-            return with_evaluation(value, fact)
+        case Evaluated() | ClientEvaluated() | MetricsMerged():
+            return with_answer(job, value, fact)
         case RunResumed():
             again = again_after_resumption(job, value, now_s)
             return open_roster.awaiting_all(job, again, now_s)
@@ -286,6 +281,10 @@ def reject_reason(_job: JobSpec, value: FederatedRun, fact: Fact) -> str:
         case ClientEvaluated():
             waits = fact.client in evaluators_left(value, fact.segment)
             return "" if waits else f"round {fact.segment} does not wait for client {fact.client}"
+        case MetricsMerged():
+            due = merging(value, fact.segment)
+            is_due = due is not None and tuple(client for client, _ in due.states) == fact.clients
+            return "" if is_due else f"round {fact.segment} does not wait for these metrics"
         case _:
             return f"no round waits for {type(fact).__name__}"
 
@@ -317,6 +316,7 @@ def blobs(value: FederatedRun) -> frozenset[Digest]:
     bases = (*value.to_evaluate, *((value.committed,) if value.committed else ()))
     kept = {digest for base in bases for digest in (base.digest, base.average) if digest}
     kept |= {*value.server_state} if value.committed else set()
+    kept |= {f.states for known in value.evaluations.values() for f in known.values() if f.states}
     if value.client_states is not None:
         kept |= value.client_states.blobs
     return frozenset(kept) | late_updates.blobs(value) | value.secure.blobs
@@ -399,29 +399,6 @@ def _is_update_welcome(value: FederatedRun, fact: UpdateReceived | UpdateRejecte
     return ""
 
 
-def check(job: JobSpec, _strategies: Strategies) -> list[Violation]:
-    """Return what is wrong with a job: where clients evaluate, nothing may follow a value of the
-    user's own metrics over all rows, which are nowhere together."""
-    spec = job.evaluation
-    if spec is None or not evaluates_at_clients(job):
-        return []
-    plateau = None if job.optimizer is None else job.optimizer.plateau
-    followed = {
-        "evaluation.best": spec.best,
-        "evaluation.stop.metric": spec.stop and spec.stop.metric,
-        "optimizer.schedule.metric": plateau and plateau.metric,
-    }
-    text = (
-        "has no value over all rows: with data.worker_local each client measures it on its own; "
-        f"write {{}}.{CLIENT_MEAN}"
-    )
-    return [
-        Violation(path, f'"{name}" {text.format(name)}')
-        for path, name in followed.items()
-        if name and ":" in name and not name.endswith(f".{CLIENT_MEAN}")
-    ]
-
-
 STRATEGY = Strategy(
     version=VERSION,
     init=lambda job, party, _strategies: begun(job, party),
@@ -430,7 +407,6 @@ STRATEGY = Strategy(
     reject_reason=reject_reason,
     pending=pending,
     status=status,
-    check=check,
     own_deadline=own_deadline,
     own_deaths=deaths,
     own_blobs=blobs,

@@ -23,6 +23,7 @@ from stratagem.coordinator.core.facts import (
     Fact,
     KeysPosted,
     Member,
+    MetricsMerged,
     RoundAccounted,
     RoundClosed,
     RoundWaits,
@@ -115,6 +116,8 @@ class FederatedRun:
     """Round -> the clients that evaluate it on their own rows; without any, the helper does."""
     evaluations: Mapping[int, Mapping[int, ClientEvaluated]] = field(default_factory=dict)
     """Round -> client -> its answer."""
+    merges: Mapping[int, tuple[MetricsMerged, ...]] = field(default_factory=dict)
+    """Round -> what has come of merging the states of metrics, the newest last."""
     took_part: Mapping[int, int] = field(default_factory=dict)
     """Client -> the newest round that has its update, where clients evaluate."""
     unfit: Mapping[WorkerId, BuildFailed] = field(default_factory=dict)

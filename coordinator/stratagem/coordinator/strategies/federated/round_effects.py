@@ -18,6 +18,7 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     JudgeUpdates,
+    MergeMetrics,
     PostKeys,
     RouteShares,
     TrainClient,
@@ -25,7 +26,7 @@ from stratagem.coordinator.core.effects import (
 from stratagem.coordinator.core.metric_course import course_of, why_stopped
 from stratagem.coordinator.strategies.evaluation.commit_metrics import commit_metrics
 from stratagem.coordinator.strategies.federated import late_updates
-from stratagem.coordinator.strategies.federated.client_evaluation import evaluators_left
+from stratagem.coordinator.strategies.federated.client_evaluation import evaluators_left, to_merge
 from stratagem.coordinator.strategies.federated.federated_run import (
     FederatedRun,
     due_clients,
@@ -59,6 +60,10 @@ def pending(
         effects.update(late_updates.effects(run_id, job, value))
     for base in value.to_evaluate:
         effects.update(_evaluating(run_id, job, value, base))
+    for segment, due in to_merge(job, value):
+        if due.member is not None:
+            of_round = run_id, value.party, segment, due.member, due.states, due.metrics
+            effects.add(MergeMetrics(*of_round))
     return frozenset(effects)
 
 

@@ -4,13 +4,14 @@ A function gets the outputs and the targets of all rows, in order. An object wit
 `compute` (torchmetrics and others like it) is updated with batch after batch, in order, as in a
 loop of the user's. Merging the states of such objects instead would not do: torchmetrics 1.9 puts
 the rows of the merged one first, and takes means for single values. So the numbers depend neither
-on who evaluated which batch nor on how many did. Must not know who that was.
+on who evaluated which batch nor on how many did. Only clients, whose rows are nowhere together, say
+their states beside the values, where these are sums (summed_states.py). Must not know who that was.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -19,13 +20,23 @@ from torch import Tensor
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.printable_text import is_printable
 from stratagem.common.job import EvaluationSpec
+from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
 from stratagem.common.numerics.mixed_keys import mix
 from stratagem.worker.data.generators import generators_kept, seed_generators
 from stratagem.worker.engine.objectives.kept_batches import KeptBatch, joined, kept_batch
+from stratagem.worker.engine.objectives.summed_states import (
+    MAX_NUMBERS,
+    SummedState,
+    fill,
+    num_summed,
+    read,
+)
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
-Measure = Callable[[Sequence[KeptBatch]], Any]
-"""Computes a metric of all batches of a split, in order."""
+Sums = list[SummedState]
+Measure = Callable[[Sequence[KeptBatch], str, Sums | None], Any]
+"""Computes a metric of all batches of a split, in order; the name is that of what is measured, and
+the list gets its states where these are sums."""
 
 DEFAULT_MAX_BYTES: Final = 1 << 30
 MAX_VALUES: Final = 128
@@ -41,6 +52,8 @@ class OwnMetrics:
     keep_of: Callable[..., Any] | None
     max_bytes: int
     best: str | None
+    makers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Of those that are objects, what makes a new one."""
 
     def keep(self, output: Any, target: Any, num_rows: int, num_all_rows: int) -> KeptBatch:
         """Keeps a batch of a split of that many rows.
@@ -63,22 +76,51 @@ class OwnMetrics:
             raise InvalidInputError.at("evaluation.max_bytes", text + limit + hint)
         return kept
 
-    def measured(self, split: str, batches: Sequence[KeptBatch]) -> dict[str, float]:
-        """Computes the metrics of a whole split, by "<split>.<metric>"; none without rows."""
+    def measured(
+        self, split: str, batches: Sequence[KeptBatch], sums: Sums | None = None
+    ) -> dict[str, float]:
+        """Computes the metrics of a whole split, by "<split>.<metric>"; none without rows.
+
+        sums: gets the states of those that may be added to the states of others.
+        """
         found: dict[str, float] = {}
         for name, measure in self.measures.items() if batches else ():
             with generators_kept(), user_code(f"measuring {split}"):
                 seed_generators(mix("metric", split, name))
-                value = measure(batches)
+                value = measure(batches, f"{split}.{name}", sums)
             found.update(_named_numbers(name, value))
+        self._check(found)
+        return {f"{split}.{name}": value for name, value in found.items()}
+
+    def merged(self, split: str, states: Sequence[SummedState]) -> dict[str, float]:
+        """Computes the metrics of these states of a split, each the sum over clients."""
+        found: dict[str, float] = {}
+        for name, make in self.makers.items():
+            own = [state for state in states if state.metric == f"{split}.{name}"]
+            if not own:
+                continue
+            with generators_kept(), user_code(f"measuring {split}"):
+                seed_generators(mix("metric", split, name))
+                metric = make()
+                fill(name, metric, own)
+                value = metric.compute()
+            found.update(_named_numbers(name, value))
+        self._check(found, all_there=False)
+        return {f"{split}.{name}": value for name, value in found.items()}
+
+    def are_sums(self, name: str) -> bool:
+        """True for a metric that is an object whose states are sums."""
+        with user_code(f"making {name}"):
+            return name in self.makers and 0 < num_summed(self.makers[name]()) <= MAX_NUMBERS
+
+    def _check(self, found: Mapping[str, float], *, all_there: bool = True) -> None:
         if len(found) > MAX_VALUES:
             text = f"{len(found)} values of metrics of your own; at most {MAX_VALUES} are allowed"
             raise InvalidInputError.at("evaluation.metrics", text)
-        if self.best is not None and found and self.best not in found:
+        if all_there and self.best is not None and found and self.best not in found:
             known = ", ".join(found)
             text = f'"{self.best}" is no number that is measured; measured are {known}'
             raise InvalidInputError.at("evaluation.best", text)
-        return {f"{split}.{name}": value for name, value in found.items()}
 
 
 def make_own_metrics(
@@ -89,11 +131,19 @@ def make_own_metrics(
     names = own_names(spec.metrics) if spec is not None and numerics >= 3 else ()
     if spec is None or not names:
         return None
-    measures = {name: _measure_of(name, entrypoints) for name in names}
+    targets = {name: entrypoints.resolve(name, "evaluation.metrics") for name in names}
+    made = {name: _maker_of(target) for name, target in targets.items()}
+    makers = {name: make for name, make in made.items() if make is not None}
+    measures = {
+        name: _by_updates(name, makers[name]) if name in makers else _by_call(name, target)
+        for name, target in targets.items()
+    }
     keep = spec.keep and entrypoints.resolve(spec.keep, "evaluation.keep")
     is_own = spec.best is not None and spec.best.startswith(names)
+    is_own = is_own and not str(spec.best).endswith(f".{CLIENT_MEAN}")
     limit = DEFAULT_MAX_BYTES if spec.max_bytes is None else spec.max_bytes
-    return OwnMetrics(measures, keep or None, limit, spec.best if is_own else None)
+    best = spec.best if is_own else None
+    return OwnMetrics(measures, keep or None, limit, best, makers)
 
 
 def own_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -101,15 +151,17 @@ def own_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if ":" in name)
 
 
-def _measure_of(name: str, entrypoints: EntryPoints) -> Measure:
-    target = entrypoints.resolve(name, "evaluation.metrics")
+def _maker_of(target: Any) -> Callable[[], Any] | None:
+    """Return what makes an object that is updated; None of a function of outputs and targets."""
     if inspect.isclass(target) and _is_updated(target):
-        return _by_updates(name, target)
+        return target
     if _is_updated(target):
-        return _by_updates(name, lambda: copy.deepcopy(target))
-    if _takes_nothing(target):
-        return _by_updates(name, target)
-    return lambda batches: _checked(name, target(*joined(batches)))
+        return lambda: copy.deepcopy(target)
+    return target if _takes_nothing(target) else None
+
+
+def _by_call(name: str, target: Callable[..., Any]) -> Measure:
+    return lambda batches, _name, _sums: _checked(name, target(*joined(batches)))
 
 
 def _by_updates(name: str, make: Callable[[], Any]) -> Measure:
@@ -122,10 +174,15 @@ def _by_updates(name: str, make: Callable[[], Any]) -> Measure:
         )
         raise InvalidInputError.at("evaluation.metrics", text + allowed)
 
-    def measure(batches: Sequence[KeptBatch]) -> Any:
+    def measure(batches: Sequence[KeptBatch], named: str, sums: Sums | None) -> Any:
         metric = make()
+        num_numbers = 0 if sums is None else num_summed(metric)
         for batch in batches:
             metric.update(*batch.unpacked())
+        if sums is not None and num_numbers:
+            num_before = sum(state.values.size for state in sums)
+            if num_before + num_numbers <= MAX_NUMBERS:
+                sums.extend(read(named, metric))
         return metric.compute()
 
     return measure

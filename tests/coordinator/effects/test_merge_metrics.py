@@ -1,0 +1,42 @@
+"""What is taken of the states of metrics that a client says: numbers that fit their shape."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.coordinator.effects.federated.merge_metrics import MAX_NUMBERS, kept_states, summed
+from stratagem.v1 import worker_pb2 as pb
+
+
+def state(**given: Any) -> pb.MetricState:
+    return pb.MetricState(**{"metric": "test.a:f", "name": "hits", **given})
+
+
+@pytest.mark.parametrize(
+    ("sums", "why"),
+    [
+        ([state()], "has 0 numbers for its shape"),
+        ([state(shape=[2], counts=[1])], r"has 1 numbers for its shape \(2,\)"),
+        ([state(shape=[2**31, 2**31, 4], counts=[1])], "has 1 numbers"),
+        ([state(counts=[1], numbers=[1.0])], "has 1 numbers"),
+        ([state(counts=[1]), state(counts=[1])], "has 1 numbers"),
+        ([state(shape=[1] * 65, counts=[1])], "has 65 dimensions"),
+        ([state(shape=[MAX_NUMBERS + 1], counts=[0] * (MAX_NUMBERS + 1))], "more than 65536"),
+    ],
+)
+async def test_what_is_no_state_is_refused_before_it_is_stored(
+    sums: list[pb.MetricState], why: str
+) -> None:
+    nothing: Any = None
+    with pytest.raises(InvalidInputError, match=why):
+        await kept_states(nothing, sums)
+
+
+async def test_a_client_without_states_has_no_blob() -> None:
+    nothing: Any = None
+    assert await kept_states(nothing, []) == ""
+    assert summed([state(), state(metric="test.b:g"), state(name="misses")]) == (
+        "test.a:f",
+        "test.b:g",
+    )
