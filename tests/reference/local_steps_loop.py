@@ -32,6 +32,8 @@ class LocalStepsResult:
     """The steps of those outer steps; the last one may have two."""
     of_replicas: list[list[float]]
     """The losses of each replica's steps."""
+    drifts: dict[int, list[float]]
+    """By step after which a part was cut: how far each replica was from what all have in common."""
 
 
 @torch.no_grad()
@@ -52,14 +54,19 @@ def local_steps_loop(
     fragments = fragments_of([param.numel() for param in params], options.fragments)
     velocity, based = ([each.clone() for each in tensors] for tensors in (params, buffers))
     torch._foreach_zero_(velocity)
-    result = LocalStepsResult(common.models[0].state_dict(), [], [], [], [[] for _ in range(count)])
+    result = LocalStepsResult(
+        common.models[0].state_dict(), [], [], [], [[] for _ in range(count)], {}
+    )
     total = Taken()
     in_flight: list[tuple[int, list[Tensor], list[Tensor], Taken]] = []
 
     def cut(fragment: int) -> None:
         gradients, changes = [], []
+        drifts = result.drifts.setdefault(step, [0.0] * count)
         for place in fragments[fragment]:
             moved = [_wide(params[place]) - _wide(own[place]) for own in replicas.params]
+            for number, each in enumerate(moved):
+                drifts[number] = math.hypot(drifts[number], each.double().norm().item())
             moved = [in_bits(each, options.outer_bits) for each in moved]
             gradients.append((add_in_tree(moved) / count).to(params[place].dtype))
         for place, old in enumerate(based):

@@ -334,6 +334,36 @@ def test_a_population_inside_another_has_pictures_of_its_own() -> None:
     assert "member1:lineage" in {panel.name for panel in strategy_panels(told)}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "at each step after which this is summed. Of the first 2 of 4 replicas."),
+        ({"fragments": 4, "overlap_steps": 5}, "one of 4 parts of the parameters, in turn"),
+    ],
+)
+def test_replicas_with_local_steps_say_how_far_they_have_moved(
+    options: dict[str, Any], said: str
+) -> None:
+    run = reported("golden-allreduce")
+    strategy = {**run.strategy, "options": {"local_steps": 20, **options}}
+    one = replace(recorded(1, [0.5, 0.25], certain=2), name="train.drift")
+    of_each = [replace(one, party=f"replica/{number}") for number in range(2)]
+    told = reported("golden-allreduce", job={**run.job, "strategy": strategy})
+    run = replace(told, history=History(of_each))
+    panels = {panel.name: panel for panel in strategy_panels(run)}
+    rows = panels["replica-drift"].draw(720).table.rows
+    assert [row[:3] for row in rows] == [
+        (f"replica {number}", step, drift)
+        for number in range(2)
+        for step, drift in (("1", "0.5"), ("2", "0.25"))
+    ]
+    assert said in panels["replica-drift"].note
+    assert ("5 steps later" in panels["replica-drift"].note) == bool(options)
+    assert "replica-loss" not in panels
+    _, parties = recorded_of({"strategy": strategy})
+    assert parties[:2] == ("", "replica/0")
+
+
 def test_nodes_that_gossip_have_a_loss_each() -> None:
     run = reported("golden-gossip")
     one = recorded(1, [0.5, 0.25], certain=2)

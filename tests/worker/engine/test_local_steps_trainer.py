@@ -7,6 +7,7 @@ import torch
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.engine import Tally
+from stratagem.worker.engine.step.step_report import PartReport
 from tests.every_pair import every_pair, every_value
 from tests.reference.local_steps_loop import local_steps_loop
 from tests.reference.loops import plain_loop, sharded_loop
@@ -74,6 +75,10 @@ def test_coded_outer_gradients_equal_the_loop_to_the_bit(model: str, bits: int) 
     assert any(not torch.equal(expected[name], uncoded[name]) for name in expected)
 
 
+def _is_cut(part: PartReport) -> bool:
+    return "train.drift" in part.exact
+
+
 STREAMED = [
     {"local_steps": 4, "fragments": 2},
     {"local_steps": 4, "fragments": 2, "overlap_steps": 1},
@@ -100,14 +105,17 @@ def test_fragments_with_overlap_equal_the_loop_to_the_bit(
     )
     expected = local_steps_loop(spec, ALLOWED)
     made, exchange = trainer(spec)
-    losses = {}
+    losses, drifts = {}, {}
     for step in range(1, 15):
         report = made.train_step(exchange, range(3), 3)
+        drifts[step] = [part.exact["train.drift"] for part in report.parts if _is_cut(part)]
         if "train.loss" in report.measured:
             losses[step] = report.measured["train.loss"]
     assert losses == pytest.approx(
         dict(zip(expected.joined_at, expected.losses, strict=True)), rel=1e-12
     )
+    for step, of_each in drifts.items():
+        assert of_each == pytest.approx(expected.drifts.get(step, []), rel=1e-12)
     assert_same_bits(made.model.state_dict(), dict(expected.state))
 
 

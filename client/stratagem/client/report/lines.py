@@ -35,15 +35,17 @@ RECORDED = ("train.*", "time.rows_per_s")
 MAX_POINTS = 4096
 """Of one line, more than a picture has columns; others are rows of several values each."""
 MAX_PARTS = 16
-"""Stages and nodes of a party whose steps are asked for."""
+"""Stages, nodes and replicas of a party whose steps are asked for."""
 _OF_STAGES = ("busy_s", "span_s", "memory_bytes")
 
 
 def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the series and the parties whose steps the pictures of a run with this job show: its
-    own, and those of the stages of its pipeline or of its nodes."""
+    own, and those of the stages of its pipeline, of its nodes or of its replicas."""
     strategy = job.get("strategy") or {}
     aggregation = (strategy.get("aggregation") or {}).get("method")
+    if num_replicas_apart(strategy):
+        return RECORDED, ("", *(f"replica/{number}" for number in range(MAX_PARTS)))
     if strategy.get("type") == "DataParallel":
         inner = (strategy.get("options") or {}).get("inner") or {}
         strategy = inner if inner.get("type") == "ModelParallel" else strategy
@@ -54,6 +56,13 @@ def recorded(job: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if aggregation == "Decentralized":
         return RECORDED, ("", *(f"node/{node}" for node in range(MAX_PARTS)))
     return RECORDED, ()
+
+
+def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
+    """Return how many replicas take local steps under this strategy; 0: none do."""
+    takes_them = (strategy.get("options") or {}).get("local_steps") is not None
+    is_theirs = strategy.get("type") == "DataParallel" and takes_them
+    return int(strategy.get("num_replicas") or 0) if is_theirs else 0
 
 
 Point = tuple[int, float, float]

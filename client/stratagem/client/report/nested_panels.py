@@ -10,7 +10,7 @@ from stratagem.client.pictures.drawing.order import natural
 from stratagem.client.pictures.party_tree import PartyRow, party_tree
 from stratagem.client.report.federated_panels import federated_panels
 from stratagem.client.report.panel import Panel, by_width
-from stratagem.client.report.part_panels import node_panels, stage_panels
+from stratagem.client.report.part_panels import node_panels, replica_panels, stage_panels
 from stratagem.client.report.population_panels import population_panels
 from stratagem.client.report.run_values import ReportedRun
 from stratagem.client.report.topology_panel import topology_panels
@@ -86,7 +86,7 @@ def own_panels(run: ReportedRun, path: str = "") -> list[Panel]:
         case "DataParallel":
             inner = (strategy.get("options") or {}).get("inner") or {}
             stages = stage_panels(run, inner, path, strategy.get("num_replicas") or 1)
-            nodes = [] if path else node_panels(run)
+            nodes = [] if path else [*node_panels(run), *replica_panels(run)]
             return [*topology_panels(run, strategy, path), *nodes, *stages]
         case _:
             return []

@@ -1,4 +1,5 @@
-"""The pictures of the parts of a party: the stages of a pipeline, and nodes that gossip."""
+"""The pictures of the parts of a party: the stages of a pipeline, nodes that gossip, and replicas
+that take local steps."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,18 +129,48 @@ def _memory(run: ReportedRun) -> Iterator[Panel]:
 
 def node_panels(run: ReportedRun) -> list[Panel]:
     """Return the loss of each node that gossips, of the first ones."""
-    found = _parts(run, "node", "train.loss")
+    return list(_of_parts(run, "node", "train.loss", ("node-loss", "Loss of the nodes"), ""))
+
+
+def replica_panels(run: ReportedRun) -> list[Panel]:
+    """Return how far each replica that takes local steps moves between two joins, and its loss, of
+    the first ones."""
+    options = run.strategy.get("options") or {}
+    count, overlap = options.get("fragments") or 1, options.get("overlap_steps") or 0
+    note = (
+        "The 2-norm of what a replica has moved away from what all have in common, at each step "
+        "after which this is summed."
+    )
+    if count > 1:
+        note += (
+            f" Each value is over one of {count} parts of the parameters, in turn; after the last "
+            "step of a training over all."
+        )
+    if overlap:
+        note += f" The outer step with it is made {overlap} steps later."
+    drift, loss = ("replica-drift", "Drift of the replicas"), ("replica-loss", "Loss of replicas")
+    return [
+        *_of_parts(run, "replica", "train.drift", drift, note),
+        *_of_parts(run, "replica", "train.loss", loss, ""),
+    ]
+
+
+def _of_parts(
+    run: ReportedRun, kind: str, series_name: str, named: tuple[str, str], note: str
+) -> Iterator[Panel]:
+    """Yield the picture of a series that each node or replica has. named: its name and title."""
+    found = _parts(run, kind, series_name)
     lines = [recorded_line(name, series) for name, series in found if len(series.step)]
     if not lines:
-        return []
+        return
 
     def draw(width: int, *, log: bool = False) -> Picture:
-        return curve(lines, title="Loss of the nodes", width=width, height=240, log=log)
+        return curve(lines, title=named[1], width=width, height=240, log=log)
 
     count = run.strategy["num_replicas"]
-    note = f"Of the first {len(lines)} of {count} nodes." if count > len(lines) else ""
+    first = f"Of the first {len(lines)} of {count} {kind}s." if count > len(lines) else ""
     logarithmic = partial(draw, log=True)
-    return [Panel("node-loss", "Loss of the nodes", draw, note, logarithmic)]
+    yield Panel(*named, draw, " ".join(filter(None, (note, first))), logarithmic)
 
 
 def _parts(run: ReportedRun, kind: str, name: str) -> Sequence[tuple[str, SeriesLike]]:

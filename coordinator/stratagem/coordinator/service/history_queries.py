@@ -95,7 +95,7 @@ class HistoryQueries:
 
 def _counts_as_root(party: Party) -> bool:
     """Return whether segments of a party are those of the root."""
-    return party == ROOT or party.partition("/")[0] in ("actions", "node", "stage")
+    return party == ROOT or party.partition("/")[0] in ("actions", "node", "replica", "stage")
 
 
 def _up_to(segment: int, rows: Sequence[HistoryRow]) -> list[HistoryRow]:

@@ -8,7 +8,7 @@ coordinator.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final
 
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.step.logged_sums import means
 from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
-from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
+from stratagem.worker.engine.step.step_report import (
+    PartReport,
+    SegmentSummary,
+    StepReport,
+    Tally,
+)
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State
 from stratagem.worker.exchange.fragments import FragmentExchange
@@ -103,7 +108,7 @@ class LocalStepsTrainer:
             logged=own.logged,
             learning_rates=taken.learning_rates,
             exchange_wait_s=0.0 if joined is None else joined.wait_s,
-            parts=taken.parts,
+            parts=_with_drifts(taken.parts, {} if joined is None else joined.drifts),
             measured={} if joined is None else in_training(joined.numbers),
         )
 
@@ -187,3 +192,13 @@ class LocalStepsTrainer:
     def fingerprint(self) -> str:
         """Returns the fingerprint of what all members hold alike."""
         return state_format.fingerprint(*self._common_state())
+
+
+def _with_drifts(parts: Sequence[PartReport], drifts: Mapping[int, float]) -> list[PartReport]:
+    """Return what there is to say of each replica, with how far it has moved: also of one that had
+    no rows in this step."""
+    found = {part.party: part for part in parts}
+    for number, drift in drifts.items():
+        part = found.get(f"{REPLICA}/{number}", PartReport(f"{REPLICA}/{number}"))
+        found[part.party] = replace(part, exact={**part.exact, **in_training({"drift": drift})})
+    return list(found.values())

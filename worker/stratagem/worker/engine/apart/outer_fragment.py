@@ -62,6 +62,8 @@ class OuterFragment:
         """Those of all replicas, from their arrival to the update."""
         self.norm = 0.0
         """2-norm of the newest outer gradient."""
+        self.drifts: dict[int, float] = {}
+        """By own replica: 2-norm of what it had moved at the newest cut."""
 
     @property
     def is_in_flight(self) -> bool:
@@ -77,7 +79,9 @@ class OuterFragment:
             exchange.begin_shard(number)
             if self.compressor is not None:
                 self.compressor.weigh(number, 1.0)
-            self.buckets.fill(self._moved(replica))
+            parts: list[Tensor] = []
+            self.buckets.fill(self._moved(replica, parts))
+            self.drifts[number] = total_norm(parts, self._setup.numerics).item()
             # Each replica counts alike, whatever rows it has had.
             scalars = StepScalars(1.0, 0.0, 0.0, [1.0] * len(self._params), rest[number])
             exchange.end_shard(number, scalars)
@@ -86,12 +90,15 @@ class OuterFragment:
     def _own(self, replica: LocalModel) -> Sequence[Tensor]:
         return replica.tensors[self._places.start : self._places.stop]
 
-    def _moved(self, replica: LocalModel) -> Iterator[Tensor]:
-        """Yields by how much each parameter is less than the common one, as it is summed."""
+    def _moved(self, replica: LocalModel, parts: list[Tensor]) -> Iterator[Tensor]:
+        """Yields by how much each parameter is less than the common one, as it is summed. parts:
+        gets those of the norm of all of it."""
         layout = self.buckets.layout
         for slot, common, own in zip(layout.slots, self._params, self._own(replica), strict=True):
             dtype = layout.buckets[slot.bucket].dtype
-            yield common.detach().to(dtype) - own.to(dtype)
+            moved = common.detach().to(dtype) - own.to(dtype)
+            parts += parts_of([moved], self._setup.numerics)
+            yield moved
 
     def arrive(self, step: int) -> float:
         """Waits for the sums, if they are under way; returns for how many seconds. Raises

@@ -34,6 +34,9 @@ class JoinReport(NamedTuple):
 
     numbers: dict[str, float]
     wait_s: float
+    drifts: dict[int, float]
+    """By own replica: how far it was from what all have in common, over the parameters of the
+    fragments that were cut; empty where none was."""
 
 
 @dataclass(slots=True)
@@ -76,20 +79,22 @@ class OuterSteps:
         """Cuts and applies what is due after so many local steps; None where nothing is. After an
         error the replicas are not to be used."""
         numbers: dict[str, float] = {}
-        wait_s = 0.0
+        wait_s, drifts = 0.0, dict[int, float]()
         dues = due_after(step, self._options, self._num_steps)
         for due in dues:
             fragment = self.fragments[due.fragment]
             if due.is_cut:
                 failpoint("worker.outer_step.before_exchange")
                 fragment.cut(exchange.reducers[due.fragment], step, self._rests(due))
+                for number, drift in fragment.drifts.items():
+                    drifts[number] = math.hypot(drifts.get(number, 0.0), drift)
                 continue
             if not fragment.is_in_flight:  # it was cut before this state began
                 continue
             wait_s += self._arrive(due.fragment, step)
             numbers |= self._apply(due.fragment)
             failpoint("worker.outer_step.applied")
-        return JoinReport(numbers, wait_s) if dues else None
+        return JoinReport(numbers, wait_s, drifts) if dues else None
 
     def _rests(self, due: Due) -> dict[int, Tensor]:
         if due.fragment < len(self.fragments) - 1:
