@@ -30,6 +30,7 @@ from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, 
 from stratagem.coordinator.effects.federated.client_failures import defect, defect_before
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
+from stratagem.coordinator.strategies.federated.open_roster import ASK_AGAIN_S
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import FEDERATED, job_text
@@ -374,6 +375,49 @@ def test_a_round_that_waits_asks_a_failed_client_again_when_its_worker_is_a_new_
     answer(simulation, 1)
     (closed,) = simulation.facts(RoundClosed)
     assert [accepted.client for accepted in closed.accepted] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cause", "opens_in_s", "after_s"),
+    [
+        (Cause.REFUSED_BY_SITE, 0.0, ASK_AGAIN_S),
+        (Cause.OUTSIDE_WINDOW, 0.0, ASK_AGAIN_S),
+        (Cause.OUTSIDE_WINDOW, 7200.0, 7200.0),
+    ],
+)
+def test_a_round_that_waits_asks_a_site_again_that_has_refused(
+    cause: Cause, opens_in_s: float, after_s: float
+) -> None:
+    """It may have changed its file, which its worker reads at the next question."""
+    simulation = worker_local({"quorum": 3, "on_missing_quorum": "wait"})
+    answer(simulation, 0, 2)
+    refusal = rejected(1).model_copy(update={"cause": cause, "opens_in_s": opens_in_s})
+    tell(simulation, refusal)
+    assert not trained(simulation)
+    for _ in range(2):
+        began_s = simulation.now_s
+        assert next_deadline(simulation.state) == began_s + after_s
+        simulation.now_s = began_s + after_s - 1
+        simulation.tell(Tick())
+        assert not trained(simulation)
+        simulation.now_s = began_s + after_s
+        simulation.tell(Tick())
+        assert [effect.client for effect in trained(simulation)] == [1]
+        waits = simulation.facts(RoundWaits)[-1]
+        assert (waits.asked_again, waits.refused) == ((1,), (1,))
+        tell(simulation, refusal)
+    simulation.tell(LoseWorker(member("b"), "gone"))
+    simulation.now_s += after_s
+    simulation.tell(Tick())
+    assert not trained(simulation)
+    assert simulation.facts(RoundWaits)[-1].asked_again == ()
+    assert next_deadline(simulation.state) > simulation.now_s
+    simulation.tell(register("b", local_data=("ward",)))
+    simulation.now_s += after_s
+    simulation.tell(Tick())
+    answer(simulation, 1)
+    assert len(simulation.facts(RoundClosed)) == 1
+    assert next_deadline(simulation.state) is None
 
 
 def test_without_a_quorum_a_round_waits_for_all_that_are_asked_again() -> None:

@@ -83,7 +83,10 @@ def _received(fact: f.UpdateReceived) -> str:
     if fact.spent is not None:
         told["privacy.epsilon"] = fact.spent.epsilon
     who = f"round {fact.round_num}: client {fact.client}"
-    text = f"{who} sent its update over {fact.num_samples} samples"
+    # Those of a private or masked client are told by nobody: such an update counts as one.
+    is_told = not math.isnan(fact.loss) or (fact.num_samples, fact.num_steps) != (1, 1)
+    over = f" over {counted(fact.num_samples, 'sample')}" if is_told else ""
+    text = f"{who} sent its update{over}"
     return ", ".join(filter(None, (text, metrics_text({**told, **fact.metrics}))))
 
 

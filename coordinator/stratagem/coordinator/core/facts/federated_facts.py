@@ -166,6 +166,8 @@ class RoundWaits(Value):
     num_needed: int | None = None
     """Number of updates with which the round closes; None: when all have answered."""
     asked_again: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+    """Of these, those whose site has refused: it is asked again, also by the same process."""
     until_s: float | None = None
     """Leader-clock time at which the run fails if nothing has changed; None: it waits on."""
 

@@ -51,6 +51,11 @@ class Cause(StrEnum):
         return self not in machines and self is not Cause.OUTSIDE_WINDOW
 
     @property
+    def is_refusal(self) -> bool:
+        """True when the client's site was not willing, and may have another mind later."""
+        return self in (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW)
+
+    @property
     def is_fault(self) -> bool:
         """True when the client's data, code or machine has failed; False when it was not willing,
         came too late, or nothing is known."""

@@ -43,6 +43,7 @@ from stratagem.coordinator.core.facts import (
     RoundAccounted,
     RoundClosed,
     RoundRestarted,
+    RoundWaits,
     RunFailed,
     RunResumed,
     SegmentCommitted,
@@ -157,7 +158,7 @@ def _decided(
     if value.is_closed:
         return None
     ended = crashed(value) or begin_again(job, value, now_s) or close(job, value, workers, now_s)
-    return ended or ask_again(job, value, workers) or train(workers)
+    return ended or ask_again(job, value, workers, now_s) or train(workers)
 
 
 def _gathered(
@@ -231,6 +232,8 @@ def _with_clients(job: JobSpec, value: FederatedRun, fact: Fact, now_s: float) -
         case UpdateRejected() if open_roster.is_refusal(job, fact):
             again_s = now_s + (fact.opens_in_s or open_roster.ASK_AGAIN_S)
             return open_roster.with_left(value, fact.client, fact.reason, now_s, again_s)
+        case UpdateRejected() | RoundWaits():
+            return open_roster.asking_again(in_round(value, fact), now_s)
         case SharesRouted():
             return replace(in_round(value, fact), deadline_s=deadline_of(job, now_s))
         case RoundRestarted():
@@ -300,7 +303,7 @@ def begun(job: JobSpec, party: Party) -> FederatedRun:
 
 def own_deadline(value: FederatedRun) -> float | None:
     """Return when the round closes, or the patience with clients ends, whichever is earlier."""
-    times = (value.deadline_s, open_roster.deadline(value))
+    times = (value.deadline_s, value.asks_again_s, open_roster.deadline(value))
     return min((time for time in times if time is not None), default=None)
 
 

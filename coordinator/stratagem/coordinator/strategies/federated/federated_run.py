@@ -98,6 +98,8 @@ class FederatedRun:
     """By client: how many closed rounds have rejected it, and why the newest of them did."""
     is_waiting: bool = False
     """The open round has too few updates, and does not close before there are enough."""
+    asks_again_s: float | None = None
+    """Leader-clock time at which a round that waits asks the sites again that have refused."""
     tried: Mapping[int, frozenset[Member]] = field(default_factory=dict)
     """The workers on which a client has failed in the open round, and is not asked again."""
     server_state: tuple[Digest, ...] = ()
@@ -235,6 +237,7 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
                 deadline_s=fact.deadline_s,
                 num_needed=fact.num_needed,
                 attendance=attendance,
+                asks_again_s=None,
             )
             return reassigned(opened, value.assigned)
         case KeysPosted() | SharesRouted():
@@ -258,6 +261,7 @@ def in_round(value: FederatedRun, fact: Fact) -> FederatedRun:
                 is_closed=True,
                 accepted=fact.accepted,
                 deadline_s=None,
+                asks_again_s=None,
                 trained=trained,
                 attendance=attendance,
             )
@@ -272,7 +276,7 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
     again = set(fact.asked_again)
     tried = {
         client: value.tried.get(client, frozenset()) | {value.assigned[client][0]}
-        for client in again & value.assigned.keys()
+        for client in (again - set(fact.refused)) & value.assigned.keys()
     }
     value = replace(
         value,
@@ -280,7 +284,7 @@ def _waiting(value: FederatedRun, fact: RoundWaits) -> FederatedRun:
         attendance=replace(value.attendance, waits_until_s=fact.until_s),
         deadline_s=None,
         num_needed=fact.num_needed,
-        tried={**value.tried, **tried},
+        tried={c: who for c, who in {**value.tried, **tried}.items() if c not in fact.refused},
         rejected={c: rejection for c, rejection in value.rejected.items() if c not in again},
         deaths={t: count for t, count in value.deaths.items() if t not in map(task_of, again)},
     )
@@ -300,6 +304,7 @@ def again_after_resumption(job: JobSpec, value: FederatedRun, now_s: float) -> F
         helper=(),
         rejected={} if not value.is_closed else value.rejected,
         is_waiting=False,
+        asks_again_s=None,
         tried={},
         unfit={},
         deadline_s=now_s + time_s if has_deadline and time_s is not None else value.deadline_s,
@@ -393,6 +398,7 @@ def after_commit(job: JobSpec, value: FederatedRun, fact: SegmentCommitted) -> F
         rejections=_with_rejections(value),
         attendance=value.attendance.after_round(has_strikes, value.updates, value.rejected),
         is_waiting=False,
+        asks_again_s=None,
         tried={},
         accepted=(),
         weights=(),

@@ -297,6 +297,16 @@ def is_refusal(job: JobSpec, fact: UpdateRejected) -> bool:
     return fact.cause is Cause.OUTSIDE_WINDOW and roster_of(job) is not None
 
 
+def asking_again(value: FederatedRun, now_s: float) -> FederatedRun:
+    """Note when a round that waits asks the sites again that have refused: not before the first of
+    them opens, where one says when."""
+    refused = [fact for fact in value.rejected.values() if fact.cause.is_refusal]
+    if not value.is_waiting or not refused:
+        return replace(value, asks_again_s=None)
+    wait_s = min(fact.opens_in_s or ASK_AGAIN_S for fact in refused)
+    return replace(value, asks_again_s=now_s + wait_s)
+
+
 def awaiting_all(job: JobSpec, value: FederatedRun, now_s: float) -> FederatedRun:
     """Await the clients of the open round that have no worker yet."""
     roster = roster_of(job)

@@ -169,18 +169,26 @@ def _missing(
     )
 
 
-def ask_again(job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]) -> RoundWaits | None:
+def ask_again(
+    job: JobSpec, value: FederatedRun, workers: list[WorkerRecord], now_s: float
+) -> RoundWaits | None:
     """Ask again the failed clients of a round that waits for which there is another worker: a new
-    start of their own, where their rows are on it."""
+    start of their own, where their rows are on it. Those whose site has refused are asked now and
+    then, too: it may have changed its file."""
     if not value.is_waiting or not value.rejected:
         return None
+    is_time = value.asks_again_s is not None and now_s >= value.asks_again_s
     alive = {worker.member.worker_id: worker for worker in workers}
-    again = []
+    again, refused = [], []
     for client in sorted(value.rejected.keys() & value.assigned.keys()):
+        binding = value.roster[client]
+        if is_time and value.rejected[client].cause.is_refusal and binding.worker_id in alive:
+            refused.append(client)
+            continue
         tried = value.tried.get(client, frozenset()) | {value.assigned[client][0]}
-        if worker_for(job, value.roster[client], alive, Counter(), tried) is not None:
+        if worker_for(job, binding, alive, Counter(), tried) is not None:
             again.append(client)
-    if not again:
+    if not again and not refused and not is_time:
         return None
     num_updates, num_selected = len(value.updates), len(value.selected)
     return RoundWaits(
@@ -188,5 +196,6 @@ def ask_again(job: JobSpec, value: FederatedRun, workers: list[WorkerRecord]) ->
         round_num=value.round_num,
         reason=f"round {value.round_num}: {num_updates} of {num_selected} updates",
         num_needed=value.num_needed,
-        asked_again=tuple(again),
+        asked_again=tuple(sorted([*again, *refused])),
+        refused=tuple(refused),
     )
