@@ -120,7 +120,8 @@ cluster-test: setup  ## the docker-compose cluster with faults, on a Docker engi
 
 kubernetes-test: setup  ## the Kubernetes overlays against the schemas of three versions
 	$(PIP) --require-hashes --no-deps --requirement requirements-kubernetes.lock
-	$(BIN)/python -m pytest -q tests/deploy/test_kubernetes.py tests/deploy/test_launched_workers.py
+	$(BIN)/python -m pytest -q tests/deploy/test_kubernetes.py tests/deploy/test_kubernetes_site.py \
+		tests/deploy/test_launched_workers.py
 
 bench: setup  ## print the benchmark tables
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done

@@ -411,7 +411,9 @@ def test_a_round_that_waits_asks_a_site_again_that_has_refused(
     simulation.tell(Tick())
     assert not trained(simulation)
     assert simulation.facts(RoundWaits)[-1].asked_again == ()
-    assert next_deadline(simulation.state) > simulation.now_s
+    later_s = next_deadline(simulation.state)
+    assert later_s is not None
+    assert later_s > simulation.now_s
     simulation.tell(register("b", local_data=("ward",)))
     simulation.now_s += after_s
     simulation.tell(Tick())
