@@ -65,6 +65,16 @@ AGGREGATIONS: dict[str, dict[str, Any]] = {
     },
     "adam": {"model": "batch_norm_mlp", "options": {"server_optimizer": {"name": "fedadam"}}},
     "adagrad": {"options": {"server_optimizer": {"name": "fedadagrad", "learning_rate": 0.05}}},
+    "prox in coded regions": {
+        "num_clients": 5,
+        "aggregation": {"method": "FedProx", "mu": 0.2},
+        "compression": {"codec": "int8"},
+        "options": {
+            "regions": {"south": [3, 0], "north": [4, 1, 2]},
+            "quorum": 3,
+            "server_optimizer": {"name": "fedadam"},
+        },
+    },
     "momentum after prox": {
         "aggregation": {"method": "FedProx", "mu": 0.1},
         "options": {"server_optimizer": {"name": "fedavgm", "momentum": 0.5}},

@@ -1,6 +1,5 @@
 """SCAFFOLD as its paper says it, option II: rounds whose clients are corrected."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,23 +15,20 @@ Variate = dict[str, Tensor]
 
 
 class Scaffold:
-    """All rounds of a job without `control`: the last model, c, and c_k by client."""
+    """All rounds of a job without `control`: the last model, c, and c_k by client.
+
+    clients_of(round); forgets(round, client): whether c_k is lost before it, after which all begin
+    anew.
+    """
 
     def __init__(
-        self,
-        job: JobSpec,
-        entrypoints: EntryPoints,
-        clients_of: Callable[[int], list[int]] | None = None,
-        forgets: Callable[[int, int], bool] = lambda *_: False,
+        self, job: JobSpec, entry: EntryPoints, clients_of: Any = None, forgets: Any = None
     ) -> None:
-        """forgets(round, client): whether c_k is lost before it; all begin anew after the round."""
-        self.c: Variate = {}
-        self.own: dict[int, Variate] = {}
-        self._round, self._deltas, self._forgets, self._is_anew = 1, list[Variate](), forgets, False
         assert isinstance(job.strategy, Federated)
-        self._strategy = job.strategy
-        result = federated_loop(job, entrypoints, clients_of, train_client=self._train)
-        self.state = result.state
+        self._strategy, self._forgets = job.strategy, forgets or (lambda *_: False)
+        self.c, self.own = Variate(), dict[int, Variate]()
+        self._round, self._deltas, self._is_anew = 1, list[Variate](), False
+        self.state = federated_loop(job, entry, clients_of, train_client=self._train).state
         self._end_round(self._round)
 
     def _end_round(self, next_round: int) -> None:
@@ -49,17 +45,16 @@ class Scaffold:
             self._end_round(round_num)
         x = {name: param.detach().clone() for name, param in params.items()}
         zero = {name: torch.zeros_like(value) for name, value in x.items()}
-        self._is_anew |= self._forgets(round_num, client)
-        own = zero if self._forgets(round_num, client) else self.own.get(client, zero)
-        self.c, c = self.c or zero, self.c or zero
+        is_lost = self._forgets(round_num, client)
+        self._is_anew |= is_lost
+        own, c = zero if is_lost else self.own.get(client, zero), self.c or zero
         hooks = [p.register_hook(partial(torch.add, c[n] - own[n])) for n, p in params.items()]
         rows, loss, has_learned = train_one_client(job, entry, prepared, *rest)
         for hook in hooks:
             hook.remove()
         reach = self._strategy.options.local_epochs * -(-rows // job.batch_size) * job.optimizer.lr
-        way = {n: x[n].double() - param.detach().double() for n, param in params.items()}
-        new = {n: own[n].double() - c[n].double() + way[n] / reach for n in way}
-        self.own[client] = {n: new[n].to(own[n].dtype) for n in new}
-        kept = self.own[client].items()
-        self._deltas.append({n: (t.double() - own[n].double()).to(t.dtype) for n, t in kept})
+        way = {n: (x[n].double() - param.detach().double()) / reach for n, param in params.items()}
+        new = {n: (own[n].double() - c[n].double() + way[n]).to(c[n].dtype) for n in way}
+        self.c, self.own[client] = c, new
+        self._deltas.append({n: (t.double() - own[n].double()).to(t.dtype) for n, t in new.items()})
         return 1, loss, has_learned

@@ -325,3 +325,17 @@ def test_a_batch_that_is_input_and_target_is_estimated(model: str) -> None:
 def test_a_step_of_the_users_is_estimated() -> None:
     spec = job(loss=None, step="tests.userland.steps:noisy", strategy=replicas(2))
     assert estimate(spec).activations > 0
+
+
+def test_the_control_variates_of_a_client_are_counted() -> None:
+    """c, c_k, their difference and its copy; Δc goes with the update."""
+    plain = {**FEDERATED, "aggregation": {"method": "FedAvg"}}
+    controlled = {**plain, "options": {"control": "scaffold"}}
+    without, found = (
+        estimate(kind_job("mlp", strategy=each, steps=None, optimizer=SGD))
+        for each in (plain, controlled)
+    )
+    variate = 4 * found.num_parameters
+    assert found.gradients - without.gradients == 4 * variate
+    assert found.snapshot - without.snapshot == variate
+    assert "control variate" in found.notes[-1]

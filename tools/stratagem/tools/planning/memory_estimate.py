@@ -192,10 +192,7 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
             return _pipeline(job, site, strategy, job.batch_size)
         case Federated(options=options):
             estimate = _training(job, site, options.inner or Local(), num_workers)
-            if not isinstance(strategy.aggregation, FedProx):
-                return estimate
-            # The proximal term pulls towards the round's parameters, which are kept.
-            return replace(estimate, parameters=2 * estimate.parameters)
+            return _of_client(strategy, estimate, float_dtype(job).itemsize)
         case PopulationBased(options=options):
             return _training(job, site, options.inner or Local(), num_workers)
         case Custom():
@@ -203,6 +200,35 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
             return replace(_of_party(job, site, ShardOwners(0, 1, 1)), notes=(note,))
         case Local():
             return _of_party(job, site, ShardOwners(0, 1, 1))
+
+
+def _of_client(strategy: Federated, estimate: StepMemory, item_bytes: int) -> StepMemory:
+    """Add what changes the gradients of a client's steps."""
+    if strategy.options.control is not None:
+        return _controlled(estimate, item_bytes)
+    if not isinstance(strategy.aggregation, FedProx):
+        return estimate
+    # The proximal term pulls towards the round's parameters, which are kept.
+    return replace(estimate, parameters=2 * estimate.parameters)
+
+
+def _controlled(estimate: StepMemory, item_bytes: int) -> StepMemory:
+    """Add the control variates of a client of SCAFFOLD: what all have in common, the client's own,
+    and their difference, which the device has a copy of; after the last step the new one and what
+    has changed, which travels with the update."""
+    variate = item_bytes * sum(each.numel for each in estimate.layout)
+    note = f"{text_of(variate)} of each control variate: common, own, difference, and its copy"
+    num_held = 4
+    if estimate.device != "cpu":
+        note += ", of which the copy alone is on the device and in it"
+        num_held = 1
+    held = replace(
+        estimate,
+        gradients=estimate.gradients + num_held * variate,
+        snapshot=estimate.snapshot + variate,
+        notes=(*estimate.notes, note),
+    )
+    return _with_moment(held, 2 * variate) if estimate.device == "cpu" else held
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
