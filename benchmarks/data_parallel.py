@@ -18,6 +18,7 @@ import multiprocessing as mp
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -47,44 +48,19 @@ from stratagem.worker.mesh.peer_service import Group, PeerHub, PeerServicer
 from stratagem.worker.mesh.same_host import SharedListener
 from stratagem.worker.mesh.shm_buffers import form_shared
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.peers.training import GLOBAL_BATCH, make_model, make_rows
+
 ENGINES = ("shm", "gloo", "grpc", "tls")
 UNORDERED = ("ring", "native")
 NO_MORE = torch.zeros(0, dtype=torch.float64)
 VARIANTS = (*ENGINES, *UNORDERED, "ddp", "none")
-GLOBAL_BATCH = {"mlp": 256, "transformer": 16}
-
-
-class Transformer(nn.Module):
-    """10 M parameters; 32 tokens a row."""
-
-    def __init__(self, vocabulary: int = 10_000, width: int = 256) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 6)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers(self.embed(tokens)))
-        return logits.flatten(0, 1)
-
-
-def make_model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    if name == "transformer":
-        return Transformer()
-    return nn.Sequential(
-        nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 400), nn.ReLU(), nn.Linear(400, 10)
-    )
 
 
 def make_batch(name: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    rows = GLOBAL_BATCH[name] // size
-    if name == "transformer":
-        tokens = torch.randint(10_000, (rows, 33), generator=generator)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
-    return torch.randn(rows, 784, generator=generator), torch.randint(10, (rows,))
+    inputs, targets = make_rows(name, GLOBAL_BATCH[name] // size, rank)
+    return inputs, targets.flatten()
 
 
 @dataclass(frozen=True)

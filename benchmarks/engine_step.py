@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.data_parallel import Transformer
+from benchmarks.peers.training import Transformer
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.malloc import tune_malloc

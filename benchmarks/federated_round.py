@@ -8,7 +8,8 @@ whole system runs: coordinator and two worker processes over loopback, durable j
 Medians over rounds after the first two. CPU is that of all three processes, per round: on a busy
 machine it says more than the seconds. The floor is `benchmarks/federated_floor.py`: transport and
 disk of such a round with two clients, written by hand. Memory is the peak resident size of the
-coordinator above what it had before the run, in units of the model.
+coordinator above what it had after a run whose model is nothing, in units of the model: what any
+first run brings in is not the model's.
 """
 
 import argparse
@@ -102,6 +103,7 @@ def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float
         with cluster, cluster.client() as client:
             pids = {name: cast(int, p.pid) for name, p in cluster.processes.items()}
             pid = pids["coordinator"]
+            client.submit(job(10, num_clients, NUM_WARMUP_ROUNDS)).result()
             before = resident_bytes(pid, "VmRSS")
             reset_peak(pid)
             run = client.submit(job(num_elements, num_clients, rounds))

@@ -1,0 +1,1 @@
+"""An app for Flower's SuperLink whose rounds train nothing."""
