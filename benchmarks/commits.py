@@ -1,12 +1,15 @@
-"""What commits of a large state cost: whole ones against what has changed since the one before.
+"""What commits of a large state cost: whole ones, what has changed since the one before, and leaves
+that the workers write by themselves.
 
     python benchmarks/commits.py --rounds 3
+    python benchmarks/commits.py --rounds 2 --all --workers 2 --layers 4
 
-One worker trains the last layer of a model whose other layers are frozen, and commits after every
-step. "Whole" is the same coordinator without a memory of what it was sent before. The two ways take
-turns, each with a cluster of its own. Printed per commit are medians, over the rounds, of the bytes
-that the coordinator receives, of CPU seconds of coordinator and worker (with the step: the same in
-both), of seconds between commits, and of the peak of the coordinator's memory.
+Workers train the last layer of a model whose other layers are frozen, or with --all every one, and
+commit after every step. "Whole" is the same coordinator without a memory of what it was sent
+before, "direct" one with --state-path direct. The ways take turns, each with a cluster of its own.
+Printed per commit are medians, over the rounds, of the bytes that the coordinator receives, of CPU
+seconds of the coordinator and of all workers (with the step: the same in all), of seconds between
+commits, of seconds for which training stood still, and of the peak of the coordinator's memory.
 """
 
 import argparse
@@ -34,16 +37,18 @@ WIDTH = 4096
 NUM_FEATURES, NUM_CLASSES = 12, 5
 NUM_COMMITS = 6
 NUM_WARMUP_COMMITS = 1
+STALL = "stratagem_worker_snapshot_stall_seconds"
 STATES = labelled(direction="received", kind="state")
+WAYS = ("whole", "what has changed", "direct")
 
 
-def tuned(num_layers: int) -> nn.Module:
-    """67 MB for each frozen layer, and a head that trains."""
-    frozen = [nn.Linear(NUM_FEATURES, WIDTH), nn.Tanh()]
+def tuned(num_layers: int, *, trains_all: bool = False) -> nn.Module:
+    """67 MB for each layer, which is frozen unless asked otherwise, and a head that trains."""
+    body = [nn.Linear(NUM_FEATURES, WIDTH), nn.Tanh()]
     for _ in range(num_layers):
-        frozen += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+        body += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return nn.Sequential(
-        nn.Sequential(*frozen).requires_grad_(False), nn.Linear(WIDTH, NUM_CLASSES)
+        nn.Sequential(*body).requires_grad_(trains_all), nn.Linear(WIDTH, NUM_CLASSES)
     )
 
 
@@ -52,31 +57,42 @@ class Costs(NamedTuple):
 
     received_mb: float
     coordinator_cpu_s: float
-    worker_cpu_s: float
+    workers_cpu_s: float
     seconds: float
+    stall_s: float
     coordinator_peak_mb: float
 
 
-def measure(num_layers: int, *, whole: bool) -> Costs:
-    program = [sys.executable, __file__, WHOLE] if whole else None
+def measure(way: str, num_workers: int, num_layers: int, *, trains_all: bool) -> Costs:
+    program = [sys.executable, __file__, WHOLE] if way == "whole" else None
     programs = {"worker": [sys.executable, "-m", "stratagem.worker"]}
     programs["coordinator"] = program or [sys.executable, "-m", "stratagem.coordinator"]
     job = document(
-        {"entrypoint": "benchmarks.commits:tuned", "kwargs": {"num_layers": num_layers}},
+        {
+            "entrypoint": "benchmarks.commits:tuned",
+            "kwargs": {"num_layers": num_layers, "trains_all": trains_all},
+        },
         steps=NUM_COMMITS,
         checkpoint={"every": "1 steps"},
         retention=2,
-        strategy={"type": "Local"},
+        strategy={"type": "Local"} if num_workers == 1 else replicated(num_workers),
     )
     with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "STRATAGEM_COORDINATOR_METRICS_PORT": "0",
+            "STRATAGEM_WORKER_METRICS_PORT": "0",
+        }
+        if way == "direct":
+            environment["STRATAGEM_COORDINATOR_STATE_PATH"] = "direct"
+            environment["STRATAGEM_WORKER_STATE_FOLDER"] = f"{folder}/coordinator/states"
         cluster = LocalCluster(
-            workers=1,
+            workers=num_workers,
             threads=1,
             data_dir=Path(folder),
             allow=["benchmarks.*:*", "tests.userland.*:*"],
             import_path=(ROOT,),
             programs=programs,
-            environment={"STRATAGEM_COORDINATOR_METRICS_PORT": "0"},
+            environment=environment,
         )
         with cluster, cluster.client() as client:
             pids = {name: cast(int, each.pid) for name, each in cluster.processes.items()}
@@ -84,17 +100,24 @@ def measure(num_layers: int, *, whole: bool) -> Costs:
             seen: list[tuple[float, ...]] = []
             for item in run.watch():
                 if isinstance(item, Event) and item.kind == "SegmentCommitted":
-                    bytes_ = scraped(cluster, "coordinator")["stratagem_stream_bytes_total"][STATES]
-                    cpu = (_cpu_s(pids[name]) for name in ("coordinator", "worker-0"))
-                    seen.append((bytes_ / 1e6, *cpu, item.time_s))
+                    flows = scraped(cluster, "coordinator")["stratagem_stream_bytes_total"]
+                    workers = sum(_cpu_s(pids[name]) for name in cluster.worker_names)
+                    stall_s = scraped(cluster, "worker-0")[f"{STALL}_sum"][()]
+                    cpu = _cpu_s(pids["coordinator"]), workers
+                    seen.append((flows.get(STATES, 0.0) / 1e6, *cpu, item.time_s, stall_s))
             run.result()
             peak = resident_bytes(pids["coordinator"], "VmHWM") / 1e6
     first, last = seen[NUM_WARMUP_COMMITS - 1], seen[-1]
     num = len(seen) - NUM_WARMUP_COMMITS
-    received, coordinator, worker, seconds = (
+    received, coordinator, workers, seconds, stall = (
         (b - a) / num for a, b in zip(first, last, strict=True)
     )
-    return Costs(received, coordinator, worker, seconds, peak)
+    return Costs(received, coordinator, workers, seconds, stall, peak)
+
+
+def replicated(num_workers: int) -> dict[str, Any]:
+    method = {"method": "AllReduce"}
+    return {"type": "DataParallel", "num_replicas": num_workers, "aggregation": method}
 
 
 def _cpu_s(pid: int) -> float:
@@ -117,12 +140,14 @@ def coordinator_without_bases() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=8, help="frozen ones, of 67 MB each")
+    parser.add_argument("--layers", type=int, default=8, help="of 67 MB each")
+    parser.add_argument("--all", action="store_true", help="all train, with momentum: twice the MB")
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
-    found: dict[str, list[Costs]] = {"whole": [], "what has changed": []}
-    for name, costs in list(found.items()) * options.rounds:
-        costs.append(measure(options.layers, whole=name == "whole"))
-        print(name, costs[-1], flush=True)
+    found: dict[str, list[Costs]] = {way: [] for way in WAYS}
+    for way, costs in list(found.items()) * options.rounds:
+        costs.append(measure(way, options.workers, options.layers, trains_all=options.all))
+        print(way, costs[-1], flush=True)
     print(f"{'':18}" + "".join(f"{name:>22}" for name in Costs._fields))
     for name, rows in found.items():
         medians = (statistics.median(column) for column in zip(*rows, strict=True))

@@ -119,6 +119,12 @@ ONLY_AT_A_SITE = {
     "worker.audit.after_line",
 }
 """Reached by workers with a file of their own; see test_audit.py."""
+BY_WORKERS_THEMSELVES = {
+    "coordinator.leaves.gathered",
+    "worker.leaf.unnamed",
+    "worker.leaf.untold",
+}
+"""Reached where workers write states into a folder; see test_direct_states.py."""
 WITH_CLIENT_STATE = {
     "worker.client_state.before_sync",
     "worker.client_state.after_sync",

@@ -12,6 +12,7 @@ import pytest
 from stratagem.common.process.failpoints import FAILPOINTS
 from tests.crash.failpoint_table import (
     AFTER_ANOTHER,
+    BY_WORKERS_THEMSELVES,
     EXCHANGING,
     LATER_HITS,
     ONCE_PER_BUNDLE,
@@ -101,7 +102,7 @@ SAMPLE = (
 
 def test_every_failpoint_has_its_place_in_the_sweep() -> None:
     elsewhere = AFTER_ANOTHER.keys() | OVER_AN_OBJECT_STORE | ONCE_PER_BUNDLE | ONLY_AT_A_SITE
-    elsewhere |= WITH_CLIENT_STATE | WITH_MERGED_METRICS
+    elsewhere |= WITH_CLIENT_STATE | WITH_MERGED_METRICS | BY_WORKERS_THEMSELVES
     assert REACHED_BY.keys() | elsewhere == set(FAILPOINTS)
     assert {case.failpoint for case in cases()} == REACHED_BY.keys()
     assert all(case.job in REACHED_BY[case.failpoint] for case in SAMPLE)

@@ -101,6 +101,11 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "Suspect": [cpb.SuspectRequest(fence=fence, session=ref, reason="gone")],
         "Execute": [execute(target, build=wpb.BuildPlan())],
         "GetState": [wpb.GetStateRequest(fence=fence, session=ref, snapshot=0)],
+        "WriteLeaves": [
+            wpb.WriteLeavesRequest(
+                fence=fence, session=ref, upload=f"{1:010}-{'a' * 16}", num_ranks=1
+            )
+        ],
         "SetState": _set_state(target, *upload_of(7000, seed, Purpose.STATE)),
         "GetGradients": [wpb.GetGradientsRequest(fence=fence, session=ref)],
         "ApplyGradients": _apply_gradients(target),

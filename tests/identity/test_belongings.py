@@ -129,6 +129,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row(C.SuspectRequest(fence=FENCE, session=PARTY), MEMBERS),
     ),
     "Execute": (Row(W.ExecuteRequest(fence=FENCE, session=PARTY), COORDINATOR),),
+    "WriteLeaves": (Row(W.WriteLeavesRequest(fence=FENCE), COORDINATOR),),
     "SetState": (Row(W.SetStateRequest(header=W.SetStateHeader()), COORDINATOR),),
     "GetGradients": (Row(W.GetGradientsRequest(fence=FENCE), COORDINATOR),),
     "ApplyGradients": (Row(W.ApplyGradientsRequest(header=W.ApplyGradientsHeader()), COORDINATOR),),

@@ -399,6 +399,14 @@ def frozen_start() -> nn.Module:
     )
 
 
+def wide_middle(width: int = 512, *, frozen: bool = False) -> nn.Module:
+    """The layer in the middle has a megabyte, so as states are cut it is a leaf of its own."""
+    first, middle = nn.Linear(NUM_FEATURES, width), nn.Linear(width, width)
+    if frozen:
+        middle.requires_grad_(False)
+    return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(width, NUM_CLASSES))
+
+
 class FunctionalDropout(nn.Module):
     """Draws in its own forward, so from the key that is in force when the batch has arrived."""
 

@@ -210,6 +210,7 @@ class Manifest(_message.Message):
     CODEC_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    IN_LEAVES_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
     """Length of the byte range; equals the end of the last tensor."""
     purpose: Global___Purpose.ValueType
@@ -220,6 +221,8 @@ class Manifest(_message.Message):
     codec: Global___Codec.ValueType
     digest: _builtins.str
     """Lower-case hex SHA-256 of the content as a blob, where the sender knows it; else empty."""
+    in_leaves: _builtins.bool
+    """The digest is the SHA-256 of the list of the state's leaves, and not of its file."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -239,10 +242,11 @@ class Manifest(_message.Message):
         codec: Global___Codec.ValueType = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         digest: _builtins.str = ...,
+        in_leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_tag", b"activation_tag", "codec", b"codec", "digest", b"digest", "metadata", b"metadata", "purpose", b"purpose", "tensors", b"tensors", "total_bytes", b"total_bytes", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_tag", b"activation_tag", "codec", b"codec", "digest", b"digest", "in_leaves", b"in_leaves", "metadata", b"metadata", "purpose", b"purpose", "tensors", b"tensors", "total_bytes", b"total_bytes", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1665,6 +1665,111 @@ class Interrupted(_message.Message):
 Global___Interrupted: _TypeAlias = Interrupted  # noqa: Y015
 
 @_typing.final
+class WriteLeavesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.int
+    """Number of the segment at whose end the snapshot was taken."""
+    store_id: _builtins.str
+    """What the file `store-id` of the folder has: it is the one that the coordinator means."""
+    upload: _builtins.str
+    """Name of the upload, which no other one has; part of the names of what is written."""
+    rank: _builtins.int
+    """The worker writes the leaves whose number leaves the remainder rank when divided by num_ranks."""
+    num_ranks: _builtins.int
+    @_builtins.property
+    def fence(self) -> _types_pb2.Fence: ...
+    @_builtins.property
+    def session(self) -> _types_pb2.SessionRef: ...
+    @_builtins.property
+    def have(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """SHA-256, of 32 bytes each, of leaves that are in the folder and stay there: they are not written."""
+
+    def __init__(
+        self,
+        *,
+        fence: _types_pb2.Fence | None = ...,
+        session: _types_pb2.SessionRef | None = ...,
+        snapshot: _builtins.int = ...,
+        store_id: _builtins.str = ...,
+        upload: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
+        have: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "have", b"have", "num_ranks", b"num_ranks", "rank", b"rank", "session", b"session", "snapshot", b"snapshot", "store_id", b"store_id", "upload", b"upload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteLeavesRequest: _TypeAlias = WriteLeavesRequest  # noqa: Y015
+
+@_typing.final
+class WriteLeavesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    LEAF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def manifest(self) -> _tensor_pb2.Manifest: ...
+    @_builtins.property
+    def leaf(self) -> Global___WrittenLeaf: ...
+    def __init__(
+        self,
+        *,
+        manifest: _tensor_pb2.Manifest | None = ...,
+        leaf: Global___WrittenLeaf | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___WriteLeavesResponse: _TypeAlias = WriteLeavesResponse  # noqa: Y015
+
+@_typing.final
+class WrittenLeaf(_message.Message):
+    """A leaf that is durable in the folder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number in the state."""
+    digest: _builtins.bytes
+    """SHA-256, of 32 bytes."""
+    written: _builtins.bool
+    """True where it was written now, and not there before."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        written: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "number", b"number", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WrittenLeaf: _TypeAlias = WrittenLeaf  # noqa: Y015
+
+@_typing.final
 class GetStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class WorkerServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_worker__pb2.GetStateResponse.FromString,
                 _registered_method=True)
+        self.WriteLeaves = channel.unary_stream(
+                '/stratagem.v1.WorkerService/WriteLeaves',
+                request_serializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
+                _registered_method=True)
         self.SetState = channel.stream_stream(
                 '/stratagem.v1.WorkerService/SetState',
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.SetStateRequest.SerializeToString,
@@ -102,6 +107,17 @@ class WorkerServiceServicer(object):
         Also answers: NOT_FOUND when the session or the snapshot is not here;
         OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
         membership within the worker's exchange timeout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteLeaves(self, request, context):
+        """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
+        under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
+        is a part of a state before the coordinator has written the list of all.
+        Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
+        this folder; UNAVAILABLE when it cannot write there now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,6 +203,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=stratagem_dot_v1_dot_worker__pb2.GetStateRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_worker__pb2.GetStateResponse.SerializeToString,
+            ),
+            'WriteLeaves': grpc.unary_stream_rpc_method_handler(
+                    servicer.WriteLeaves,
+                    request_deserializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.SerializeToString,
             ),
             'SetState': grpc.stream_stream_rpc_method_handler(
                     servicer.SetState,
@@ -278,6 +299,33 @@ class WorkerService(object):
             '/stratagem.v1.WorkerService/GetState',
             stratagem_dot_v1_dot_worker__pb2.GetStateRequest.SerializeToString,
             stratagem_dot_v1_dot_worker__pb2.GetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteLeaves(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stratagem.v1.WorkerService/WriteLeaves',
+            stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
+            stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
             options,
             channel_credentials,
             insecure,

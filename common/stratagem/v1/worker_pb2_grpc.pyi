@@ -64,6 +64,13 @@ class WorkerServiceStub:
     OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
     membership within the worker's exchange timeout.
     """
+    WriteLeaves: _grpc.UnaryStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]
+    """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
+    under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
+    is a part of a state before the coordinator has written the list of all.
+    Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
+    this folder; UNAVAILABLE when it cannot write there now.
+    """
     SetState: _grpc.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]
     """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
     The first request carries the header, the worker answers with the offset from which it wants
@@ -121,6 +128,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Also answers: NOT_FOUND when the session or the snapshot is not here;
     OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
     membership within the worker's exchange timeout.
+    """
+    WriteLeaves: _aio.UnaryStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]  # type: ignore[assignment]
+    """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
+    under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
+    is a part of a state before the coordinator has written the list of all.
+    Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
+    this folder; UNAVAILABLE when it cannot write there now.
     """
     SetState: _aio.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]  # type: ignore[assignment]
     """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
@@ -186,6 +200,18 @@ class WorkerServiceServicer:
         Also answers: NOT_FOUND when the session or the snapshot is not here;
         OUT_OF_RANGE when offset is beyond the end; UNAVAILABLE when there is no live state of this
         membership within the worker's exchange timeout.
+        """
+
+    def WriteLeaves(
+        self,
+        request: _worker_pb2.WriteLeavesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WriteLeavesResponse], _abc.AsyncIterator[_worker_pb2.WriteLeavesResponse]]:
+        """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
+        under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
+        is a part of a state before the coordinator has written the list of all.
+        Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
+        this folder; UNAVAILABLE when it cannot write there now.
         """
 
     def SetState(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
 from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake
 from stratagem.coordinator.runtime.worker_links import WorkerSession
+from stratagem.coordinator.store.blobs.blob_store import file_writer
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.v1 import tensor_pb2, worker_pb2
 from stratagem.worker.session.sent_state import SentState, without_same
@@ -68,7 +70,7 @@ def taken_in(
     cut_at: int = 65536,
 ) -> Digest:
     """In pieces of so many bytes; none at the end of all."""
-    intake = SnapshotIntake(blobs, base)
+    intake = SnapshotIntake(partial(file_writer, blobs), base)
     assert intake.size_of(first_message(sent), frozen.manifest) == sent.num_bytes
     write = intake.accept(frozen.manifest)
     data = b"".join(sent.buffers)
@@ -111,7 +113,7 @@ def test_a_base_that_has_rotted_gives_no_blob(tmp_path: Path) -> None:
         with blobs.path(digest).open("r+b") as file:
             file.seek(1_000_000)
             file.write(b"\xff\xff")
-        intake = SnapshotIntake(blobs, base)
+        intake = SnapshotIntake(partial(file_writer, blobs), base)
         intake.size_of(first_message(without_same(newer, older)), newer.manifest)
         write = intake.accept(newer.manifest)
         with pytest.raises(UnavailableError, match=digest):
@@ -125,12 +127,12 @@ def test_what_a_worker_says_of_a_base_is_checked(tmp_path: Path) -> None:
     blobs = DirectoryBlobs(tmp_path / "blobs")
     older, newer = state(1), state(2)
     sent = without_same(newer, older)
-    without_base = SnapshotIntake(blobs, None)
+    without_base = SnapshotIntake(partial(file_writer, blobs), None)
     with pytest.raises(InvalidInputError, match="the 0 bytes of the base"):
         without_base.size_of(first_message(sent), newer.manifest)
     digest = taken_in(blobs, older, whole(older))
     with opened(blobs, older, digest) as base:
-        intake = SnapshotIntake(blobs, base)
+        intake = SnapshotIntake(partial(file_writer, blobs), base)
         for _ in range(2):  # the stream was resumed
             assert intake.size_of(first_message(sent), newer.manifest) == 84
         for other in (first_message(whole(newer)), first_message(sent, "another")):

@@ -12,12 +12,14 @@ from typing import Protocol
 import obstore
 
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.object_store import Objects
 from stratagem.coordinator.store.blobs.s3 import open_s3
 from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.updates.shared_spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 from tests.coordinator.updates.updates import flip_bit
@@ -73,6 +75,17 @@ class Folder:
 
     def damage(self, digest: Digest, at: int) -> None:
         flip_bit(self.blobs().path(digest), at)
+
+
+class LeafFolder(Folder):
+    """With states in leaves beside whole files."""
+
+    def blobs(self, monotonic: Monotonic = time.monotonic) -> BlobStore:  # type: ignore[override]
+        whole, root = super().blobs(monotonic), self.root / "states"
+        return LeafBlobs(whole, root, 1, writes_leaves=True, limits=DEFAULT_LIMITS)
+
+    def damage(self, digest: Digest, at: int) -> None:
+        Folder(self.root).damage(digest, at)
 
 
 def environ_of(endpoint: str) -> dict[str, str]:

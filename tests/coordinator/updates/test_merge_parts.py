@@ -12,6 +12,7 @@ from torch import Tensor
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.coordinator.store.blobs.blob_store import file_writer
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
 from stratagem.coordinator.updates.members.merge_parts import (
@@ -43,7 +44,7 @@ def part_of(store: DirectoryBlobs, tensors: Mapping[str, Tensor], **metadata: st
 
 def merge(store: DirectoryBlobs, *parts: StatePart, limits: Limits = DEFAULT_LIMITS) -> Path:
     manifest = merged_manifest([part.manifest for part in parts], limits)
-    writer = store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
+    writer = file_writer(store, manifest)
     try:
         return store.path(write_merged(manifest, parts, writer))
     finally:
@@ -146,7 +147,7 @@ def test_stopped_merge_leaves_nothing(tmp_path: Path) -> None:
     store = DirectoryBlobs(tmp_path / "blobs")
     part = part_of(store, STATE)
     target = merged_manifest([part.manifest], DEFAULT_LIMITS)
-    writer = store.writer(len(header_bytes(target)) + target.total_bytes)
+    writer = file_writer(store, target)
     with pytest.raises(MergeStoppedError):
         write_merged(target, [part], writer, lambda: True)
     writer.abort()

@@ -9,7 +9,6 @@ when all blobs are there, and only then what they need no more is removed: so a 
 interrupted leaves the one before it whole.
 """
 
-import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.state_leaves import StateHasher
 from stratagem.v1 import coordinator_pb2 as pb
 
 
@@ -88,15 +88,17 @@ def _prune(folder: Path, digests: Collection[Digest]) -> None:
 
 async def _copy(connection: Connection, digest: Digest, path: Path) -> None:
     _make(path.parent)
-    found = hashlib.sha256()
+    hashers: list[StateHasher] = []
     with whole_file(path, mode=0o600) as file:
 
         def accept(manifest: Manifest) -> Sink:
+            hashers.append(StateHasher(manifest))
+            file.write(header_bytes(manifest))
+
             def sink(_offset: int, data: bytes) -> None:
-                found.update(data)
+                hashers[-1].update(data)
                 file.write(data)
 
-            sink(0, header_bytes(manifest))
             return sink
 
         await pull(
@@ -107,5 +109,5 @@ async def _copy(connection: Connection, digest: Digest, path: Path) -> None:
             purpose=Purpose.STATE,
             retry=connection.stream_retry,
         )
-        if found.hexdigest() != digest:
+        if hashers[-1].digest() != digest:
             raise IntegrityError(f"blob {digest}: the content does not match its digest")

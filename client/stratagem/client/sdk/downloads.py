@@ -1,7 +1,6 @@
 """Committed states as files and folders. Each appears whole and verified, or not at all."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from stratagem.common.rpc.tensor_transfer import Accept, pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.state_leaves import StateHasher
 from stratagem.v1 import coordinator_pb2 as pb
 
 
@@ -76,21 +76,20 @@ async def _verified(
 ) -> None:
     """Pull a state into the sink that `begin` answers to its manifest and to the header of its
     file; raise IntegrityError where it has another digest than it should."""
-    digest = hashlib.sha256()
+    hashers: list[StateHasher] = []
 
     def accept(manifest: Manifest) -> Sink:
-        header = header_bytes(manifest)
-        digest.update(header)
-        write = begin(manifest, header)
+        hashers.append(StateHasher(manifest))
+        write = begin(manifest, header_bytes(manifest))
 
         def sink(offset: int, data: bytes) -> None:
-            digest.update(data)
+            hashers[-1].update(data)
             write(offset, data)
 
         return sink
 
     manifest = await pull_state(connection, run_id, which, accept)
-    if digest.hexdigest() != manifest.digest:
+    if hashers[-1].digest() != manifest.digest:
         raise IntegrityError(f"{run_id} {which}: the content does not match its digest")
 
 

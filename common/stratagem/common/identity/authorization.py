@@ -90,6 +90,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}Suspect": AccessRule((Role.WORKER,), Names.OWN_PARTY),
     # What a worker does for the coordinator; a live state is also for the members of its party.
     f"{_WORKER}Execute": _ORDER,
+    f"{_WORKER}WriteLeaves": _ORDER,
     f"{_WORKER}SetState": _ORDER,
     f"{_WORKER}GetGradients": _ORDER,
     f"{_WORKER}ApplyGradients": _ORDER,

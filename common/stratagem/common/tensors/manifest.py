@@ -102,6 +102,8 @@ class Manifest:
     digest: str = ""
     codec: str = ""
     """Of CODECS. What is coded are payloads of type uint8."""
+    is_in_leaves: bool = False
+    """The digest is that of the state in leaves (`state_leaves.py`), and not of a file."""
 
     def stored(self) -> tuple[TensorSpec, ...]:
         """The tensors that have bytes of their own, in the order of their bytes."""
@@ -262,6 +264,7 @@ def to_proto(manifest: Manifest) -> tensor_pb2.Manifest:
         metadata=manifest.metadata,
         digest=manifest.digest,
         codec=CODECS[manifest.codec],
+        in_leaves=manifest.is_in_leaves,
     )
     if message.ByteSize() > MAX_MANIFEST_BYTES:
         raise LimitError(
@@ -303,6 +306,7 @@ def from_proto(
         metadata=dict(message.metadata),
         digest=message.digest,
         codec=codec,
+        is_in_leaves=message.in_leaves,
     )
     check(manifest, limits)
     return manifest

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
 from stratagem.common.base.ids import Digest
@@ -34,6 +34,13 @@ _PREFIX_BYTES: Final = 8
 
 FileSource = Callable[[int], Iterator[bytes]]
 """A source (see `chunks`) whose pieces are contiguous."""
+
+
+class Seekable(Protocol):
+    """What is read of an open file."""
+
+    def read(self, size: int, /) -> bytes: ...
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int: ...
 
 
 def header_bytes(manifest: Manifest) -> bytes:
@@ -99,12 +106,12 @@ def read_header(path: Path, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, 
         return header_of(file, path.name, limits)
 
 
-def header_of(file: BinaryIO, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
+def header_of(file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS) -> tuple[Manifest, int]:
     """Return the checked manifest of an open file, and where its data start, as `read_header` does;
     `name` is for errors."""
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
     manifest, data_start = parse_header(file, name, limits)
-    size = os.fstat(file.fileno()).st_size
     if size != data_start + manifest.total_bytes:
         raise IntegrityError(
             f"{name}: {size} bytes long, its header says {data_start + manifest.total_bytes}"
@@ -118,7 +125,7 @@ def header_size(start: bytes) -> int:
 
 
 def parse_header(
-    file: BinaryIO, name: str, limits: Limits = DEFAULT_LIMITS
+    file: Seekable, name: str, limits: Limits = DEFAULT_LIMITS
 ) -> tuple[Manifest, int]:
     """Read the manifest as `header_of` does, from a file that is read from its start on and may not
     be here as a whole."""

@@ -12,6 +12,7 @@ from typing import Final, Self
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.tensors.manifest import Limits
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.store.blobs.blob_cache import BlobCache, default_limit_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
@@ -20,6 +21,7 @@ from stratagem.coordinator.store.blobs.durable_file import MakeRoom, no_room
 from stratagem.coordinator.store.blobs.object_store import Objects
 from stratagem.coordinator.store.blobs.s3 import SETTING, open_s3
 from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
+from stratagem.coordinator.store.leaves.leaf_blobs import FOLDER, LeafBlobs
 from stratagem.coordinator.updates.shared_spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 
@@ -38,6 +40,10 @@ class Storage:
     cache_bytes: int | None
     """Limit of the local cache; None: derived from the size of the disk."""
     spool_bytes: int
+    writes_leaves: bool
+    """States become leaves; those that are leaves are read in any case."""
+    limits: Limits
+    """Of a state."""
 
     @classmethod
     def open(cls, settings: Settings) -> Self:
@@ -47,7 +53,16 @@ class Storage:
         if objects is not None:
             _log.info("blobs and updates are in an object store", url=objects.url)
         data_dir = settings.data_dir
-        return cls(data_dir, objects, settings.blob_cache_bytes, settings.max_spool_bytes)
+        return cls(
+            data_dir,
+            objects,
+            settings.blob_cache_bytes,
+            settings.max_spool_bytes,
+            settings.state_path == "direct",
+            Limits(
+                max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
+            ),
+        )
 
     def claim(self, journal: str) -> None:
         """Mark the object store as that of a journal.
@@ -70,10 +85,22 @@ class Storage:
     def blobs(self, term: int) -> BlobStore:
         """Return the blob store for the leader of a term."""
         if self.objects is None:
+            if self.writes_leaves or (self.data_dir / FOLDER).is_dir():
+                return self.leaves(term)
             return DirectoryBlobs(self.data_dir / "blobs")
         limit_bytes = self.cache_bytes or default_limit_bytes(self.data_dir)
         cache = BlobCache(self.data_dir / "blob-cache", limit_bytes)
         return SharedBlobs(self.objects, cache, term)
+
+    def leaves(self, term: int) -> LeafBlobs:
+        """Return the blob store that has states in leaves, too. Raises InvalidInputError for an
+        object store, which has none."""
+        if self.objects is not None:
+            text = f"{self.objects.url} is an object store, in which no state is in leaves"
+            raise InvalidInputError.at(SETTING, text)
+        whole = DirectoryBlobs(self.data_dir / "blobs")
+        root, writes = self.data_dir / FOLDER, self.writes_leaves
+        return LeafBlobs(whole, root, term, writes_leaves=writes, limits=self.limits)
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
         """Return the spool of the updates of open rounds, for the leader of a term; make_room frees

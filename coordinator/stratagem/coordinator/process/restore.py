@@ -14,15 +14,22 @@ from typing import Any
 from pydantic import Field, ValidationError
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from stratagem.common.base.errors import IntegrityError, InvalidInputError, StratagemError
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    StratagemError,
+)
 from stratagem.common.base.ids import Digest, check_digest
 from stratagem.common.process.settings_rules import told
+from stratagem.common.tensors.safetensors_file import from_file, read_header
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD, Known
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 
 
 class RestoreSettings(Settings):
@@ -74,7 +81,12 @@ def restore(settings: RestoreSettings) -> tuple[int, int]:
             storage.claim(known.identity)
         blobs = storage.blobs(known.term + TERMS_AHEAD)
         for digest in digests:
-            _put(blobs, digest, folder / "blobs" / digest[:2] / f"{digest}.safetensors")
+            path = folder / "blobs" / digest[:2] / f"{digest}.safetensors"
+            if not _is_stored(blobs, digest) and not _put(blobs, digest, path):
+                if not isinstance(blobs, LeafBlobs):
+                    blobs = storage.leaves(known.term + TERMS_AHEAD)
+                if not _is_stored(blobs, digest):
+                    _put_leaves(blobs, digest, path)
         return Journal.restore(copied, place, password_file=password), len(digests)
 
 
@@ -86,11 +98,18 @@ def _digests(path: Path) -> list[Digest]:
         raise InvalidInputError.at("folder", f"{path} is no list of a backup: {error}") from None
 
 
-def _put(blobs: BlobStore, digest: Digest, path: Path) -> None:
-    """Store a blob of the backup, unless it is stored; what is there is read, and checked, too."""
-    if blobs.exists(digest):
-        blobs.open(digest).close()
-        return
+def _is_stored(blobs: BlobStore, digest: Digest) -> bool:
+    """Return whether a blob is stored, which is read, and checked, then."""
+    if not blobs.exists(digest):
+        return False
+    with blobs.open(digest) as file:
+        while file.is_in_leaves and file.read(PIECE_BYTES):  # each leaf is checked as it is read
+            pass
+    return True
+
+
+def _put(blobs: BlobStore, digest: Digest, path: Path) -> bool:
+    """Store a blob of the backup; False where its bytes have another digest."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -101,8 +120,28 @@ def _put(blobs: BlobStore, digest: Digest, path: Path) -> None:
             writer.write(piece)
         if writer.digest != digest:
             writer.abort()
-            raise IntegrityError(f"{path} is damaged: its bytes have another digest")
+            return False
         writer.commit()
+        return True
+
+
+def _put_leaves(blobs: LeafBlobs, digest: Digest, path: Path) -> None:
+    """Store a state of the backup, which was in leaves, in leaves again."""
+    damaged = IntegrityError(f"{path} is damaged: its bytes have another digest")
+    try:
+        manifest, start = read_header(path, blobs.limits)
+    except (IntegrityError, InvalidInputError, LimitError):
+        raise damaged from None
+    writer = blobs.state_writer(manifest, ())
+    try:
+        content = from_file(path, start, manifest.total_bytes)
+        for piece in content(0):
+            writer.write(piece)
+        if writer.digest() != digest:
+            raise damaged
+        writer.commit()
+    finally:
+        writer.abort()
 
 
 if __name__ == "__main__":

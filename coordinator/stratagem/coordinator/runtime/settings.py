@@ -68,6 +68,12 @@ class Settings(BaseSettings):
         default="",
         description="s3://BUCKET/PREFIX for states, data and updates; below the data dir if unset",
     )
+    state_path: Literal["direct", "relayed"] = Field(
+        default="relayed",
+        description="how states of synchronous runs come into the store: relayed through this "
+        "process as one file each, or direct as leaves in DATA-DIR/states, which workers with "
+        "--state-folder and --data-plane trusted write by themselves",
+    )
     blob_cache_bytes: int | None = Field(
         default=None,
         gt=0,
@@ -184,6 +190,11 @@ class Settings(BaseSettings):
         at_least(self, "max_calls", "max_watchers", 2, why)
         at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
         at_least(self, "max_spool_bytes", "max_state_bytes", 1, "else a state could never arrive")
+        if self.state_path == "direct" and self.blob_store:
+            raise ValueError(
+                "--state-path direct is for states below --data-dir, which workers see too: leaves "
+                "in an object store are not there yet. Leave --blob-store out, or --state-path"
+            )
         if self.max_job_bytes > MAX_JOB_BYTES:
             raise ValueError(
                 f"--max-job-bytes is {self.max_job_bytes} and must be at most {MAX_JOB_BYTES}: a "

@@ -76,7 +76,7 @@ async def download(
     file = await asyncio.to_thread(blobs.open, digest)
     with file:
         manifest, _ = await asyncio.to_thread(header_of, file, digest)
-        manifest = replace(manifest, digest=digest)
+        manifest = replace(manifest, digest=digest, is_in_leaves=file.is_in_leaves)
         content = file.source()
         async for response in serve_get(make, manifest, content, offset, file.check):
             yield response

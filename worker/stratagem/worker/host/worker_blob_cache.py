@@ -15,7 +15,7 @@ computed again: they may have been those of different callers.
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.safetensors_file import blob_digest, file_digest, header_bytes
+from stratagem.common.tensors.safetensors_file import from_file, header_bytes
+from stratagem.common.tensors.state_leaves import state_digest
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 
 NUM_STATES_PER_RUN: Final = 2
@@ -43,7 +44,7 @@ class Blob(Protocol):
     purpose: Purpose
     memory_bytes: int
 
-    def sink(self, offset: int, data: bytes, /) -> None: ...
+    def sink(self, offset: int, data: bytes | memoryview, /) -> None: ...
     def digest(self) -> str: ...
     def finish(self) -> None: ...
     def load(self) -> tuple[Tensors, Mapping[str, str]]: ...
@@ -66,7 +67,7 @@ class _InMemory:
     def digest(self) -> str:
         tensors = self._views()
         stored = [bytes_of(tensors[spec.name]) for spec in self._manifest.stored()]
-        return blob_digest(self._manifest, stored)
+        return state_digest(self._manifest, stored)
 
     def finish(self) -> None:
         self._tensors = self._views()
@@ -84,18 +85,21 @@ class _OnDisk:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.purpose = manifest.purpose
+        self._manifest = manifest
         self._path = path
         self._file: BinaryIO = path.open("wb")
         self._file.write(header_bytes(manifest))
 
-    def sink(self, _offset: int, data: bytes) -> None:
+    def sink(self, _offset: int, data: bytes | memoryview) -> None:
         if self._file.closed:
             raise StaleError(f"the upload to {self._path.name} was dropped")
         self._file.write(data)
 
     def digest(self) -> str:
         self._file.flush()
-        return file_digest(self._path)
+        start = len(header_bytes(self._manifest))
+        content = from_file(self._path, start, self._manifest.total_bytes)
+        return state_digest(self._manifest, content(0))
 
     def finish(self) -> None:
         self._file.close()
@@ -121,6 +125,12 @@ class BlobUpload:
         self.num_streams = 0
         self._blob = blob
         self.writer = ChunkWriter(manifest.total_bytes, blob.sink, purpose=manifest.purpose)
+
+    def fill(self, pieces: Iterable[memoryview]) -> None:
+        """Take all bytes, which have been checked; takes its time, so in a thread."""
+        for piece in pieces:
+            self._blob.sink(self.writer.received, piece)
+            self.writer.received += len(piece)
 
     def check(self) -> None:
         """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""

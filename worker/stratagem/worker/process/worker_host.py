@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from stratagem.common.base.ids import new_incarnation
+from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.tensors.manifest import Limits
 from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
+from stratagem.worker.host.direct_states import DirectStates
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
 from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
@@ -92,7 +95,17 @@ def host_of(
         client_states=_client_states(settings),
         build_dir=settings.build_dir,
         kept=KeptReplicas(settings.data_dir and settings.data_dir / f"kept-{settings.worker_id}"),
+        states=_states(settings),
     )
+
+
+def _states(settings: WorkerSettings) -> DirectStates | None:
+    if settings.state_folder is None:
+        return None
+    limits = Limits(
+        max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
+    )
+    return DirectStates(StateFolder(settings.state_folder), limits)
 
 
 def _privacy_secret(settings: WorkerSettings) -> PrivacySecret:

@@ -130,6 +130,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
     capability.code_policy = policy
     capability.tunnelled, capability.ephemeral = settings.tunnel, settings.ephemeral
     capability.keeps_nothing = settings.data_dir is None
+    capability.writes_states = settings.state_folder is not None
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS

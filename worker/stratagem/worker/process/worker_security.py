@@ -35,6 +35,9 @@ class WorkerSecurity:
         self.data_plane = settings.data_plane or ("trusted" if tls is None else "tls")
         if self.data_plane == "tls" and tls is None:
             raise InvalidInputError.at("data_plane", "tls needs --tls-ca, --tls-cert, --tls-key")
+        if self.data_plane == "tls" and settings.state_folder is not None:
+            text = "all who see it can read all states; it needs --data-plane trusted"
+            raise InvalidInputError.at("state_folder", text)
 
     @property
     def mesh(self) -> str:

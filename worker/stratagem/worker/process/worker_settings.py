@@ -185,6 +185,12 @@ class WorkerSettings(BaseSettings):
         description="existing folder on a disk for nameless files that hold a model while it is "
         "built from its seed, so that it need not fit this worker's memory; in memory unless set",
     )
+    state_folder: Path | None = Field(
+        None,
+        description="where this worker sees the folder DATA-DIR/states of a coordinator with "
+        "--state-path direct, to write states there and to read them; needs --data-plane trusted, "
+        "and the rights to write there",
+    )
     previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
         "",
         description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
@@ -341,6 +347,8 @@ class WorkerSettings(BaseSettings):
             if self.tunnel and name in self.model_fields_set:
                 raise ValueError(f"--{name} is for workers that are dialled, and not for --tunnel")
         at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
+        if self.state_folder is not None and self.site is not None:
+            raise ValueError("--state-folder gives states away, and so is not for --site")
         given = {
             "allow": bool(self.allow),
             "allow_code": self.allow_code != "none",

@@ -46,6 +46,7 @@ from stratagem.worker.service.worker_diagnosis import diagnosis
 from stratagem.worker.session.context import Host
 from stratagem.worker.session.sent_state import SentState, without_same
 from stratagem.worker.session.session_states import Frozen
+from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -150,6 +151,18 @@ class WorkerServicer(WorkerServiceServicer):
                 first, sent.manifest, sent.buffers, request.offset, num_bytes=sent.num_bytes
             ):
                 yield response
+
+    async def WriteLeaves(
+        self, request: pb.WriteLeavesRequest, context: Context
+    ) -> AsyncIterator[pb.WriteLeavesResponse]:
+        check_request(request)
+        session = await self._session(request.fence, request.session)
+        states = self._host.states
+        folder = check_folder(None if states is None else states.folder, request.store_id)
+        with session.states.reading(request.snapshot) as state:
+            async with aclosing(written_leaves(folder, state, request)) as messages:
+                async for message in messages:
+                    yield message
 
     async def SetState(
         self, request_iterator: AsyncIterator[pb.SetStateRequest], context: Context

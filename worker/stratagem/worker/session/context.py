@@ -46,6 +46,7 @@ from stratagem.worker.exchange.parameter_server.gradient_streams import Gradient
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
 from stratagem.worker.host.device_faults import DeviceHealth
+from stratagem.worker.host.direct_states import DirectStates
 from stratagem.worker.host.exit_record import LastWords
 from stratagem.worker.host.torch_thread import TorchThread
 from stratagem.worker.host.worker_blob_cache import Blob, ReceivedBlobs
@@ -125,6 +126,8 @@ class Host:
     health: DeviceHealth = field(default_factory=DeviceHealth)
     kept: KeptReplicas = field(default_factory=KeptReplicas)
     """What only this worker has of the commits of its runs."""
+    states: DirectStates | None = None
+    """The coordinator's folder of states, where this worker sees it."""
 
 
 @dataclass(slots=True)
@@ -295,7 +298,11 @@ class ExecutionContext:
         return tensors, state_metadata(base.step, metadata)
 
     async def _fetch(self, digest: str) -> Blob:
-        if self.host.blobs.find(self.key.run_id, digest) is None:
+        blobs, run_id = self.host.blobs, self.key.run_id
+        is_here = blobs.find(run_id, digest) is not None
+        if not is_here and self.host.states is not None:
+            is_here = await self.host.states.read(blobs, run_id, digest, self.request.fence.term)
+        if not is_here:
             self.outbox.need(digest)
         try:
             return await self.host.blobs.get(self.key.run_id, digest)

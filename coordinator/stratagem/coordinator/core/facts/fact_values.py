@@ -47,6 +47,7 @@ class Capability(Value):
     tunnelled: bool = False
     ephemeral: bool = False
     keeps_nothing: bool = False
+    writes_states: bool = False
 
 
 class Setting(Value):

@@ -280,4 +280,5 @@ class EffectContext:
 
     def _read_header(self, digest: Digest) -> tuple[Manifest, int]:
         with self.blobs.open(digest) as file:
-            return header_of(file, digest)
+            manifest, start = header_of(file, digest)
+            return replace(manifest, is_in_leaves=file.is_in_leaves), start

@@ -25,6 +25,7 @@ from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.report_intake import let_in
+from stratagem.coordinator.effects.execution.state_writing import reads_by_itself
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
 from stratagem.coordinator.runtime.worker_links import WorkerLink
@@ -189,6 +190,8 @@ class _Attended:
         raise AssertionError("a stream without a result raises")
 
     async def _bring(self, base: Digest) -> None:
+        if await reads_by_itself(self.env, self.member, base):
+            return
         # It may be there before the plan that it is for: then the plan asks for it.
         with suppress(NotFoundError):
             await self.env.bring(self.member, RunId(self.request.session.run_id), base)

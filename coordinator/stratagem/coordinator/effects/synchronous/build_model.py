@@ -15,7 +15,7 @@ from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.core.state_machine.blob_owners import resting_with
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import attend, fail_party, record_of
-from stratagem.coordinator.effects.synchronous.snapshot import pull_snapshot
+from stratagem.coordinator.effects.synchronous.commit_segment import stored_snapshot
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
@@ -81,7 +81,7 @@ async def _first_state(env: EffectContext, job: JobSpec, at: WorkerSession) -> t
     built, or as it stands the commit of another run that is resumed."""
     initial = job.initial
     if initial is None or not initial.resume:
-        digest, manifest = await pull_snapshot(env, at, 0)
+        digest, manifest = await stored_snapshot(env, [at], 0)
         return digest, manifest.total_bytes
     assert initial.digest is not None  # the client has found it
     manifest, _ = await env.header(initial.digest)

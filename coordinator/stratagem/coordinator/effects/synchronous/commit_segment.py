@@ -1,4 +1,4 @@
-"""CommitSegment: pull the snapshot of a finished segment from members that have it.
+"""CommitSegment: store the snapshot of a finished segment, of members that have it.
 
 The members train on meanwhile. Of members that hold the same bits any one suffices; where the state
 is divided among members, every part is pulled, and the parts become one blob.
@@ -11,13 +11,15 @@ from functools import partial
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.manifest import Limits
-from stratagem.common.tensors.safetensors_file import header_bytes
+from stratagem.common.tensors.manifest import Limits, Manifest
 from stratagem.coordinator.core.effects import CommitSegment
 from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.execution.state_writing import state_writer
+from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
 from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
 from stratagem.coordinator.runtime.worker_links import WorkerSession
+from stratagem.coordinator.store.blobs.blob_store import StateWriter, file_writer
 from stratagem.coordinator.updates.members.merge_parts import (
     ContradictionError,
     StatePart,
@@ -30,20 +32,19 @@ from stratagem.coordinator.updates.members.merge_slices import are_sliced, joine
 
 async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
     """Make the segment's state durable and report SegmentCommitted."""
-    if len(effect.parts) == 1:
-        digest, manifest = await from_any(
-            effect.parts[0],
-            lambda member: pull_snapshot(env, _session(effect, member), effect.segment),
-        )
-        size_bytes = manifest.total_bytes
-    else:
-        try:
+    try:
+        if len(effect.parts) == 1:
+            sessions = [_session(effect, member) for member in effect.parts[0]]
+            digest, manifest = await stored_snapshot(env, sessions, effect.segment)
+            size_bytes = manifest.total_bytes
+        else:
             pulls = [partial(_part, env, effect, members) for members in effect.parts]
-            digest, size_bytes = await merged(env, pulls)
-        except ContradictionError as error:
-            reason = f"segment {effect.segment} cannot be committed: {error}"
-            await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
-            return
+            writer_of = partial(state_writer, env, effect.run_id)
+            digest, size_bytes = await merged(env, pulls, writer_of)
+    except ContradictionError as error:
+        reason = f"segment {effect.segment} cannot be committed: {error}"
+        await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
+        return
     failpoint("coordinator.commit.pulled")
     fact = SegmentCommitted(
         party=effect.party,
@@ -58,15 +59,33 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
     await env.report(effect.run_id, fact)
 
 
+async def stored_snapshot(
+    env: EffectContext, sessions: Sequence[WorkerSession], segment: int
+) -> tuple[Digest, Manifest]:
+    """Store the snapshot that all of the sessions have; return its digest and its manifest.
+
+    Raises ContradictionError where they have not the same one.
+    """
+    written = await written_by_members(env, sessions, segment)
+    if written is not None:
+        return written
+    by_member = {at.member: at for at in sessions}
+    return await from_any(
+        tuple(by_member), lambda member: pull_snapshot(env, by_member[member], segment)
+    )
+
+
 async def merged(
     env: EffectContext,
     pulls_of: Sequence[Callable[[], Awaitable[StatePart]]],
+    writer_of: Callable[[Manifest], StateWriter] | None = None,
     *,
     joins_rows: bool = False,
 ) -> tuple[Digest, int]:
     """Pull all parts and write them as one blob; its digest and size in bytes.
 
-    joins_rows: see `joined_rows`. Raises ContradictionError for parts that make no whole.
+    writer_of: of the blob; unless given, it is one file. joins_rows: see `joined_rows`. Raises
+    ContradictionError for parts that make no whole.
     """
     parts: list[StatePart] = []
     cancelled = threading.Event()
@@ -80,7 +99,10 @@ async def merged(
                 task.cancel()
             ended = await asyncio.gather(*pulls, return_exceptions=True)
             parts += [result for result in ended if isinstance(result, StatePart)]
-        return await env.in_thread(lambda: _write(env, parts, cancelled, joins_rows=joins_rows))
+        begin = writer_of or partial(file_writer, env.blobs)
+        return await env.in_thread(
+            lambda: _write(env, parts, cancelled, begin, joins_rows=joins_rows)
+        )
     finally:
         cancelled.set()
         for part in parts:
@@ -101,7 +123,12 @@ def _session(effect: CommitSegment, member: Member) -> WorkerSession:
 
 
 def _write(
-    env: EffectContext, parts: list[StatePart], cancelled: threading.Event, *, joins_rows: bool
+    env: EffectContext,
+    parts: list[StatePart],
+    cancelled: threading.Event,
+    writer_of: Callable[[Manifest], StateWriter],
+    *,
+    joins_rows: bool,
 ) -> tuple[Digest, int]:
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     manifests, sources = [part.manifest for part in parts], None
@@ -109,12 +136,9 @@ def _write(
         manifest, sources = joined_slices(manifests, limits)
     else:
         manifest = merged_manifest(manifests, limits)
-    shown = joined_rows(manifest) if joins_rows else manifest
-    writer = env.blobs.writer(len(header_bytes(shown)) + manifest.total_bytes)
+    writer = writer_of(joined_rows(manifest) if joins_rows else manifest)
     try:
-        digest = write_merged(
-            manifest, parts, writer, cancelled.is_set, described_as=shown, sources=sources
-        )
+        digest = write_merged(manifest, parts, writer, cancelled.is_set, sources=sources)
     finally:
         writer.abort()
     return digest, manifest.total_bytes

@@ -1,6 +1,7 @@
 """Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -19,6 +20,7 @@ from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext, PulledSnapshot
+from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.updates.members.merge_parts import StatePart
@@ -87,7 +89,7 @@ async def _base(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
 async def _pulled(
     env: EffectContext, at: WorkerSession, ask: Ask, base: BaseBlob | None = None
 ) -> tuple[Digest, Manifest]:
-    intake = SnapshotIntake(env.blobs, base)
+    intake = SnapshotIntake(partial(state_writer, env, at.run_id), base)
     try:
         manifest = await _pull(env, ask, intake.accept, intake.size_of)
         digest = await env.in_thread(intake.commit)

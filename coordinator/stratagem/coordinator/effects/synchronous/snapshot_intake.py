@@ -13,9 +13,8 @@ from stratagem.common.base.errors import ConflictError
 from stratagem.common.base.ids import Digest
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.common.tensors.same_bytes import SameBytes, check_same, num_changed_bytes
-from stratagem.coordinator.store.blobs.blob_store import BlobStore, BlobWriter
+from stratagem.coordinator.store.blobs.blob_store import StateWriter
 from stratagem.coordinator.store.blobs.verified_file import BlobFile
 from stratagem.v1 import worker_pb2
 
@@ -36,15 +35,15 @@ class SnapshotIntake:
     """One snapshot on its way in; commit or abort it. After `accept`, used by one thread at a
     time."""
 
-    def __init__(self, blobs: BlobStore, base: BaseBlob | None) -> None:
+    def __init__(self, writer_of: Callable[[Manifest], StateWriter], base: BaseBlob | None) -> None:
         self.name = ""
         """Of the snapshot; "" where the worker gives it none."""
-        self._blobs, self._base = blobs, base
+        self._writer_of, self._base = writer_of, base
         self._same: Sequence[SameBytes] | None = None
         self._next = 0
         """The first range of `_same` that is not written yet."""
         self._num_written = 0
-        self._writer: BlobWriter | None = None
+        self._writer: StateWriter | None = None
 
     def size_of(self, first: worker_pb2.GetStateResponse, manifest: Manifest) -> int:
         """Return how many bytes the worker will send, by the first message of its stream.
@@ -62,9 +61,7 @@ class SnapshotIntake:
     def accept(self, manifest: Manifest) -> Callable[[bytes], None]:
         """Begin the blob; return what takes the bytes that the worker sends, in order, and none
         when all have come."""
-        header = header_bytes(manifest)
-        self._writer = self._blobs.writer(len(header) + manifest.total_bytes)
-        self._writer.write(header)
+        self._writer = self._writer_of(manifest)
         return self._write
 
     def commit(self) -> Digest:

@@ -24,6 +24,7 @@ from stratagem.common.tensors.safetensors_file import header_bytes, header_of
 from stratagem.coordinator.core.effects import UploadCommit
 from stratagem.coordinator.core.facts import CommitUploaded, Member, SoleCopiesLost
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.snapshot import pull_kept
 from stratagem.coordinator.runtime.worker_links import WorkerSession
@@ -43,7 +44,11 @@ async def upload_commit(env: EffectContext, effect: UploadCommit) -> None:
         partial(_kept, env, effect, *each) for each in zip(effect.holders, effect.kept, strict=True)
     ]
     try:
-        digest, size_bytes = await merged(env, [partial(_common, env, effect), *pulls])
+        digest, size_bytes = await merged(
+            env,
+            [partial(_common, env, effect), *pulls],
+            partial(state_writer, env, effect.run_id),
+        )
     except StratagemError as error:
         if not _is_lost(env, effect, error):
             raise

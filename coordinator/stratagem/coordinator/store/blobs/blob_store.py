@@ -13,6 +13,8 @@ from typing import Protocol
 
 from stratagem.common.base.errors import IntegrityError, NotFoundError
 from stratagem.common.base.ids import Digest
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.durable_file import (
     DurableFile,
     MakeRoom,
@@ -95,6 +97,23 @@ class Adopt(Protocol):
     def __call__(
         self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums, /
     ) -> None: ...
+
+
+class StateWriter(Protocol):
+    """A state that is being written into a store: write all of its data, in their order, then
+    commit; or abort."""
+
+    def write(self, data: memoryview | bytes) -> None: ...
+    def commit(self) -> Digest: ...
+    def abort(self) -> None: ...
+
+
+def file_writer(blobs: BlobStore, manifest: Manifest) -> "BlobWriter":
+    """Return a writer for the data of a state that becomes one file, whose header is written."""
+    header = header_bytes(manifest)
+    writer = blobs.writer(len(header) + manifest.total_bytes)
+    writer.write(header)
+    return writer
 
 
 class BlobWriter:

@@ -39,10 +39,10 @@ from stratagem.coordinator.store.blobs.durable_file import (
 )
 from stratagem.coordinator.store.blobs.temporary_files import Scratch, remove_if_abandoned
 from stratagem.coordinator.store.blobs.unsettled_blobs import Claims
-from stratagem.coordinator.store.blobs.verified_file import BlobFile, Sums
+from stratagem.coordinator.store.blobs.verified_file import BlobFile, FileContent, Sums
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_SUFFIX: Final = ".safetensors"
+SUFFIX: Final = ".safetensors"
 _Identity = tuple[int, int, int]  # inode, size, time of change
 
 
@@ -65,10 +65,12 @@ class DirectoryBlobs:
         monotonic: Callable[[], float] = time.monotonic,
         is_durable: bool = True,
         make_room: MakeRoom = no_room,
+        suffix: str = SUFFIX,
     ) -> None:
         """is_durable: what was written survives a power cut; needless for mere copies. make_room:
-        asked while a blob meets a full disk."""
+        asked while a blob meets a full disk. suffix: of the names of its files."""
         self._root = root
+        self._suffix = suffix
         self._is_durable = is_durable
         self.make_room = make_room
         self._temporary = root / "tmp"
@@ -80,7 +82,7 @@ class DirectoryBlobs:
         make_folder(self._temporary)
         for path in self._temporary.iterdir():
             remove_if_abandoned(path)
-        self._bin = _new_bin(root / "bins")
+        self._bin = new_bin(root / "bins")
 
     def writer(self, total_bytes: int, adopt: Adopt | None = None) -> BlobWriter:
         """Return a writer for a blob of exactly total_bytes; `adopt` may do more than this store's
@@ -109,7 +111,7 @@ class DirectoryBlobs:
 
     def opened(self, digest: Digest, descriptor: int, sums: Sums) -> BlobFile:
         """Return the blob of a file that is open and verified; takes the descriptor over."""
-        return BlobFile(descriptor, digest, sums, lambda: self._distrust(digest))
+        return BlobFile(FileContent(descriptor, digest, sums, lambda: self._distrust(digest)))
 
     def _distrust(self, digest: Digest) -> None:
         """Have the next `open` verify the whole blob: a read did not give the bytes that were
@@ -151,7 +153,7 @@ class DirectoryBlobs:
         Raises StaleError when another coordinator has opened the folder since.
         """
         collected = []
-        for digest in self._digests():
+        for digest in self.digests():
             if digest not in live and self._delete(digest, grace_s):
                 collected.append(digest)
         return collected
@@ -185,15 +187,16 @@ class DirectoryBlobs:
     def stored(self) -> list[Stored]:
         """Return all blobs, not verified."""
         blobs = []
-        for digest in self._digests():
+        for digest in self.digests():
             with suppress(FileNotFoundError):
                 status = self._path(digest).stat()
                 blobs.append(Stored(digest, status.st_size, status.st_atime_ns))
         return blobs
 
-    def _digests(self) -> Iterator[Digest]:
+    def digests(self) -> Iterator[Digest]:
+        """Yield the digests of all blobs that are in the store."""
         for folder in sorted(self._root.glob("[0-9a-f][0-9a-f]")):
-            for path in sorted(folder.glob(f"*{_SUFFIX}")):
+            for path in sorted(folder.glob(f"*{self._suffix}")):
                 if _DIGEST.fullmatch(path.stem):
                     yield Digest(path.stem)
 
@@ -224,7 +227,7 @@ class DirectoryBlobs:
     def _path(self, digest: Digest) -> Path:
         if not _DIGEST.fullmatch(digest):
             raise InvalidInputError.at("digest", f"{digest!r} is not 64 of 0-9, a-f")
-        return self._root / digest[:2] / f"{digest}{_SUFFIX}"
+        return self._root / digest[:2] / f"{digest}{self._suffix}"
 
     def _verify(self, digest: Digest, descriptor: int) -> Sums:
         """The checksums of a blob that has its digest, or had it and has not been replaced."""
@@ -242,7 +245,7 @@ class DirectoryBlobs:
         return sums
 
 
-def _new_bin(bins: Path) -> Path:
+def new_bin(bins: Path) -> Path:
     """A bin of our own, made after all others are gone."""
     make_folder(bins)
     for other in bins.iterdir():

@@ -201,8 +201,7 @@ class SharedBlobs:
     def _rewrite(self, digest: Digest) -> bool:
         try:
             with self.open(digest) as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                self._put(digest, read_pieces(file, num_bytes), num_bytes)
+                self._put(digest, read_pieces(file, file.num_bytes), file.num_bytes)
         except (IntegrityError, NotFoundError):
             return False
         return True

@@ -12,7 +12,7 @@ import os
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest
@@ -83,32 +83,62 @@ class Sums:
         return min(CHUNK_BYTES, self.data_bytes - number * CHUNK_BYTES), self._of_chunks[number]
 
 
-class BlobFile(io.FileIO):
+class Content(Protocol):
+    """The bytes of an open blob, each of them checked when it is read."""
+
+    num_bytes: int
+    is_in_leaves: bool
+    """Whether the blob is a state in leaves; its digest is that of the list of them."""
+
+    def read_into(self, view: memoryview, offset: int) -> None: ...
+    def source(self, offset: int) -> Iterator[bytes]: ...
+    def check(self, offset: int, frame: bytes) -> None: ...
+
+
+class BlobFile(io.RawIOBase):
     """An open blob whose `read` and `read_into` check every byte.
 
     What differs from its checksum raises UnavailableError: the blob must be opened again, which
-    looks at all of it, and finds a sound copy where there is one.
+    looks at all of it, and finds a sound copy where there is one. The content goes with its last
+    reader.
     """
 
-    def __init__(
-        self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
-    ) -> None:
-        """Take the descriptor over; on_damage is called before a difference is raised."""
-        super().__init__(descriptor, "rb")
-        try:
-            self._content = _Content(os.dup(descriptor), digest, sums, on_damage)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, content: Content) -> None:
+        super().__init__()
+        self._content = content
+        self._at = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the blob."""
+        return self._content.num_bytes
+
+    @property
+    def is_in_leaves(self) -> bool:
+        """Return whether its digest is that of a list of leaves."""
+        return self._content.is_in_leaves
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        begin = self.tell()
-        end = self._content.num_bytes
+        begin, end = self._at, self.num_bytes
         if size is not None and size >= 0:
             end = min(end, begin + size)
         data = bytearray(max(0, end - begin))
         self.read_into(memoryview(data), begin)
-        self.seek(begin + len(data))
+        self._at = begin + len(data)
         return bytes(data)
 
     def readall(self) -> bytes:
@@ -136,12 +166,15 @@ class BlobFile(io.FileIO):
         return self._content.check
 
 
-class _Content:
-    """The bytes of an open blob; kept alive by its readers."""
+class FileContent:
+    """The bytes of a blob that is one open file; kept alive by its readers."""
+
+    is_in_leaves = False
 
     def __init__(
         self, descriptor: int, digest: Digest, sums: Sums, on_damage: Callable[[], None]
     ) -> None:
+        """Take the descriptor over; on_damage is called before a difference is raised."""
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._digest, self._sums = descriptor, digest, sums
         self._on_damage = on_damage

@@ -19,8 +19,7 @@ from stratagem.common.tensors.manifest import (
     build_manifest,
     check,
 )
-from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.store.blobs.blob_store import BlobWriter
+from stratagem.coordinator.store.blobs.blob_store import StateWriter
 from stratagem.coordinator.store.blobs.temporary_files import Scratch
 
 
@@ -119,16 +118,15 @@ def joined_rows(merged: Manifest) -> Manifest:
 def write_merged(
     manifest: Manifest,
     parts: Sequence[StatePart],
-    writer: BlobWriter,
+    writer: StateWriter,
     should_stop: Callable[[], bool] = lambda: False,
     *,
-    described_as: Manifest | None = None,
     sources: Mapping[str, Sequence[tuple[int, TensorSpec]]] | None = None,
 ) -> Digest:
-    """Write and commit the blob of a merged manifest. Raises MergeStoppedError when asked to stop.
+    """Write and commit the data of a merged manifest. Raises MergeStoppedError when asked to stop.
 
-    described_as: the manifest that the blob's header gives for the same bytes. sources: of each
-    tensor, in which parts its bytes are, in order; unless given, one part has it under its name.
+    sources: of each tensor, in which parts its bytes are, in order; unless given, one part has it
+    under its name.
     """
     if sources is None:
         sources = {
@@ -136,7 +134,6 @@ def write_merged(
             for number, part in enumerate(parts)
             for spec in part.manifest.tensors
         }
-    writer.write(header_bytes(described_as or manifest))
     for target in manifest.stored():
         for number, spec in sources[target.name]:
             for piece in parts[number].data.read(spec.offset, spec.size_bytes):

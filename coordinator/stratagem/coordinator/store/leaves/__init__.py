@@ -1,0 +1,13 @@
+"""States in leaves: what workers write into a folder that they and the coordinator see.
+
+    leaf_blobs.py   the blob store that has such states beside whole files
+    leaf_files.py   the files of leaves: opened and verified, and collected
+    leaf_claims.py  which leaves are in use: by uploads that are under way, and by readers
+    leaf_upload.py  an upload that is under way
+    leaf_writer.py  a state that the coordinator itself cuts into leaves
+    joined_state.py the file that a state's leaves make
+
+Knows bytes and digests, and neither runs nor workers. What a leaf is, is the business of
+`stratagem.common.tensors.state_leaves`, what files are called that of
+`stratagem.common.files.state_folder`.
+"""

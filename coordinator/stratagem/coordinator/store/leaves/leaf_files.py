@@ -1,0 +1,170 @@
+"""The files of leaves: opened with every byte checked, and collected when nothing needs them.
+
+Workers write them, so a leaf counts only when its digest has been found right here. Collecting
+moves a file into a bin of this opening of the folder, of which the next opening removes all others:
+a coordinator that was frozen and replaced cannot delete what its successor relies on.
+"""
+
+import hashlib
+import os
+import weakref
+from array import array
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
+from stratagem.common.base.ids import Digest
+from stratagem.common.files.state_folder import StateFolder, digest_and_upload
+from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.frames import crc32c
+from stratagem.coordinator.store.blobs.blob_store import MissingBlobError
+from stratagem.coordinator.store.blobs.directory_blobs import new_bin
+from stratagem.coordinator.store.blobs.durable_file import make_folder, open_regular, sync_folder
+from stratagem.coordinator.store.leaves.leaf_claims import LeafClaims
+
+_NUM_FOLDERS: Final = 256
+_Identity = tuple[int, int, int]  # inode, size, time of change
+
+
+class OpenLeaf:
+    """An open leaf, with a checksum of each of its chunks; the file is closed with its last
+    reader."""
+
+    def __init__(self, digest: Digest, descriptor: int, sums: Sequence[int]) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        self._digest, self._descriptor, self._sums = digest, descriptor, sums
+        self._newest: tuple[int, memoryview] = (-1, memoryview(b""))
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill a view with the bytes from an offset on. Raises UnavailableError where they have
+        changed since the leaf was opened."""
+        done = 0
+        while done < len(view):
+            number, skipped = divmod(offset + done, CHUNK_BYTES)
+            piece = self._chunk(number)[skipped : skipped + len(view) - done]
+            if not piece:
+                self._fail()
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _chunk(self, number: int) -> memoryview:
+        if self._newest[0] != number:
+            data = os.pread(self._descriptor, CHUNK_BYTES, number * CHUNK_BYTES)
+            if number >= len(self._sums) or crc32c(data) != self._sums[number]:
+                self._fail()
+            self._newest = number, memoryview(data)
+        return self._newest[1]
+
+    def _fail(self) -> None:
+        raise UnavailableError(f"leaf {self._digest} has changed where it is stored")
+
+
+class LeafFiles:
+    """The leaves below one folder, which is made if absent; for any thread."""
+
+    def __init__(self, folder: StateFolder, claims: LeafClaims) -> None:
+        self._folder, self._claims = folder, claims
+        self._verified: dict[Digest, tuple[_Identity, Sequence[int]]] = {}
+        make_folder(folder.leaves)
+        make_folder(folder.temporary)
+        for number in range(_NUM_FOLDERS):  # workers need not make them durable
+            (folder.leaves / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
+        sync_folder(folder.leaves)
+        self._bin = new_bin(folder.leaves / "bins")
+
+    def exists(self, digest: Digest) -> bool:
+        """Return True when there is a file of the leaf, whole or damaged."""
+        return bool(self._folder.copies(digest))
+
+    def open(self, digest: Digest) -> OpenLeaf:
+        """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
+        the digest."""
+        is_there = False
+        for path in self._folder.copies(digest):
+            try:
+                descriptor = open_regular(path)
+            except FileNotFoundError:  # an equal copy has stayed, or another one will be found
+                continue
+            is_there = True
+            sums = self._verify(digest, descriptor)
+            if sums is not None:
+                return OpenLeaf(digest, descriptor, sums)
+            os.close(descriptor)
+        if is_there:
+            raise IntegrityError(f"leaf {digest} is damaged: its bytes have another digest")
+        raise MissingBlobError(digest)
+
+    def check(self, digest: Digest, upload: str) -> bool:
+        """Read what an upload has written of a leaf; True where it has its digest."""
+        path = self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+        try:
+            descriptor = open_regular(path)
+        except OSError:
+            return False
+        try:
+            return self._verify(digest, descriptor) is not None
+        finally:
+            os.close(descriptor)
+
+    def files(self) -> list[Path]:
+        """Return the files of all leaves, also of those that are not whole yet."""
+        return [
+            path
+            for folder in sorted(self._folder.leaves.iterdir())
+            if folder.name != "bins"
+            for path in sorted(folder.iterdir())
+        ]
+
+    def collect(self, found: Collection[Path], named: Collection[Digest]) -> int:
+        """Delete those of the files that were found before it was known which leaves are `named`:
+        all that neither a list nor a claim needs, and equal copies but for the newest one. Return
+        their number."""
+        seen: set[Digest] = set()
+        num_deleted = 0
+        for path in sorted(found, reverse=True):  # of a leaf, the newest first
+            if path.parent == self._folder.temporary:
+                if not self._claims.is_under_way(path.name.rpartition("-")[0]):
+                    path.unlink(missing_ok=True)
+                continue
+            digest, upload = digest_and_upload(path.name)
+            with self._claims.lock:
+                is_needed = digest in named or self._claims.is_used(digest)
+                if self._claims.is_under_way(upload) or (is_needed and digest not in seen):
+                    seen.add(digest)
+                    continue
+                self._discard(path)
+                num_deleted += 1
+            if digest not in seen:
+                self._verified.pop(digest, None)
+        return num_deleted
+
+    def _discard(self, path: Path) -> None:
+        """Move a file into the bin in one step, which fails once the bin is gone."""
+        discarded = self._bin / path.name
+        try:
+            path.rename(discarded)
+        except FileNotFoundError:
+            if not self._bin.is_dir():
+                root = self._folder.root
+                raise StaleError(f"{root} was opened by another coordinator since") from None
+        with suppress(FileNotFoundError):
+            discarded.unlink()
+
+    def _verify(self, digest: Digest, descriptor: int) -> Sequence[int] | None:
+        """Return the checksums of a file that has the digest; None where it has another one."""
+        status = os.fstat(descriptor)
+        identity = status.st_ino, status.st_size, status.st_mtime_ns
+        known = self._verified.get(digest)
+        if known is not None and known[0] == identity:
+            return known[1]
+        hasher, sums = hashlib.sha256(), array("I")
+        for offset in range(0, status.st_size, CHUNK_BYTES):
+            data = os.pread(descriptor, CHUNK_BYTES, offset)
+            hasher.update(data)
+            sums.append(crc32c(data))
+        if hasher.hexdigest() != digest:
+            return None
+        self._verified[digest] = identity, sums
+        return sums

@@ -1,0 +1,285 @@
+"""States in leaves are read as the files that they make, and leaves stay while they are needed."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
+from stratagem.common.base.ids import Digest
+from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose, build_manifest
+from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, header_of
+from stratagem.common.tensors.state_leaves import SMALL_BYTES, leaves_of, pieces_of, state_digest
+from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from tests.coordinator.store.places import digest_of, put
+
+SIZES = (SMALL_BYTES + 5, 3, 2 * SMALL_BYTES, 0, 7)
+Open = Callable[[], LeafBlobs]
+
+
+def state(seed: int, changed: int = 0) -> tuple[Manifest, bytes]:
+    """Two large tensors and three small ones; `changed` alone makes the second large one."""
+    named = [(f"t{number}", "uint8", (size,)) for number, size in enumerate(SIZES)]
+    manifest = build_manifest(named, Purpose.STATE, metadata={"step": str(changed)})
+    parts = [random.Random(f"{seed} {number}").randbytes(size) for number, size in enumerate(SIZES)]
+    parts[2] = random.Random(f"{seed} 2 {changed}").randbytes(SIZES[2])
+    return manifest, b"".join(parts)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Open:
+    terms = iter(range(1, 100))
+
+    def open_next() -> LeafBlobs:
+        whole = DirectoryBlobs(tmp_path / "blobs")
+        return LeafBlobs(
+            whole, tmp_path / "states", next(terms), writes_leaves=True, limits=DEFAULT_LIMITS
+        )
+
+    return open_next
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StateFolder:
+    return StateFolder(tmp_path / "states")
+
+
+def relayed(store: LeafBlobs, of: tuple[Manifest, bytes], kept: tuple[Digest, ...] = ()) -> Digest:
+    """Write a state whose bytes come to the coordinator."""
+    writer = store.state_writer(of[0], kept)
+    for start in range(0, len(of[1]), 300_007):
+        writer.write(of[1][start : start + 300_007])
+    return writer.commit()
+
+
+def written_leaves(
+    folder: StateFolder, upload: str, of: tuple[Manifest, bytes], have: frozenset[Digest]
+) -> list[Digest]:
+    """What a worker does: write what is not there; the digests of all leaves."""
+    manifest, data = of
+    view = memoryview(data)
+    buffers = [view[each.offset : each.offset + each.size_bytes] for each in manifest.stored()]
+    digests = []
+    for leaf in leaves_of(manifest):
+        pieces = list(pieces_of(leaf, manifest, buffers))
+        digests.append(digest_of(b"".join(pieces)))
+        if digests[-1] not in have:
+            folder.write_leaf(digests[-1], upload, pieces)
+    return digests
+
+
+def direct(
+    store: LeafBlobs,
+    folder: StateFolder,
+    of: tuple[Manifest, bytes],
+    kept: tuple[Digest, ...] = (),
+) -> Digest:
+    with store.upload(kept) as upload:
+        return upload.commit(of[0], written_leaves(folder, upload.name, of, upload.have))
+
+
+def names(folder: StateFolder) -> list[str]:
+    return sorted(path.name for path in folder.leaves.glob("??/*"))
+
+
+def collect(store: LeafBlobs, *live: Digest) -> list[Digest]:
+    """Collect, as if all had been written long ago."""
+    return store.collect(live, -1.0)
+
+
+def test_relayed_and_direct_have_one_digest_and_read_as_the_file(
+    opened: Open, folder: StateFolder
+) -> None:
+    manifest, data = state(1)
+    store = opened()
+    digest = relayed(store, (manifest, data))
+    with store.open(digest) as file:
+        read, start = header_of(file, digest)
+        assert read == manifest
+        assert file.is_in_leaves
+        file.seek(0)
+        content = file.read()
+        assert content == header_bytes(manifest) + data
+        assert digest_of(content) == blob_digest(manifest, [data])
+        for at in (0, start - 1, start, start + SMALL_BYTES + 4, len(content) - 1):
+            file.seek(at)
+            assert file.read(9) == content[at : at + 9]
+        for offset in (0, 1, SMALL_BYTES, len(data) - 1):
+            assert b"".join(file.source()(offset)) == data[offset:]
+    store = opened()
+    assert direct(store, folder, (manifest, data)) == digest
+    listed = folder.read_list(digest)
+    assert listed is not None
+    assert b"".join(folder.read_state(listed)) == data
+    assert state_digest(listed.manifest, [data]) == digest
+    assert store.location(digest) == ""
+
+
+def test_leaves_of_kept_states_are_not_written_again(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    first = direct(store, folder, state(1))
+    before = set(names(folder))
+    assert len(before) == 3  # of 1 MiB and a bit, of 2 MiB, and the small ones together
+    second = direct(store, folder, state(1, changed=1), (first, Digest("0" * 64)))
+    third = relayed(store, state(1, changed=2), (first, second))
+    assert len(set(names(folder)) - before) == 2
+    collect(store, second)
+    with store.open(second) as file:
+        assert file.read().endswith(state(1, changed=1)[1])
+    assert not store.exists(first)
+    assert not store.exists(third)
+
+
+def test_what_nothing_names_is_collected(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    kept = direct(store, folder, state(1))
+    needed = names(folder)
+    with store.upload(()) as upload:
+        written_leaves(folder, upload.name, state(2), frozenset())
+        (folder.temporary / f"{upload.name}-{'b' * 16}").write_bytes(b"half")
+        collect(store, kept)
+        assert len(names(folder)) == 2 * len(needed), "the upload is under way"
+        assert len(list(folder.temporary.iterdir())) == 1
+    collect(store, kept)
+    assert names(folder) == needed
+    assert list(folder.temporary.iterdir()) == []
+
+
+def test_a_killed_coordinator_leaves_garbage_alone(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    kept = direct(store, folder, state(1))
+    needed = names(folder)
+    upload = store.upload((kept,))
+    written_leaves(folder, upload.name, state(1, changed=1), upload.have)
+    after = opened()
+    collect(after, kept)
+    assert names(folder) == needed
+    assert direct(after, folder, state(1, changed=1), (kept,)) == relayed(
+        opened(), state(1, changed=1)
+    )
+
+
+def test_a_list_that_no_fact_names_goes_with_its_leaves(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    digest = direct(store, folder, state(1))
+    assert store.collect((), 60.0) == [], "its fact may be on its way"
+    store.settle(digest)
+    assert store.collect((), 60.0) == [digest]
+    assert names(folder) == []
+    with pytest.raises(MissingBlobError):
+        store.open(digest)
+
+
+def test_a_reader_keeps_the_leaves_of_a_state_that_goes(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    digest = direct(store, folder, state(1))
+    file = store.open(digest)
+    collect(store)
+    assert not store.exists(digest)
+    assert file.read().endswith(state(1)[1])
+    file.close()
+    del file
+    collect(store)
+    assert names(folder) == []
+
+
+def test_an_upload_keeps_what_it_need_not_write(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    digest = direct(store, folder, state(1))
+    with store.upload((digest,)) as upload:
+        collect(store)
+        leaves = written_leaves(folder, upload.name, state(1), upload.have)
+        assert upload.commit(state(1)[0], leaves) == digest
+    with store.open(digest) as file:
+        assert file.read().endswith(state(1)[1])
+
+
+def test_of_equal_copies_one_stays(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    digest = direct(store, folder, state(1))
+    direct(store, folder, state(1))
+    assert len(names(folder)) == 6
+    collect(store, digest)
+    assert len(names(folder)) == 3
+    with store.open(digest) as file:
+        assert file.read().endswith(state(1)[1])
+
+
+def test_a_replaced_coordinator_deletes_nothing(opened: Open, folder: StateFolder) -> None:
+    frozen = opened()
+    digest = direct(frozen, folder, state(1))
+    after = opened()
+    with pytest.raises(StaleError, match="another coordinator"):
+        collect(frozen)
+    with after.open(digest) as file:
+        assert file.read().endswith(state(1)[1])
+
+
+def test_a_damaged_leaf_is_found_and_another_copy_read(opened: Open, folder: StateFolder) -> None:
+    digest = direct(opened(), folder, state(1))
+    for path in folder.leaves.glob("??/*"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    with opened().open(digest) as file, pytest.raises(DamagedBlobError):
+        file.read()
+    store = opened()
+    direct(store, folder, state(1))
+    with store.open(digest) as file:
+        assert file.read().endswith(state(1)[1])
+        for path in folder.leaves.glob("??/*"):  # and changes while it is open
+            path.write_bytes(bytes(path.stat().st_size))
+        file.seek(0)
+    with store.open(digest) as file, pytest.raises((DamagedBlobError, UnavailableError)):
+        file.read()
+
+
+def test_a_damaged_list_is_no_state(opened: Open, folder: StateFolder) -> None:
+    digest = direct(opened(), folder, state(1))
+    path = next(folder.lists.glob("??/*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    store = opened()
+    with pytest.raises(DamagedBlobError):
+        store.open(digest)
+    collect(store, digest)
+    assert len(names(folder)) == 3, "nobody knows which leaves it names"
+
+
+def test_a_state_whose_leaf_is_missing_is_not_committed(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    with store.upload(()) as upload:
+        leaves = written_leaves(folder, upload.name, state(1), frozenset())
+        assert upload.check(leaves[0])
+        assert not upload.check(digest_of(b"another"))
+        folder.copies(leaves[0])[0].unlink()
+        with pytest.raises(IntegrityError, match="1 leaves of a state are not there"):
+            upload.commit(state(1)[0], leaves)
+
+
+def test_a_state_that_does_not_come_whole_is_none(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    manifest, data = state(1)
+    writer = store.state_writer(manifest, ())
+    writer.write(data[:-1])
+    with pytest.raises(IntegrityError, match="fewer came"):
+        writer.commit()
+    writer.abort()
+    assert list(folder.temporary.iterdir()) == []
+    collect(store)
+    assert names(folder) == []
+
+
+def test_whole_blobs_are_beside_them(opened: Open) -> None:
+    store = opened()
+    digest = put(store, b"data")
+    with store.open(digest) as file:
+        assert not file.is_in_leaves
+        assert file.read() == b"data"
+    assert store.keep(digest)
+    assert Path(store.location(digest)).read_bytes() == b"data"
+    store.settle(digest)
+    assert collect(store) == [digest]

@@ -1,0 +1,225 @@
+"""States that workers write by themselves: one digest for any number of them, no byte twice, the
+same bits whatever dies, and no leaf left that nothing needs.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.run_handle import RunHandle
+from stratagem.common.base.ids import Digest
+from stratagem.common.files.state_folder import StateFolder, digest_and_upload
+from stratagem.coordinator.app.storage import Storage
+from stratagem.coordinator.process.restore import RestoreSettings, restore
+from tests.cluster.jobs import Gates, assert_same_bits, gates_in, park
+from tests.common.observe.scrape import labelled
+from tests.common.observe.scrape import scrape_process as scraped
+from tests.crash.failure_logs import LOGS
+from tests.crash.jobs import ALL_REDUCE, LOCAL, crash_job
+from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, until
+from tests.jobs import NOT_TRAINED
+from tests.patience import PATIENCE_S
+from tests.repository import ROOT
+from tests.settings import coordinator_settings
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
+
+PARKABLE_WORKER = ROOT / "tests" / "cluster" / "parkable_worker.py"
+JOB = crash_job(ALL_REDUCE, model="wide_middle", every=4)
+"""Its state has three leaves: of the large layer, of its momentum, and of all else."""
+
+
+@pytest.fixture(scope="module")
+def lot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gates]:
+    with gates_in(tmp_path_factory.mktemp("parking")) as gates:
+        yield gates
+
+
+@pytest.fixture(scope="module")
+def direct_rig(tmp_path_factory: pytest.TempPathFactory, lot: Gates) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("direct")
+    cluster = LocalCluster(
+        workers=NUM_WORKERS,
+        threads=1,
+        failpoints=True,
+        data_dir=folder,
+        import_path=(ROOT,),
+        programs={
+            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+            "worker": [sys.executable, str(PARKABLE_WORKER)],
+        },
+        environment={
+            "TEST_PARKING": str(lot.folder),
+            "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
+            "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
+            "STRATAGEM_COORDINATOR_METRICS_PORT": "0",
+            "STRATAGEM_COORDINATOR_STATE_PATH": "direct",
+            "STRATAGEM_WORKER_STATE_FOLDER": str(folder / "coordinator" / "states"),
+        },
+    )
+    with cluster, cluster.client() as client:
+        yield Rig(cluster, client)
+
+
+@pytest.fixture
+def rig(direct_rig: Rig, request: pytest.FixtureRequest) -> Rig:
+    request.node.stash[LOGS] = direct_rig.logs
+    direct_rig.settle()
+    return direct_rig
+
+
+@pytest.fixture(scope="module")
+def undisturbed(direct_rig: Rig) -> Outcome:
+    direct_rig.settle()
+    return direct_rig.outcome(JOB)
+
+
+def folder_of(rig: Rig) -> StateFolder:
+    return StateFolder(rig.cluster.folder / "coordinator" / "states")
+
+
+def uploads(rig: Rig) -> dict[Digest, str]:
+    """Which upload has written each leaf that is there."""
+    return dict(digest_and_upload(path.name) for path in folder_of(rig).leaves.glob("??/*"))
+
+
+def has_no_garbage(rig: Rig) -> bool:
+    """Whether each leaf that is there is once there, and named by the list of a state."""
+    folder = folder_of(rig)
+    lists = [folder.read_list(Digest(path.stem)) for path in folder.lists.glob("??/*")]
+    named = sorted({leaf for each in lists if each is not None for leaf in each.digests})
+    files = sorted(digest_and_upload(path.name)[0] for path in folder.leaves.glob("??/*"))
+    return files == named and not list(folder.temporary.iterdir())
+
+
+def states(rig: Rig, direction: str) -> float:
+    """Bytes of states that have passed the coordinator."""
+    flows = scraped(rig.cluster, "coordinator")["stratagem_stream_bytes_total"]
+    return flows.get(labelled(direction=direction, kind="state"), 0.0)
+
+
+def members(run: RunHandle) -> int:
+    return max(len(e.payload["members"]) for e in run.events() if e.kind == "MembersFormed")
+
+
+def committed(run: RunHandle) -> list[str]:
+    return [each.digest for each in run.status().commits]
+
+
+def test_any_number_of_workers_writes_the_same_state(
+    rig: Rig, undisturbed: Outcome, lot: Gates, tmp_path: Path
+) -> None:
+    before = states(rig, "received"), states(rig, "sent")
+    runs = []
+    for num_members in (3, 2, 1):
+        run = rig.client.submit(JOB)
+        run.result()
+        assert members(run) == num_members
+        runs.append(run)
+        if num_members > 1:
+            park(rig.cluster, lot, f"worker-{num_members - 1}")
+            until(lambda n=num_members: len(rig.registered()) < n, "it has left")  # type: ignore[misc]
+    lot.open()
+    assert [committed(run) for run in runs] == 3 * [[*undisturbed.digests.values()]]
+    assert (states(rig, "received"), states(rig, "sent")) == before, "nothing was relayed"
+    runs[0].download(tmp_path / "direct.safetensors")
+    content = (tmp_path / "direct.safetensors").read_bytes()
+    assert hashlib.sha256(content).hexdigest() not in committed(runs[0])
+    assert len(set(uploads(rig).values())) > 1
+
+
+def test_the_file_is_the_one_that_is_relayed(
+    rig: Rig, undisturbed: Outcome, tmp_path: Path
+) -> None:
+    run = rig.client.submit(JOB)
+    run.result()
+    run.download(tmp_path / "direct.safetensors")
+    cluster = LocalCluster(workers=1, threads=1, import_path=(ROOT,))
+    with cluster, cluster.client() as client:
+        relayed = client.submit(JOB)
+        relayed.result().download(tmp_path / "relayed.safetensors")
+        (digest,) = {each.digest for each in relayed.status().commits if each.is_final}
+    content = (tmp_path / "direct.safetensors").read_bytes()
+    assert content == (tmp_path / "relayed.safetensors").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == digest
+
+
+def test_leaves_that_have_not_changed_are_not_written_again(rig: Rig) -> None:
+    frozen = {**crash_job(LOCAL, model="wide_middle", frozen=True), "seed": 99}
+    before = uploads(rig).keys()
+    run = rig.client.submit(frozen)
+    run.result()
+    folder = folder_of(rig)
+    lists = [folder.read_list(Digest(digest)) for digest in committed(run)]
+    leaves = [each.digests for each in lists if each is not None]
+    assert len(leaves) == 7
+    assert len({each[0] for each in leaves}) == 1
+    assert len({each[-1] for each in leaves}) == 7
+    written = {leaf: name for leaf, name in uploads(rig).items() if leaf not in before}
+    # The first upload has written the frozen layer, and each one a leaf of all else.
+    assert len(written) == 8
+    assert len(set(written.values())) == 7
+
+
+def test_states_go_on_into_other_runs_and_out_again(rig: Rig, tmp_path: Path) -> None:
+    first = rig.client.submit(JOB)
+    state = first.result().state_dict()
+    sent = states(rig, "sent")
+    going_on: dict[str, Any] = {"initial": {"run": first.run_id}}
+    begun = rig.client.submit({**JOB, **going_on, "steps": 4})
+    assert begun.result().state_dict().keys() == state.keys()
+    resumed = {**JOB, "initial": {"run": first.run_id, "resume": True}, "steps": 16}
+    whole = rig.client.submit({**JOB, "steps": 16}).result().state_dict()
+    assert_same_bits(rig.client.submit(resumed).result().state_dict(), whole)
+    only = {**JOB, **NOT_TRAINED, **going_on, "strategy": LOCAL}
+    only["evaluation"] = {"split": "test", "metrics": ["accuracy"]}
+    evaluated = rig.client.submit({k: v for k, v in only.items() if v is not None}).result()
+    assert evaluated.metrics["test.accuracy"] == first.metrics()["test.accuracy"]
+    # The model's state_dict above was downloaded by this process, three times.
+    taken = sum(each.nbytes for each in state.values())
+    assert states(rig, "sent") - sent < 12 * taken
+    backup = tmp_path / "backup"
+    rig.client.back_up(backup)
+    made = coordinator_settings(data_dir=tmp_path / "restored")
+    restore(RestoreSettings.model_construct(**dict(made), folder=backup))
+    blobs = Storage.open(made).blobs(1_000_000)
+    first.download(tmp_path / "first.safetensors")
+    with blobs.open(Digest(committed(first)[-1])) as file:
+        assert file.read() == (tmp_path / "first.safetensors").read_bytes()
+
+
+CASES = [
+    ("worker-1", "worker.leaf.unnamed", 1),
+    ("worker-0", "worker.leaf.untold", 3),
+    ("coordinator", "coordinator.leaves.gathered", 2),
+    ("coordinator", "coordinator.commit.pulled", 1),
+]
+MORE = [
+    ("worker-0", "worker.leaf.unnamed", 0),
+    ("worker-0", "worker.leaf.untold", 0),
+    ("worker-2", "worker.leaf.untold", 0),
+    ("coordinator", "coordinator.leaves.gathered", 0),
+    ("coordinator", "coordinator.build.pulled", 0),
+    ("coordinator", "coordinator.blobs.before_rename", 1),
+    ("coordinator", "coordinator.blobs.after_rename", 1),
+    ("coordinator", "coordinator.journal.before_commit", 6),
+    ("coordinator", "coordinator.journal.after_commit", 6),
+]
+
+
+@pytest.mark.parametrize(
+    ("process", "failpoint", "num_passed"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE)],
+)
+def test_a_crash_changes_no_bits_and_leaves_no_garbage(
+    rig: Rig, undisturbed: Outcome, process: str, failpoint: str, num_passed: int
+) -> None:
+    with rig.armed(process, failpoint, num_passed):
+        outcome = rig.outcome(JOB)
+    assert outcome == undisturbed
+    until(lambda: has_no_garbage(rig), "all that nothing names is collected")

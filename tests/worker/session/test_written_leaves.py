@@ -1,0 +1,209 @@
+"""Members write their shares of a snapshot, and together each leaf once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Iterable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UnavailableError
+from stratagem.common.base.ids import Digest
+from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, from_proto
+from stratagem.common.tensors.state_leaves import LeafList, leaves_of, list_bytes, state_digest
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.host.direct_states import DirectStates
+from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
+from stratagem.worker.session.session_states import Frozen, freeze
+from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
+
+UPLOAD = f"{7:010}-{'a' * 16}"
+
+
+def state() -> Frozen:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "large": torch.randn(300_001, generator=generator),
+        "small": torch.randn(7, 3, generator=generator),
+        "none": torch.empty(0, 3),
+        "larger": torch.randn(600, 600, generator=generator),
+        "count": torch.tensor(3),
+    }
+    return freeze(tensors, {"step": "3"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StateFolder:
+    made = StateFolder(tmp_path)
+    made.temporary.mkdir(parents=True)
+    for number in range(256):
+        (made.leaves / f"{number:02x}").mkdir()
+    (tmp_path / "store-id").write_text("ours\n")
+    return made
+
+
+async def write(
+    folder: StateFolder,
+    frozen: Frozen,
+    rank: int = 0,
+    num_ranks: int = 1,
+    have: Iterable[Digest] = (),
+) -> list[pb.WrittenLeaf]:
+    request = pb.WriteLeavesRequest(upload=UPLOAD, rank=rank, num_ranks=num_ranks)
+    request.have.extend(bytes.fromhex(each) for each in have)
+    check_request(request)
+    first, *rest = [message async for message in written_leaves(folder, frozen, request)]
+    assert from_proto(first.manifest) == frozen.manifest
+    return [message.leaf for message in rest]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+async def test_shares_make_the_whole(folder: StateFolder, num_ranks: int) -> None:
+    frozen = state()
+    told = {}
+    for rank in range(num_ranks):
+        for leaf in await write(folder, frozen, rank, num_ranks):
+            assert leaf.number % num_ranks == rank
+            assert leaf.written
+            told[leaf.number] = Digest(leaf.digest.hex())
+    leaves = leaves_of(frozen.manifest)
+    assert sorted(told) == list(range(len(leaves))) == [0, 1, 2]
+    digests = tuple(told[number] for number in range(len(leaves)))
+    data = b"".join(frozen.buffers)
+    listed = LeafList(frozen.manifest, b"", digests)
+    assert b"".join(folder.read_state(listed)) == data
+    named = hashlib.sha256(list_bytes(frozen.manifest, digests)).hexdigest()
+    assert named != state_digest(frozen.manifest, [data])
+
+
+async def test_what_is_there_is_not_written(folder: StateFolder) -> None:
+    frozen = state()
+    (first, *others) = await write(folder, frozen)
+    known = Digest(first.digest.hex())
+    for path in folder.leaves.glob("??/*"):
+        path.unlink()
+    again = await write(folder, frozen, have=[known])
+    assert [leaf.written for leaf in again] == [False, True, True]
+    assert [leaf.digest for leaf in again] == [first.digest, *(each.digest for each in others)]
+    assert folder.copies(known) == []
+
+
+async def test_equal_leaves_are_written_once(folder: StateFolder) -> None:
+    frozen = freeze({name: torch.zeros(300_000) for name in "abcd"}, {})
+    told = await write(folder, frozen)
+    assert len({leaf.digest for leaf in told}) == 1
+    assert len(list(folder.leaves.glob("??/*"))) == 1
+
+
+async def test_nothing_reads_the_snapshot_once_the_call_has_ended(
+    folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        begun.set()
+        may_end.wait()
+        ended.set()
+
+    monkeypatch.setattr(folder, "write_leaf", slow)
+
+    async def call() -> None:
+        request = pb.WriteLeavesRequest(upload=UPLOAD, num_ranks=1)
+        async with aclosing(written_leaves(folder, state(), request)) as messages:
+            async for _ in messages:
+                pass
+
+    task = asyncio.create_task(call())
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_a_folder_that_cannot_be_written_says_so(folder: StateFolder) -> None:
+    folder.temporary.rmdir()
+    with pytest.raises(UnavailableError, match="cannot be written"):
+        await write(folder, state())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"upload": "../../etc/passwd"}, "upload: '../../etc/passwd' is not TERM-TOKEN"),
+        ({"num_ranks": 0}, "rank: 0 is not below num_ranks, 0"),
+        ({"rank": 2, "num_ranks": 2}, "rank: 2 is not below num_ranks, 2"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, object], match: str) -> None:
+    request = pb.WriteLeavesRequest(upload=UPLOAD, num_ranks=1)
+    for name, value in changes.items():
+        setattr(request, name, value)
+    with pytest.raises(InvalidInputError, match=match):
+        check_request(request)
+
+
+def test_only_the_folder_that_is_meant_is_written(folder: StateFolder, tmp_path: Path) -> None:
+    assert check_folder(folder, "ours") is folder
+    for wrong in ("", "another"):
+        with pytest.raises(NotFoundError, match="is not the coordinator's folder"):
+            check_folder(folder, wrong)
+    with pytest.raises(NotFoundError, match="--state-folder"):
+        check_folder(None, "ours")
+    with pytest.raises(NotFoundError):
+        check_folder(StateFolder(tmp_path / "elsewhere"), "")
+
+
+async def listed(folder: StateFolder, frozen: Frozen) -> Digest:
+    leaves = await write(folder, frozen)
+    content = list_bytes(frozen.manifest, [Digest(leaf.digest.hex()) for leaf in leaves])
+    digest = Digest(hashlib.sha256(content).hexdigest())
+    path = folder.lists / digest[:2] / f"{digest}.leaves"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return digest
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+async def test_a_state_is_read_without_the_coordinator(
+    folder: StateFolder, tmp_path: Path, in_memory: bool
+) -> None:
+    frozen = state()
+    digest = await listed(folder, frozen)
+    states = DirectStates(folder, DEFAULT_LIMITS)
+    blobs = ReceivedBlobs(tmp_path / "data", 2**30 if in_memory else 0)
+    assert all(await asyncio.gather(*(states.read(blobs, "run", digest, 1) for _ in range(3)))), (
+        "those who ask at once share the reading"
+    )
+    blob = blobs.find("run", digest)
+    assert blob is not None
+    tensors, metadata = blob.load()
+    assert metadata == {"step": "3"}
+    found = [tensors[spec.name].numpy().tobytes() for spec in frozen.manifest.stored()]
+    assert found == [bytes(buffer) for buffer in frozen.buffers]
+    assert not await states.read(blobs, "run", "0" * 64, 1), "no such state"
+    blobs.clear()
+
+
+async def test_what_cannot_be_read_is_asked_of_the_coordinator(
+    folder: StateFolder, tmp_path: Path
+) -> None:
+    digest = await listed(folder, state())
+    for path in folder.leaves.glob("??/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    states, blobs = DirectStates(folder, DEFAULT_LIMITS), ReceivedBlobs(None, 2**30)
+    assert not await states.read(blobs, "run", digest, 1)
+    assert blobs.find("run", digest) is None
+    # And may come as a stream then.
+    manifest = state().manifest
+    upload = blobs.open_upload("run", digest, manifest, 1)
+    assert upload.writer.received == 0
+    assert not await states.read(blobs, "run", digest, 1), "it is coming"
+    assert upload.is_open
