@@ -22,6 +22,9 @@ CANARY = "SmithAnna4711"
 SITES = ("prints", "raises", "dies")
 WINDOW = 2  # neighbours in a row that must not stand side by side on the wire
 
+KEPT, SUMMED = [4711.25, 815.125], [1815.75, 3.5]
+"""What the states of two metrics hold."""
+
 LOADERS = f'''
 import logging
 import torch
@@ -68,6 +71,38 @@ class Net(nn.Module):
                 os._exit(11)
         return self.layers(x)
 
+def cat(rows):
+    return torch.cat(rows)
+
+def dim_zero_sum(states):
+    return states.sum(0)
+
+class KeepsRows:
+    """Its state is a list, as that of a curve without thresholds: no sum, and so it stays."""
+
+    def __init__(self):
+        self.rows, self._defaults, self._reductions = [], {{"rows": []}}, {{"rows": cat}}
+
+    def update(self, output, target):
+        self.rows.append(torch.tensor({KEPT}))
+
+    def compute(self):
+        return torch.cat(self.rows).mean() * 0 + 0.625
+
+class Counts:
+    """Its state is a sum, and leaves."""
+
+    summed_states = ("count",)
+
+    def __init__(self):
+        self.count = torch.zeros(2)
+
+    def update(self, output, target):
+        self.count += torch.tensor({SUMMED})
+
+    def compute(self):
+        return self.count[0]
+
 class Watches:
     def on_step(self, view):
         view.log("{CANARY}.metric", 1.0)
@@ -89,7 +124,7 @@ kwargs = {{number = {number}, habit = "{SITES[number]}"}}
 [[accept]]
 data = ["ward"]
 entrypoints = ["ward_task:*"]
-metrics = ["accuracy"]
+metrics = ["accuracy", "ward_task:KeepsRows", "ward_task:Counts"]
 [audit]
 file = "audit-{number}.jsonl"
 share_logs = {"true" if shares else "false"}
@@ -129,7 +164,10 @@ def wire_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares: bool) -> t
         rounds=2,
         data={"worker_local": "ward"},
         callbacks="ward_task:Watches",
-        evaluation={"split": "test", "metrics": ["accuracy"]},
+        evaluation={
+            "split": "test",
+            "metrics": ["accuracy", "ward_task:KeepsRows", "ward_task:Counts"],
+        },
     )
     with (
         LocalCluster(
@@ -168,6 +206,13 @@ def test_no_row_and_no_word_of_a_site_leaves_it(
     assert raised.encode() in received  # what did cross is found by the same search
     assert len(outcome.of("UpdateReceived")) == 2
     assert CANARY.encode() not in received
+    metrics = outcome.status.metrics
+    assert metrics["test.ward_task:KeepsRows.client_mean"] == 0.625
+    assert "test.ward_task:KeepsRows" not in metrics
+    assert metrics["test.ward_task:Counts"] == SUMMED[0]  # of one site, in one batch of 7 rows
+    for kind in (np.float32, np.float64):
+        assert np.array(KEPT, kind).tobytes() not in received
+    assert np.array(SUMMED, np.float64).tobytes() in received
     for number in range(len(SITES)):
         for rows in (rows_of(number, 30), rows_of(number + 10, 7)):
             assert not any(trace in received for trace in traces(rows))

@@ -78,6 +78,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteRig]:
 
 
 PERSONAL, SCAFFOLD = {"personal": HEAD}, {"control": "scaffold"}
+DITTO = {"ditto": {"lambda": 0.5}}
 
 
 def ward_job(options: Job, **sections: Any) -> Job:
@@ -89,8 +90,12 @@ def ward_job(options: Job, **sections: Any) -> Job:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(PERSONAL, marks=pytest.mark.sweep), SCAFFOLD],
-    ids=["layers", "control"],
+    [
+        pytest.param(PERSONAL, marks=pytest.mark.sweep),
+        pytest.param(DITTO, marks=pytest.mark.sweep),
+        SCAFFOLD,
+    ],
+    ids=["layers", "ditto", "control"],
 )
 def test_no_crash_changes_what_clients_keep(sites: SiteRig, options: Job) -> None:
     """Every kill is in a round of its own, or in its evaluation."""

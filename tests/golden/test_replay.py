@@ -65,6 +65,12 @@ def test_what_happens_to_federations_and_replicas_is_among_what_replays(tmp_path
     journal.close()
 
 
+def test_metrics_that_were_merged_are_among_what_replays(tmp_path: Path) -> None:
+    journal = load(FOLDER / "merged.sql", tmp_path / "journal.sqlite")
+    assert "MetricsMerged" in {stored.record.kind for stored in events(journal)}
+    journal.close()
+
+
 async def test_an_old_population_says_what_its_commits_were_trained_with(tmp_path: Path) -> None:
     """Which stands in the facts, though summaries of that time do not say it."""
     found = await replay(load(JOURNALS[0], tmp_path / "journal.sqlite"))

@@ -168,6 +168,17 @@ def test_a_lost_worker_leaves_it_to_another_and_one_that_ends_processes_is_not_a
     assert simulation.facts(Evaluated)[0].metrics[f"{F1}.micro"] == 0.75
 
 
+def test_the_last_worker_here_is_asked_once() -> None:
+    simulation = evaluating(local())
+    report(simulation, says(0), says(1), says(2))
+    for name in "bc":
+        simulation.tell(LoseWorker(member(name), "gone"))
+    (effect,) = due(simulation)
+    report(simulation, merged(effect, metrics={}, reason="a: ValueError"))
+    assert not due(simulation)
+    assert f"{F1}.micro" not in simulation.facts(Evaluated)[0].metrics
+
+
 def test_nothing_is_merged_while_no_worker_is_here() -> None:
     simulation = evaluating(local())
     report(simulation, says(0), says(1), says(2))

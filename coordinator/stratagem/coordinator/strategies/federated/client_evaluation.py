@@ -42,7 +42,7 @@ def with_answer(
         case MetricsMerged():
             merges = (*value.merges.get(fact.segment, ()), fact)
             return replace(value, merges={**value.merges, fact.segment: merges})
-        case Evaluated():
+        case _:
             return _with_metrics(job, value, fact)
 
 
