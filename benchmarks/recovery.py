@@ -70,7 +70,11 @@ class Paced(nn.Module):
 
 def build_stages() -> nn.Module:
     """For two stages of two layers, of which only the first takes its time."""
-    return nn.Sequential(Paced(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    return nn.Sequential(Paced(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def build_wide() -> nn.Module:
+    return nn.Sequential(Paced(), nn.Linear(12, 20_000), nn.ReLU(), nn.Linear(20_000, 5))
 
 
 def paced(strategy: Job) -> Job:
@@ -86,9 +90,24 @@ PIPELINE: Job = {
     ],
     "communication": {"protocol": "Pipeline", "micro_batch_size": 3},
 }
+
+
+def sliced(mirror: int) -> Job:
+    """Three blocks of the norm, so that each worker has a slice; a commit after half of the steps,
+    to which those go back that have no mirror."""
+    options = {"partition_state": "optimizer", "mirror": mirror}
+    document = paced({**data_parallel("AllReduce"), "options": options})
+    model = {"entrypoint": "benchmarks.recovery:build_wide"}
+    adam = {"name": "adam", "lr": 0.001}
+    every = {"every": f"{NUM_STEPS // 2} steps"}
+    return {**document, "model": model, "optimizer": adam, "checkpoint": every}
+
+
 JOBS: dict[str, Job] = {
     "AllReduce": paced(data_parallel("AllReduce")),
     "ParameterServer": paced(data_parallel("ParameterServer")),
+    "slices": sliced(0),
+    "slices with a mirror": sliced(1),
     "Pipeline": {
         **paced(PIPELINE),
         "model": {"entrypoint": "benchmarks.recovery:build_stages"},
@@ -328,6 +347,12 @@ def in_mid_step(follower: Follower) -> None:
     time.sleep(PACE_S)
 
 
+def late(follower: Follower) -> None:
+    """Half a segment before the second commit."""
+    follower.wait(lambda f: f.done >= NUM_STEPS - 4)
+    time.sleep(PACE_S)
+
+
 def in_mid_round(follower: Follower) -> None:
     follower.wait(lambda f: sum(each.kind == "ClientsAssigned" for each in f.facts) == 2)
     time.sleep(2 * PACE_S)
@@ -351,6 +376,8 @@ class Case:
 CASES = (
     Case("worker killed", "AllReduce", killed("worker-0"), "none"),
     Case("worker killed", "ParameterServer", killed("worker-0"), "none"),
+    Case("worker killed", "slices", killed("worker-0"), "steps since the commit", late),
+    Case("worker killed", "slices with a mirror", killed("worker-0"), "none", late),
     Case("worker killed, a stage", "Pipeline", killed("worker-0"), "steps since the commit"),
     Case("worker killed, a client", "Federated", killed("worker-0"), "none", in_mid_round),
     Case("worker frozen", "AllReduce", frozen("worker-0"), UNTIL_TTL),

@@ -12,8 +12,10 @@ from tests.cluster.jobs import (
     Gates,
     assert_same_bits,
     data_parallel,
+    outcome_of,
     park,
     train,
+    wait_for,
 )
 from tests.jobs import job, user_data, user_model
 from tests.reference.loops import sharded_loop
@@ -24,8 +26,9 @@ WIDE = user_model("mlp", hidden=20_011)
 """Its parameters are cut: they have 4, 1, 2 and 1 blocks of the norm."""
 
 
-def partitioned(num_replicas: int) -> dict[str, Any]:
-    return {**data_parallel(num_replicas), "options": {"partition_state": "optimizer"}}
+def partitioned(num_replicas: int, **options: Any) -> dict[str, Any]:
+    given = {"partition_state": "optimizer", **options}
+    return {**data_parallel(num_replicas), "options": given}
 
 
 def test_slices_have_the_bits_and_the_blobs_of_replicas(client: Client) -> None:
@@ -70,3 +73,31 @@ def test_four_replicas_with_slices_on_four_three_two_one_workers(
         if num_workers > 1:
             park(exact_cluster, lot, f"worker-{num_workers - 1}")
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("mirror", [None, 0])
+def test_a_worker_is_killed_in_the_middle_of_a_segment(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, mirror: int | None
+) -> None:
+    """With a mirror the others go on with the step; the worker that comes back gets a slice."""
+    data = user_data("gated", folder=str(gates.folder))
+    options = {} if mirror is None else {"mirror": mirror}
+    sections = {"optimizer": ADAMW, "checkpoint": {"every": "5 steps"}, "data": data}
+    spec = job(WIDE, **sections, weight_average={"decay": 0.9}, strategy=partitioned(4, **options))
+    gates.close("worker-2-batch-9")
+    run = client.submit(spec)
+    gates.wait_reached("worker-2-batch-9")
+    wait_for(run, "SegmentCommitted", where=lambda e: e.payload["segment"] == 1)
+    exact_cluster.kill("worker-2")
+    gates.open()
+    outcome = outcome_of(run)
+    exact_cluster.wait_ready()
+    expected = sharded_loop(spec, ALLOWED, 4)
+    assert_same_bits(outcome.state, expected.state)
+    (lost,) = [each.sentence for each in outcome.of("MembersFormed") if " lost" in each.sentence]
+    assert ("each slice of the state is left with one of them" in lost) == (mirror is None)
+    assert not outcome.of("SoleCopiesLost")
+    undisturbed = train(client, spec)
+    assert outcome.digests == undisturbed.digests
+    redone = [each.payload["num_redone_steps"] for each in outcome.of("SegmentFinished")]
+    assert redone == [0, 1 if mirror is None else 0]

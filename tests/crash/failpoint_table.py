@@ -20,6 +20,7 @@ REACHED_BY = {
         *NESTED,
         *EACH_KIND_OF_THEM,
         "Slices",
+        "Mirrors",
         "DiLoCo",
         "Turns",
         "Scheduled",
@@ -64,10 +65,10 @@ REACHED_BY = {
         "Regions",
         "Regions-nested",
     ),
-    "worker.step.before_backward": SYNCHRONOUS,
-    "worker.step.before_apply": (*SYNCHRONOUS, "Coded"),
-    "worker.step.after_apply": (*NESTED, "Coded", "Scheduled"),
-    "worker.slices.updated": ("Slices",),
+    "worker.step.before_backward": (*SYNCHRONOUS, "Mirrors"),
+    "worker.step.before_apply": (*SYNCHRONOUS, "Coded", "Mirrors"),
+    "worker.step.after_apply": (*NESTED, "Coded", "Scheduled", "Mirrors"),
+    "worker.slices.updated": ("Slices", "Mirrors"),
     "worker.turns.after_turn": WITH_TURNS,
     "worker.phases.predicted": WITH_PHASES,
     "worker.gossip.loaded": ("Gossip",),
@@ -96,19 +97,24 @@ REACHED_BY = {
     "worker.blob.committed": ALL,
     "worker.build.done": ALL,
     "worker.rendezvous.answered": (*EXCHANGING, *EACH_KIND_OF_THEM),
-    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip", *WITH_LOCAL_STEPS),
+    "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip", *WITH_LOCAL_STEPS, "Mirrors"),
     "worker.state.received": SYNCHRONOUS,
-    "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM),
-    "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns"),
+    "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM, "Mirrors"),
+    "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns", "Mirrors"),
     "worker.snapshot.compared": ("Frozen",),
     "worker.round.trained": (
         *("FedAvg", "OpenRoster", "Private", "Rows", "Regions", "Regions-nested"),
     ),
 }
 AFTER_ANOTHER = {
-    "coordinator.replay.done": ("coordinator", "coordinator.journal.after_commit"),
+    "coordinator.replay.done": (
+        ("coordinator", "coordinator.journal.after_commit", "coordinator"),
+        EXCHANGING,
+    ),
+    "worker.mirror.offered": (("worker-2", "worker.step.before_apply", "worker-0"), ("Mirrors",)),
 }
-"""Reached only after another crash: of this process, at that failpoint."""
+"""Reached only after another crash: of this process, at that failpoint; then by this process, under
+these jobs."""
 OVER_AN_OBJECT_STORE = {"coordinator.objects.after_part", "coordinator.objects.after_put"}
 """Not reached where blobs lie in a folder; see test_object_store.py."""
 ONCE_PER_BUNDLE = {"worker.code.unpacked"}
@@ -151,7 +157,7 @@ LATER_HITS = {
     "worker.step.before_backward": (1, 6),
     "worker.step.before_apply": (1, 5),
     "worker.step.after_apply": (1, 11),
-    "worker.slices.updated": (5,),
+    "worker.slices.updated": (5, 8),
     "worker.turns.after_turn": (1, 7),
     "worker.phases.predicted": (5,),
     "worker.local_step.before_backward": (6,),

@@ -184,6 +184,13 @@ SETTINGS: Job = {
     ],
 }
 
+CLIPPED: Job = {"optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}}
+
+
+def slices(**options: Any) -> Job:
+    return {**ALL_REDUCE, "options": {"partition_state": "optimizer", **options}}
+
+
 JOBS: dict[str, Job] = {
     "Local": crash_job(LOCAL),
     # Its metrics are shared: three of the four members have batches.
@@ -199,8 +206,11 @@ JOBS: dict[str, Job] = {
         "optimizer": BROUGHT,
     },
     # The first layer has two blocks of the norm, and so two owners.
-    "Slices": crash_job({**ALL_REDUCE, "options": {"partition_state": "optimizer"}}, hidden=6000)
-    | {"optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}},
+    "Slices": crash_job(slices(mirror=0), hidden=6000) | CLIPPED,
+    # Those that are left go on, also with the average.
+    "Mirrors": crash_job(slices(), hidden=6000)
+    | CLIPPED
+    | {"weight_average": {"kind": "ema", "decay": 0.9}},
     "ParameterServer": crash_job(PARAMETER_SERVER),
     # Ends within its last segment, the second step of three; of each first one a number is logged.
     "Stopped": crash_job(ALL_REDUCE, every=3) | {"callbacks": "tests.userland.callbacks:StopsLate"},

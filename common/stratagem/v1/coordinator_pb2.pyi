@@ -1929,6 +1929,7 @@ class RendezvousRequest(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     APPLIED_STEP_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     endpoint: _builtins.bytes
     """Opaque address of the member's mesh endpoint."""
@@ -1940,6 +1941,10 @@ class RendezvousRequest(_message.Message):
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
     def session(self) -> _types_pb2.SessionRef: ...
+    @_builtins.property
+    def slices(self) -> Global___HeldSlices:
+        """Of a member that holds slices of a state, and a copy of its neighbour's."""
+
     def __init__(
         self,
         *,
@@ -1949,16 +1954,63 @@ class RendezvousRequest(_message.Message):
         endpoint: _builtins.bytes = ...,
         applied_step: _builtins.int | None = ...,
         address: _builtins.str = ...,
+        slices: Global___HeldSlices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "applied_step", b"applied_step", "fence", b"fence", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "applied_step", b"applied_step", "fence", b"fence", "session", b"session", "slices", b"slices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "address", b"address", "applied_step", b"applied_step", "endpoint", b"endpoint", "fence", b"fence", "rank", b"rank", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "address", b"address", "applied_step", b"applied_step", "endpoint", b"endpoint", "fence", b"fence", "rank", b"rank", "session", b"session", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__applied_step: _TypeAlias = _typing.Literal["applied_step"]  # noqa: Y015
     _WhichOneofArgType__applied_step: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__applied_step) -> _WhichOneofReturnType__applied_step | None: ...
 
 Global___RendezvousRequest: _TypeAlias = RendezvousRequest  # noqa: Y015
+
+@_typing.final
+class HeldSlices(_message.Message):
+    """Which slices of the optimizer's state a member holds, and what it knows of the latest step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    MEMBERSHIP_FIELD_NUMBER: _builtins.int
+    STEP_IN_DOUBT_FIELD_NUMBER: _builtins.int
+    IS_TORN_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    IS_FINITE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Its place among those that have divided the state, and their number."""
+    size: _builtins.int
+    membership: _builtins.int
+    """The membership at which they have."""
+    step_in_doubt: _builtins.int
+    """A step of which it has the sums, and not the norm: it can be applied, or left."""
+    is_torn: _builtins.bool
+    """Parameters of other slices are those before the step that it has applied."""
+    grad_norm: _builtins.float
+    """Of the step that it has applied last."""
+    is_finite: _builtins.bool
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        size: _builtins.int = ...,
+        membership: _builtins.int = ...,
+        step_in_doubt: _builtins.int | None = ...,
+        is_torn: _builtins.bool = ...,
+        grad_norm: _builtins.float = ...,
+        is_finite: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt", "step_in_doubt", b"step_in_doubt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt", "grad_norm", b"grad_norm", "is_finite", b"is_finite", "is_torn", b"is_torn", "membership", b"membership", "rank", b"rank", "size", b"size", "step_in_doubt", b"step_in_doubt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step_in_doubt: _TypeAlias = _typing.Literal["step_in_doubt"]  # noqa: Y015
+    _WhichOneofArgType__step_in_doubt: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_in_doubt) -> _WhichOneofReturnType__step_in_doubt | None: ...
+
+Global___HeldSlices: _TypeAlias = HeldSlices  # noqa: Y015
 
 @_typing.final
 class RendezvousResponse(_message.Message):
@@ -1989,19 +2041,23 @@ class RendezvousMember(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     APPLIED_STEP_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.bytes
     applied_step: _builtins.int
     address: _builtins.str
+    @_builtins.property
+    def slices(self) -> Global___HeldSlices: ...
     def __init__(
         self,
         *,
         endpoint: _builtins.bytes = ...,
         applied_step: _builtins.int | None = ...,
         address: _builtins.str = ...,
+        slices: Global___HeldSlices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "applied_step", b"applied_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "applied_step", b"applied_step", "slices", b"slices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "address", b"address", "applied_step", b"applied_step", "endpoint", b"endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step", "address", b"address", "applied_step", b"applied_step", "endpoint", b"endpoint", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__applied_step: _TypeAlias = _typing.Literal["applied_step"]  # noqa: Y015
     _WhichOneofArgType__applied_step: _TypeAlias = _typing.Literal["_applied_step", b"_applied_step"]  # noqa: Y015

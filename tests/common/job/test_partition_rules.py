@@ -80,6 +80,10 @@ PIPELINE = {
             "strategy.options.partition_state: 'full' is not one of none, optimizer",
         ),
         ({"compression": "int8"}, "compression: is not allowed with strategy.options.partition_s"),
+        (
+            {"strategy": strategy(partition_state="none", mirror=1)},
+            "strategy.options.mirror: each worker has the whole state already; belongs to",
+        ),
         ({"phases": {}}, "phases: is not allowed with strategy.options.partition_state"),
         (
             {"turns": TURNS, "optimizer": None, "loss": None},

@@ -15,6 +15,7 @@ from stratagem.coordinator.core.facts import (
     RunResumed,
     SegmentCommitted,
     SegmentFinished,
+    SoleCopiesLost,
 )
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.core.strategy_contract import Strategy
@@ -234,3 +235,70 @@ def test_slices_of_the_optimizers_state_are_sole_copies(partition_state: str) ->
     is_divided = partition_state == "optimizer"
     assert rules.is_sole_copy == is_divided
     assert rules.parts_of((A, B), ()) == (((A,), (B,)) if is_divided else ((A, B),))
+
+
+# ---- slices with a mirror ----
+
+MIRRORED = replace(SOLE, fewest_mirrored=3)
+
+
+def in_segment_three(*members: Member) -> PartyRun:
+    """Segment 2 is committed, 3 is open."""
+    return play(MIRRORED, training(MIRRORED, *members), committed(2))
+
+
+@pytest.mark.parametrize(
+    ("left", "has_returned"), [((B, C, D), False), ((A, C), False), ((A, B), True), ((), True)]
+)
+def test_slices_with_a_mirror_are_lost_with_neighbours_only(
+    left: tuple[Member, ...], has_returned: bool
+) -> None:
+    run = play(MIRRORED, in_segment_three(A, B, C, D), formed(2, *left))
+    assert (run.open_segment, run.lineage) == (3, int(has_returned))
+    assert run.is_recovering
+
+
+def test_a_snapshot_has_no_mirror() -> None:
+    run = play(MIRRORED, training(MIRRORED, A, B, C), formed(2, A, B))
+    assert (run.open_segment, run.lineage, run.finished) == (2, 1, ())
+
+
+def test_few_members_have_no_mirror() -> None:
+    run = play(MIRRORED, in_segment_three(A, B), formed(2, A))
+    assert run.lineage == 1
+    pairs = replace(SOLE, fewest_mirrored=2)
+    run = play(pairs, play(pairs, training(pairs, A, B), committed(2)), formed(2, A))
+    assert run.lineage == 0
+
+
+def test_a_joiner_gets_a_slice_at_once() -> None:
+    run = training(MIRRORED, A, B, C)
+    shape = replace(MIRRORED, num_shards=4)
+    fact = under(shape).decide(JOB, run, world("a", "b", "c", "d"), 0.0)
+    assert isinstance(fact, MembersFormed)
+    assert fact.reason.endswith("; each slice of the state is left with one of them")
+    run = play(shape, run, fact)
+    assert (run.open_segment, run.lineage, len(run.finished)) == (3, 0, 1)
+    lost = under(MIRRORED).decide(JOB, in_segment_three(A, B, C), world("a"), 0.0)
+    assert isinstance(lost, MembersFormed)
+    assert lost.reason.endswith("; back to the last commit")
+
+
+def test_members_that_miss_a_slice_return_to_the_last_commit() -> None:
+    run = play(MIRRORED, in_segment_three(A, B, C, D), formed(2, B, C, D))
+    lost = SoleCopiesLost(party=ROOT, segment=2, reason="a slice is gone", membership=2)
+    after = play(MIRRORED, run, lost)
+    assert (after.open_segment, after.lineage, after.membership) == (3, 1, 3)
+    assert "membership 3" in under(MIRRORED).reject_reason(JOB, after, lost)
+
+
+@pytest.mark.parametrize(("mirror", "fewest"), [(None, 3), (0, None), (1, 2)])
+def test_from_how_many_members_on_there_is_a_mirror(mirror: int | None, fewest: int | None) -> None:
+    options = {"partition_state": "optimizer", "mirror": mirror}
+    strategy = {
+        "type": "DataParallel",
+        "num_replicas": 3,
+        "aggregation": {"method": "AllReduce"},
+        "options": {name: value for name, value in options.items() if value is not None},
+    }
+    assert data_parallel._shape(JobSpec.from_json(job_text(strategy))).fewest_mirrored == fewest

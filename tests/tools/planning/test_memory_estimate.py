@@ -162,7 +162,7 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
     found = estimate(spec, num_workers=num_workers)
     held = []
     for rank in range(num_workers):
-        share = StateShare(rank, num_workers)
+        share = StateShare(rank, num_workers, num_workers >= 3)
         trainer = build_sliced_trainer(
             spec, SITE.entrypoints, share, device=SITE.device, fresh=True
         )
@@ -170,7 +170,11 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
         held.append(sum(2 * piece.nbytes for piece in trainer.pieces.tensors))
     assert found.optimizer == pytest.approx(max(held), rel=0.01)
     assert whole.total - found.total == whole.optimizer - found.optimizer
-    assert whole.snapshot - found.snapshot == whole.optimizer - found.optimizer
+    alone = replicas(4) | {"options": {"partition_state": "optimizer", "mirror": 0}}
+    owned = estimate(kind_job("mlp", strategy=alone), num_workers=num_workers)
+    assert found.snapshot == owned.snapshot
+    assert whole.snapshot - owned.snapshot == whole.optimizer - owned.optimizer
+    assert owned.optimizer <= found.optimizer
     with pytest.raises(InvalidInputError, match="it is not measured"):
         estimate(spec, num_workers=num_workers, measure=True)
 

@@ -33,12 +33,17 @@ class SlicedParty:
     """All members of a party. links: by rank; None for a lone member."""
 
     def __init__(
-        self, spec: JobSpec, links: list[Link | SharedGroup | None], num_shards: int
+        self,
+        spec: JobSpec,
+        links: list[Link | SharedGroup | None],
+        num_shards: int,
+        *,
+        is_mirrored: bool = False,
     ) -> None:
         self.size, self.num_shards = len(links), num_shards
+        shares = [StateShare(rank, self.size, is_mirrored) for rank in range(self.size)]
         self.trainers = [
-            build_sliced_trainer(spec, ALLOWED, StateShare(rank, self.size), device=CPU, fresh=True)
-            for rank in range(self.size)
+            build_sliced_trainer(spec, ALLOWED, share, device=CPU, fresh=True) for share in shares
         ]
         self._pool = ThreadPoolExecutor(self.size)
         self.exchanges: list[GradientReducer] = self.all(lambda rank: self._exchange(rank, links))
@@ -46,9 +51,13 @@ class SlicedParty:
     def _exchange(self, rank: int, links: list[Link | SharedGroup | None]) -> GradientReducer:
         trainer = self.trainers[rank]
         assert trainer.pieces is not None
-        owners = trainer.pieces.owners
         return sliced_exchange(
-            trainer.buckets, links[rank], self.num_shards, owners, deadline_s=PATIENCE_S
+            trainer.buckets,
+            links[rank],
+            self.num_shards,
+            trainer.pieces.owners,
+            is_mirrored=trainer.pieces.is_mirrored,
+            deadline_s=PATIENCE_S,
         )
 
     def all(self, call: Callable[[int], T]) -> list[T]:
@@ -117,9 +126,13 @@ def links_over(engine: str, size: int) -> Iterator[list[Link | SharedGroup | Non
 
 @contextmanager
 def sliced_party(
-    spec: JobSpec, links: list[Link | SharedGroup | None], num_shards: int
+    spec: JobSpec,
+    links: list[Link | SharedGroup | None],
+    num_shards: int,
+    *,
+    is_mirrored: bool = False,
 ) -> Iterator[SlicedParty]:
-    party = SlicedParty(spec, links, num_shards)
+    party = SlicedParty(spec, links, num_shards, is_mirrored=is_mirrored)
     try:
         yield party
     finally:

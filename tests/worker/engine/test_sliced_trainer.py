@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
-from stratagem.worker.engine import StepReport, build_sliced_trainer
+from stratagem.common.numerics.batch_shards import assign_shards
+from stratagem.common.tensors.state_slices import slice_name
+from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
@@ -53,16 +55,43 @@ def told(report: StepReport) -> tuple[object, ...]:
 
 
 # Members are threads here: a model that draws random numbers would draw them from one generator.
-def assert_same_training(spec: JobSpec, engine: str, size: int, num_steps: int) -> None:
+def assert_same_training(
+    spec: JobSpec, engine: str, size: int, num_steps: int, *, is_mirrored: bool = False
+) -> None:
     whole = trainer_of(spec)
     exchange = in_buckets(whole, NUM_SHARDS)
-    with links_over(engine, size) as links, sliced_party(spec, links, NUM_SHARDS) as party:
+    with (
+        links_over(engine, size) as links,
+        sliced_party(spec, links, NUM_SHARDS, is_mirrored=is_mirrored) as party,
+    ):
         for _ in range(num_steps):
             expected = told(whole.train_step(exchange, range(NUM_SHARDS), NUM_SHARDS))
             assert [told(report) for report in party.step()] == [expected] * size
         assert party.digest() == replicated(whole)
         assert len({trainer.fingerprint() for trainer in party.trainers}) == 1
+        if is_mirrored:
+            for rank, trainer in enumerate(party.trainers):
+                assert_same_slices(party.trainers[rank - 1], trainer)
     exchange.close()
+
+
+def assert_same_slices(owner: Trainer, mirror: Trainer) -> None:
+    assert owner.pieces is not None
+    assert mirror.pieces is not None
+    (own, own_texts), (kept, kept_texts) = (
+        owner.pieces.slices(of_mirror=False),
+        mirror.pieces.slices(of_mirror=True),
+    )
+    assert list(own) == list(kept)
+    assert own_texts == kept_texts
+    assert all(torch.equal(own[name], kept[name]) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("engine", "size"), [("shm", 2), ("shm", 3), ("shm", 4), ("grpc", 2), ("grpc", 3)]
+)
+def test_mirrors_hold_what_their_neighbours_have(engine: str, size: int) -> None:
+    assert_same_training(spec_of(), engine, size, 4, is_mirrored=True)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +204,61 @@ def test_a_member_that_leaves_before_parameters_are_shared_fails_the_step(engine
             return ""
 
         assert all(party.all(step))
+
+
+@pytest.mark.parametrize("engine", ["shm", "grpc"])
+def test_a_step_that_others_have_applied_is_finished_later(engine: str) -> None:
+    """One member does not hear the norms: the others have applied the step and miss its slice."""
+    spec, whole = spec_of(), trainer_of(spec_of())
+    exchange = in_buckets(whole, NUM_SHARDS)
+    with (
+        links_over(engine, 3) as links,
+        sliced_party(spec, links, NUM_SHARDS, is_mirrored=True) as party,
+    ):
+        party.step()
+        transport = party.exchanges[1].slices
+        assert transport is not None
+        gather = transport.gather_norms
+
+        def lose(*arguments: Any) -> Any:
+            gather(*arguments)
+            party.exchanges[1].cut()
+            raise ExchangeError("gone")
+
+        object.__setattr__(transport, "gather_norms", lose)
+        shards = assign_shards(NUM_SHARDS, 3)
+
+        def step(rank: int) -> StepReport | None:
+            try:
+                return party.trainers[rank].train_step(
+                    party.exchanges[rank], shards[rank], NUM_SHARDS
+                )
+            except ExchangeError:
+                return None
+
+        reports = party.all(step)
+        assert [report is None or report.is_torn for report in reports] == [True] * 3
+        assert reports[1] is None
+        first, late = party.trainers[0].pieces, party.trainers[1].pieces
+        assert first is not None
+        assert first.summary is not None
+        assert late is not None
+        assert late.in_doubt is not None
+        assert (party.trainers[1].step, late.in_doubt.step) == (1, 2)
+        norm, is_finite = first.summary.norm.item(), first.summary.is_finite
+        finished = party.trainers[1].finish_step_in_doubt(norm, is_finite=is_finite)
+        for _ in range(2):
+            expected = told(whole.train_step(exchange, range(NUM_SHARDS), NUM_SHARDS))
+        assert told(finished) == expected
+        own: dict[str, Tensor] = {}
+        for rank, trainer in enumerate(party.trainers):
+            assert trainer.pieces is not None
+            own |= trainer.pieces.slices(of_mirror=False)[0]
+            assert_same_slices(party.trainers[rank - 1], trainer)
+        state = whole.state()[0]
+        for name, part in own.items():
+            place = slice_name(name)
+            assert place is not None
+            flat = state[place.whole].reshape(-1)[place.first : place.first + part.numel()]
+            assert torch.equal(part.reshape(-1), flat), name
+    exchange.close()

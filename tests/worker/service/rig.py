@@ -94,6 +94,7 @@ class FakeCoordinator(CoordinatorServiceServicer):
                     endpoint=each.endpoint,
                     address=each.address,
                     applied_step=each.applied_step if each.HasField("applied_step") else None,
+                    slices=each.slices if each.HasField("slices") else None,
                 )
                 for _, each in sorted(barrier.arrivals.items())
             ]

@@ -56,6 +56,7 @@ FAILPOINTS: Final = (
     "worker.step.before_backward",
     "worker.step.before_apply",
     "worker.slices.updated",
+    "worker.mirror.offered",
     "worker.step.after_apply",
     "worker.turns.after_turn",
     "worker.phases.predicted",

@@ -64,6 +64,8 @@ MAX_POPULATION: Final = 10_000
 
 DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
+FEWEST_MIRRORED: Final = 3
+"""Workers of which each holds less with its neighbour's slice than with all of them."""
 
 
 class Local(DocumentValue, tag="type"):
@@ -87,7 +89,8 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     share of its own parameters that a replica keeps then; None: half with an overlap, else nothing.
     upload_every: with local_steps, every how many commits what only one worker has is uploaded;
     None: every 10. partition_state: what each worker keeps a slice of, instead of all; "optimizer":
-    the optimizer's state.
+    the optimizer's state. mirror: of how many others a worker keeps the slices, too; None: of one,
+    where three workers or more take part.
     """
 
     min_replicas: SharedCount = 1
@@ -102,6 +105,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     mix: ZeroToBelowOne | None = None
     upload_every: SharedCount | None = None
     partition_state: Literal["none", "optimizer"] = WHOLE_STATE
+    mirror: Literal[0, 1] | None = None
 
     @property
     def mixed_share(self) -> float:
@@ -146,6 +150,9 @@ class DataParallel(DocumentValue, tag="type"):
         self._check_local_steps(is_gossip=is_gossip)
         if self.options.partition_state != WHOLE_STATE and (reason := self._why_not_partitioned()):
             raise InvalidInputError.at("options.partition_state", reason)
+        if self.options.mirror is not None and self.options.partition_state == WHOLE_STATE:
+            text = "each worker has the whole state already; belongs to partition_state: optimizer"
+            raise InvalidInputError.at("options.mirror", text)
 
     def _why_not_partitioned(self) -> str:
         """Return why workers cannot keep slices of one state; "" where they can."""
@@ -352,6 +359,14 @@ def local_steps_of(strategy: Strategy) -> int | None:
 def partitions_state(strategy: Strategy) -> bool:
     """Return whether each worker keeps a slice of the optimizer's state instead of all of it."""
     return isinstance(strategy, DataParallel) and strategy.options.partition_state != WHOLE_STATE
+
+
+def fewest_mirrored(strategy: Strategy) -> int | None:
+    """Return from how many workers on each keeps the slice of its neighbour, too, so that a slice
+    is there twice; None: never."""
+    if not isinstance(strategy, DataParallel) or not partitions_state(strategy):
+        return None
+    return {None: FEWEST_MIRRORED, 0: None, 1: 2}[strategy.options.mirror]
 
 
 def upload_every_of(strategy: Strategy) -> int:

@@ -94,6 +94,8 @@ class RunSegment:
     rank."""
     keeps: bool = False
     """What only one member has stays on it at the end of the segment, in a file."""
+    is_mirrored: bool = field(default=False, compare=False)
+    """Members may find that a part of the state is gone with both that held it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,20 @@ from dataclasses import dataclass, field
 
 from stratagem.common.base.errors import StaleError, UnavailableError
 from stratagem.common.base.ids import Party, RunId
+from stratagem.v1.coordinator_pb2 import HeldSlices
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The data that a member brings to the barrier; applied_step is None when it holds no state."""
+    """The data that a member brings to the barrier; applied_step is None when it holds no state.
+
+    slices: what it says of a state that is divided among members; the others read it.
+    """
 
     endpoint: bytes
     applied_step: int | None
     address: str
+    slices: HeldSlices | None = None
 
 
 @dataclass(slots=True)

@@ -292,6 +292,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: pb.RendezvousRequest, context: Context
     ) -> pb.RendezvousResponse | bytes:
         applied = request.applied_step if request.HasField("applied_step") else None
+        slices = request.slices if request.HasField("slices") else None
         check_endpoint(request.endpoint)
         if request.address:
             check_address(request.address)
@@ -301,7 +302,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             Party(request.session.party),
             request.fence.membership,
             request.rank,
-            Arrival(request.endpoint, applied, request.address),
+            Arrival(request.endpoint, applied, request.address, slices),
         )
         if self._met[0] is not arrivals:
             self._met = (arrivals, protobuf_views.met(arrivals).SerializeToString())

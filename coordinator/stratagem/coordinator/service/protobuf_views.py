@@ -132,7 +132,10 @@ def met(arrivals: Sequence[Arrival]) -> coordinator_pb2.RendezvousResponse:
     """Return what the members of a party are answered once all have arrived."""
     members = [
         coordinator_pb2.RendezvousMember(
-            endpoint=each.endpoint, applied_step=each.applied_step, address=each.address
+            endpoint=each.endpoint,
+            applied_step=each.applied_step,
+            address=each.address,
+            slices=each.slices,
         )
         for each in arrivals
     ]

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import partitions_state
+from stratagem.common.strategy import fewest_mirrored, partitions_state
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
@@ -103,9 +103,13 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         optimizer = live.size_of(optimizer_tensors(trainer))
         state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
         del received, cached
-    elsewhere = 0
+    elsewhere = not_owned = 0
     if partitions_state(job.strategy):
-        elsewhere = round(optimizer * (1.0 - largest_slice(buckets.layout, party.size)))
+        fewest = fewest_mirrored(job.strategy)
+        is_mirrored = fewest is not None and party.size >= fewest
+        held = largest_slice(buckets.layout, party.size, is_mirrored=is_mirrored)
+        elsewhere = round(optimizer * (1.0 - held))
+        not_owned = round(optimizer * (1.0 - largest_slice(buckets.layout, party.size)))
     return Reading(
         parameters=parameters,
         buffers=buffers,
@@ -114,7 +118,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         before_backward=live.before_backward - elsewhere,
         peak=live.peak - elsewhere,
         num_parameters=sum(param.numel() for param in trainer.model.parameters()),
-        state=state - elsewhere,
+        state=state - not_owned,
         layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
     )
 
@@ -166,12 +170,15 @@ def gradient_buckets(trainer: Trainer, party: ShardOwners) -> GradientBuckets:
     return buckets
 
 
-def largest_slice(layout: BucketLayout, size: int) -> float:
+def largest_slice(layout: BucketLayout, size: int, *, is_mirrored: bool = False) -> float:
     """Return the share of all trained elements that the member with most of them owns, where each
-    keeps the optimizer's state of its own slice."""
+    keeps the optimizer's state of its own slice; and of the one before it, with mirrors."""
     owners = divide_slices(layout, size)
-    held = [sum(part.stop - part.first for part in own) for own in owners.parts]
-    return max(held) / max(1, sum(held))
+    owned = [sum(part.stop - part.first for part in own) for own in owners.parts]
+    held = owned
+    if is_mirrored:
+        held = [own + owned[owners.mirrored_rank(rank)] for rank, own in enumerate(owned)]
+    return max(held) / max(1, sum(owned))
 
 
 def receive_buffers(buckets: GradientBuckets, party: ShardOwners) -> object:

@@ -21,11 +21,19 @@ class SliceExchange:
     """Exchanges what the owners of slices have made of the sums of a step."""
 
     def __init__(
-        self, buckets: GradientBuckets, owners: SliceOwners, rank: int, transport: SliceTransport
+        self,
+        buckets: GradientBuckets,
+        owners: SliceOwners,
+        rank: int,
+        transport: SliceTransport,
+        *,
+        is_mirrored: bool = False,
     ) -> None:
+        """is_mirrored: see `sliced_exchange`."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
         self._transport = transport
         self._own = owners.parts[rank]
+        self._mirrored = owners.mirrored_rank(rank) if is_mirrored else None
         self._places = owners.places_of_norms()
 
     def divide(self, divisor: float) -> None:
@@ -37,6 +45,18 @@ class SliceExchange:
     def sums(self) -> list[Tensor]:
         """Returns the sums of the own parts, flat and in order, in the storage of the exchange."""
         return [_part_of(self._buckets.tensors(0), part) for part in self._own]
+
+    def mirrored_sums(self) -> list[Tensor]:
+        """Returns the sums of the parts of the member before this one, which updates them as this
+        one does; none where no slice is mirrored. Raises ExchangeError."""
+        if self._mirrored is None:
+            return []
+        sources, parts = self._transport.open_sums(), self._owners.parts[self._mirrored]
+        found = [_part_of(self._buckets.tensors(0), part) for part in parts]
+        given = [_part_of(sources[self._mirrored], part) for part in parts]
+        moved = [each for each in zip(found, given, strict=True) if _are_apart(*each)]
+        _copy([target for target, _ in moved], [source for _, source in moved])
+        return found
 
     def gather_norms(
         self,
@@ -76,7 +96,7 @@ class SliceExchange:
             sources = self._transport.open_slices()
             targets, updated = list[Tensor](), list[Tensor]()
             for rank, parts in enumerate(self._owners.parts):
-                if rank == self._rank:
+                if rank in (self._rank, self._mirrored):
                     continue
                 for part in parts:
                     flat = params[part.index].detach().view(-1)
@@ -88,6 +108,10 @@ class SliceExchange:
 
 def _part_of(flats: Sequence[Tensor], part: OwnedPart) -> Tensor:
     return flats[part.bucket].narrow(0, part.offset, part.stop - part.first)
+
+
+def _are_apart(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() != other.data_ptr()
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -21,17 +21,19 @@ def sliced_exchange(
     num_shards: int,
     owners: SliceOwners,
     *,
+    is_mirrored: bool = False,
     deadline_s: float = 30.0,
 ) -> GradientReducer:
     """Makes the exchange of a member whose sums stay with the owners of slices. Takes the link
-    over; None: the only member. deadline_s bounds every single wait for a peer."""
+    over; None: the only member. is_mirrored: a member updates the slice of the one before it, too.
+    deadline_s bounds every single wait for a peer."""
     if link is None:
         party, solo = ShardOwners(0, 1, num_shards), SoloTransport()
         return GradientReducer(buckets, party, solo, slices=SliceExchange(buckets, owners, 0, solo))
     party = ShardOwners(link.rank, link.size, num_shards)
     if isinstance(link, SharedGroup):
         shared = SharedTransport(link, buckets, party, deadline_s=deadline_s, owners=owners)
-        slices = SliceExchange(buckets, owners, party.rank, shared)
+        slices = SliceExchange(buckets, owners, party.rank, shared, is_mirrored=is_mirrored)
         return GradientReducer(buckets, party, shared, slices=slices)
     buckets.hold()
     method = DirectMethod(link, buckets.layout, party, owners)
@@ -42,6 +44,6 @@ def sliced_exchange(
         deadline_s=deadline_s,
         num_further_tags=num_gather_tags(buckets, owners),
     )
-    over = LinkSlices(transport, link, buckets, owners)
-    slices = SliceExchange(buckets, owners, party.rank, over)
+    over = LinkSlices(transport, link, buckets, owners, is_mirrored=is_mirrored)
+    slices = SliceExchange(buckets, owners, party.rank, over, is_mirrored=is_mirrored)
     return GradientReducer(buckets, party, transport, slices=slices)

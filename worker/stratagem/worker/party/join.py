@@ -29,6 +29,7 @@ from stratagem.worker.party.join_gossip import join_nodes
 from stratagem.worker.party.join_local_steps import hold_replicas
 from stratagem.worker.party.join_pipeline import join_stages
 from stratagem.worker.party.join_rendezvous import Members, meet, suspect
+from stratagem.worker.party.mirrored_state import held_slices
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.plan_control import MemberView
 
@@ -56,7 +57,8 @@ def join(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined
 
 def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> Joined:
     held = work.holding.trainer
-    if isinstance(held, Trainer) and held.share not in (None, share_of(work, view)):
+    share = held.share if isinstance(held, Trainer) else None
+    if share is not None and not share.is_mirrored and share != share_of(work, view):
         work.holding.drop()  # others have other slices of the state than this member needs
     link, members = _meet(work, plan, view)
     failpoint("worker.rendezvous.joined")
@@ -92,7 +94,9 @@ def _meet(
 ) -> tuple[Link | SharedGroup | None, Members]:
     """Wait for all members of the view; return the link (for AllReduce) and what they say."""
     mine = coordinator_pb2.RendezvousMember(
-        applied_step=work.holding.applied_step, address=work.host.address
+        applied_step=work.holding.applied_step,
+        address=work.host.address,
+        slices=held_slices(work),
     )
     if view.size == 1:
         return None, [mine]
@@ -101,7 +105,7 @@ def _meet(
     members: list[coordinator_pb2.RendezvousMember] = []
 
     def exchange_offers(offer: bytes) -> list[bytes]:
-        members.extend(meet(work, view, offer))
+        members.extend(meet(work, view, offer, held_slices(work)))
         return [member.endpoint for member in members]
 
     group = Group(
@@ -138,6 +142,7 @@ def _exchange(
             link,
             plan.num_shards,
             trainer.pieces.owners,
+            is_mirrored=trainer.pieces.is_mirrored,
             deadline_s=work.exchange_timeout_s,
         )
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER

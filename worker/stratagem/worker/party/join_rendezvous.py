@@ -28,8 +28,14 @@ _RETRIED: Final = (
 Members = Sequence[coordinator_pb2.RendezvousMember]
 
 
-def meet(work: ExecutionContext, view: MemberView, endpoint: bytes) -> Members:
-    """Wait for all members of the view at the rendezvous; return what they say, by rank."""
+def meet(
+    work: ExecutionContext,
+    view: MemberView,
+    endpoint: bytes,
+    slices: coordinator_pb2.HeldSlices | None = None,
+) -> Members:
+    """Wait for all members of the view at the rendezvous; return what they say, by rank. slices:
+    what this member says of those that it holds."""
     request = coordinator_pb2.RendezvousRequest(
         fence=fence_of(view),
         session=session_of(work),
@@ -37,6 +43,7 @@ def meet(work: ExecutionContext, view: MemberView, endpoint: bytes) -> Members:
         endpoint=endpoint,
         applied_step=work.holding.applied_step,
         address=work.host.address,
+        slices=slices,
     )
     members = work.control.wait(_call_rendezvous(work, request), view.membership)
     failpoint("worker.rendezvous.answered")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from stratagem.worker.engine import (
     EvaluationShare,
     Joined,
     LocalStepsTrainer,
+    MemberTrainer,
     SegmentSummary,
     StepReport,
     Trainer,
@@ -66,6 +67,8 @@ class Segment:
     """Records the steps under the present view."""
     summary: SegmentSummary | None = None
     """Its summary, once it has ended and its snapshot has been taken."""
+    divided_at: int = -1
+    """The membership whose slices are in the snapshot; -1 where nothing was divided."""
     kept: str = ""
     """See TrainResult."""
     streams: dict[int, str] = field(default_factory=dict)
@@ -129,8 +132,12 @@ def _take_steps(
     trainer.lower_rates(plan.num_lr_reductions)
     work.set_activity("training")
     trainer.expect(view.me.shards, plan.num_shards, plan.to_step)
-    listener = StepListener(work, view, trainer.callbacks)
+    late, work.holding.late = work.holding.late, []
     segment.history = StepHistory(work, plan, view, trainer.step)
+    for report in late:
+        _account(work, plan, segment, report)
+        _leave_to_show(work, trainer, report)
+    listener = StepListener(work, view, trainer.callbacks)
     with StepRecorder(work) as recorder:
         while trainer.step < plan.to_step:
             _look_up(work, plan, view)
@@ -147,6 +154,9 @@ def _take_steps(
                 return
             segment.engine = exchange.name  # a schedule may have been chosen again
             _account(work, plan, segment, report)
+            if report.is_torn:
+                _leave_to_show(work, trainer, report)
+                raise ExchangeError("the exchange ended before all parameters of a step came")
             listener.after(report)
             if view.rank == 0:
                 work.warn(report.news)
@@ -156,6 +166,12 @@ def _take_steps(
                 raise PlanStopped(DRAINED) if stop else ViewChanged
     if listener.answer.wants_end:
         segment.stop_reason = STOPPED
+
+
+def _leave_to_show(work: ExecutionContext, trainer: MemberTrainer[Any], report: StepReport) -> None:
+    """Have on_step shown the step under the next view: its parameters are not whole before."""
+    if trainer.callbacks.sees_steps:
+        work.holding.tally.latest = report.numbers
 
 
 def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> None:
@@ -223,7 +239,8 @@ def _conclude(
 ) -> pb.TrainResult:
     """Keep a snapshot, evaluate, return the result; what an earlier view did is not repeated."""
     trainer, exchange = joined
-    if segment.summary is None:
+    if segment.summary is None or segment.divided_at != work.holding.divided_at:
+        segment.divided_at = work.holding.divided_at
         summary = trainer.end_segment(exchange, work.holding.tally)
         began_s = time.perf_counter()
         into = work.states.take_back(work.segment)

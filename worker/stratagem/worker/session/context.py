@@ -33,6 +33,7 @@ from stratagem.worker.engine import (
     Inference,
     Joined,
     MemberTrainer,
+    StepReport,
     Tally,
     Trainer,
     build_inference,
@@ -157,6 +158,10 @@ class SessionState:
     answer: StepAnswer = NO_ANSWER
     """What it said then."""
     activity: str = ""
+    divided_at: int = -1
+    """The membership whose members have the slices of the state that is held."""
+    late: list[StepReport] = field(default_factory=list)
+    """Of steps that were finished between two memberships, and are not in the tally yet."""
     is_offering: bool = False
     """A copy of the state is there for members that heal."""
 
@@ -196,6 +201,7 @@ class SessionState:
         """Forget the state too."""
         self.leave()
         self.trainer, self.inference = None, None
+        self.late = []
         self.begin_sums(-1)
         self.shown_step, self.answer = -1, NO_ANSWER
 

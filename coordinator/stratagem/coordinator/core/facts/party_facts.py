@@ -138,12 +138,14 @@ class CommitUploaded(Value):
 
 
 class SoleCopiesLost(Value):
-    """What only workers had of the last commit cannot be had: the party returns to the last commit
-    that was uploaded as a whole."""
+    """What only workers had of the last commit, or of a state with mirrors, cannot be had: the
+    party returns to the last commit that was uploaded as a whole."""
 
     party: Party
     segment: int
     reason: str
+    membership: int | None = None
+    """Of the members that have missed it in a state that they trained on; None: in a commit."""
 
 
 class Evaluated(Value):

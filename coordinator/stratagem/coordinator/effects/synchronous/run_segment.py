@@ -87,11 +87,13 @@ async def _train(
     )
 
     async def failed(error: types_pb2.UserError) -> None:
-        if not effect.kept or error.type != SoleCopyLostError.__name__:
+        is_awaited = effect.kept or effect.is_mirrored
+        if not is_awaited or error.type != SoleCopyLostError.__name__:
             await fail_party(env, effect.run_id, effect.party, error)
             return
         segment, reason = effect.base.segment, f"{error.message} (worker {error.worker_id})"
-        lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason)
+        at = None if effect.kept else effect.membership
+        lost = SoleCopiesLost(party=effect.party, segment=segment, reason=reason, membership=at)
         await env.report(effect.run_id, lost)
 
     result = await finish(env, effect, effect.members[rank], request, listener, failed=failed)

@@ -13,7 +13,8 @@ optimizer of its own, which are joined after so many steps (DiLoCo,
 https://arxiv.org/abs/2311.08105). What a worker holds of its nodes or replicas is the only copy. So
 it is with the residuals of shards where the job's codec keeps any, and with the slices of the
 optimizer's state where each worker keeps one (`partition_state`,
-https://arxiv.org/abs/1910.02054); the rest of the state all workers have.
+https://arxiv.org/abs/1910.02054), unless its neighbour keeps it, too (`mirror`,
+https://doi.org/10.1145/3600006.3613145); the rest of the state all workers have.
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from stratagem.common.strategy import (
     ParameterServer,
     are_models_apart,
     describe,
+    fewest_mirrored,
     partitions_state,
     upload_every_of,
 )
@@ -70,6 +72,7 @@ def _shape(job: JobSpec) -> SegmentRules:
         parts_of=part_per_member if is_sole_copy else one_part,
         upload_every=upload_every_of(strategy),
         is_sole_copy=is_sole_copy,
+        fewest_mirrored=fewest_mirrored(strategy),
     )
 
 

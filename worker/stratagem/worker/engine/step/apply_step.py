@@ -83,7 +83,7 @@ def apply_step(
     activity: str,
     number: int | None = None,
     correct: Callable[[Tensor], Tensor] | None = None,
-    share: Callable[[], None] | None = None,
+    share: Callable[[], bool] | None = None,
 ) -> Applied:
     """Makes one update with the gradients in `.grad`, unless loss or gradients are not finite: then
     the step is skipped.
@@ -91,7 +91,7 @@ def apply_step(
     lr_factor: of all learning rates. activity and number (from 1): the step, for error messages.
     correct: is given the norm of gradients that will be applied, may change them, and returns their
     norm then. share: is called once the optimizer has updated what this member owns, and brings
-    what others have updated; nothing of the step may be applied when it fails.
+    what others have updated; False where that has not come yet, so that the average waits for it.
     Raises UserCodeError for a step that is not finite and may not be skipped.
     """
     rates = policy.rates.of_update(lr_factor, policy.schedule)
@@ -113,11 +113,10 @@ def apply_step(
         clip(policy.params, clip_norm, norm)
         with user_code(activity):
             update(policy.optimizer)
-    if share is not None:
-        share()
+    is_whole = share is None or share()
     if policy.schedule is not None:
         policy.schedule.step()
-    if policy.average is not None and number is not None:
+    if policy.average is not None and number is not None and is_whole:
         policy.average.update(number)
     if policy.execution.frees_gradients:
         policy.drop_gradients()

@@ -59,6 +59,9 @@ class StepReport:
     """Of the nodes or stages of this member."""
     actions: Callable[[], Sequence[PartReport]] = field(default=tuple, compare=False)
     """What tells what the stages of this member have done when in the step."""
+    is_torn: bool = field(default=False, compare=False)
+    """The step is applied here, and its exchange failed before what others have updated came: the
+    members that are left have to form anew before the next one."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Numbers about all nodes together that were measured in this step, by series."""
 

@@ -1,11 +1,13 @@
 """The part of an optimizer that one member keeps, where each owns a slice of all parameters.
 
 Each parameter of which the member owns something has one piece: a view of those elements, with
-moments of its own. The optimizer steps pieces as it would step whole parameters, with the same bits
-for the optimizers that a job may name with it. Must not know how gradients and parameters travel.
+moments of its own. With a mirror it also has the pieces of the member before it, and steps them
+too: from the same sums to the same bits, so that what a member owns is there when it is gone. The
+optimizer steps pieces as it would step whole parameters, with the same bits for the optimizers that
+a job may name with it. Must not know how gradients and parameters travel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -17,10 +19,12 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.state_slices import SliceName
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.exchange.buckets.slice_owners import OwnedPart, SliceOwners
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.exchange.slice_exchange import SliceExchange
+from stratagem.worker.mesh.link import ExchangeError
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 _FIELD: Final = "strategy.options.partition_state"
@@ -31,6 +35,19 @@ class StateShare(NamedTuple):
 
     rank: int
     size: int
+    is_mirrored: bool = False
+    """The slice of the member before this one is kept here, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInDoubt:
+    """A step whose sums are here, but not the norm of all of them: others may have applied it, and
+    none can where not all have their sums."""
+
+    step: int
+    """Steps after it."""
+    finish: Callable[[float, bool], StepReport]
+    """Applies it, given the norm and whether the gradient is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +67,13 @@ class OptimizerPieces:
     """The pieces of one member; its optimizer updates nothing else. Used by one thread."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, params: NamedParams, owners: SliceOwners, rank: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: NamedParams,
+        owners: SliceOwners,
+        rank: int,
+        *,
+        is_mirrored: bool = False,
     ) -> None:
         """optimizer: a fresh one of all parameters, which becomes one of the pieces."""
         for name, param in params:
@@ -60,6 +83,15 @@ class OptimizerPieces:
         self.optimizer, self.owners, self.rank = optimizer, owners, rank
         self._names, self._params = {name for name, _ in params}, [param for _, param in params]
         self._pieces = [_piece_of(*params[part.index], part) for part in owners.parts[rank]]
+        self.is_mirrored = is_mirrored
+        mirrored = owners.parts[owners.mirrored_rank(rank)] if is_mirrored else ()
+        self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
+        self.summary: StepSummary | None = None
+        """Of the step that was summarized last; None where its norm did not come."""
+        self.in_doubt: StepInDoubt | None = None
+        self.torn: str = ""
+        """Why the parameters of other slices are those before the latest step; "" where not."""
+        self._has_sums = False
         self._step_pieces_only()
 
     @property
@@ -69,39 +101,80 @@ class OptimizerPieces:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the pieces, flat and in order of parameter."""
-        return [each.piece for each in self._pieces]
+        """Return the pieces, flat and in order of parameter, and then those of the mirror."""
+        return [each.piece for each in self._all()]
+
+    def _all(self) -> list[_OwnPiece]:
+        return [*self._pieces, *self._mirrored]
 
     def summarize(
         self, scalars: StepScalars, exchange: SliceExchange, numerics: int
     ) -> StepSummary:
         """Gives each piece its gradient, of what the exchange has summed up, and summarizes the
-        gradient of the whole model. Raises ExchangeError."""
-        for each, total in zip(self._pieces, exchange.sums(), strict=True):
+        gradient of the whole model. Raises ExchangeError; the sums may then be `kept`."""
+        self.summary, self._has_sums = None, False
+        sums = [*exchange.sums(), *exchange.mirrored_sums()]
+        for each, total in zip(self._all(), sums, strict=True):
             is_reached = scalars.reached[each.part.index] != 0
             # As with whole parameters: a narrow one rounds its sum once.
             each.piece.grad = total.to(each.piece.dtype) if is_reached else None
         grads = [each.piece.grad for each in self._pieces]
+        self._has_sums = True
         norms = [None if grad is None else parts_of([grad], numerics)[0] for grad in grads]
         found, is_finite = exchange.gather_norms(
             norms, scalars.reached, partial(_are_all_finite, grads)
         )
         norm = total_norm(found, numerics)
-        return StepSummary(scalars.loss, scalars.weight, norm, is_finite)
+        self.summary = StepSummary(scalars.loss, scalars.weight, norm, is_finite)
+        return self.summary
 
-    def share(self, exchange: SliceExchange) -> None:
-        """Brings the updated pieces of all members into the parameters of all. Raises
-        ExchangeError, after which the parameters may be of two steps."""
-        exchange.share(self.tensors, self._params)
+    def keeps_sums(self) -> bool:
+        """Return True, after a failed `summarize`, if the step can be finished once its norm is
+        known; its sums are then no longer in the storage of the exchange."""
+        if not self.is_mirrored or not self._has_sums:
+            return False
+        for each in self._all():
+            if each.piece.grad is not None:
+                each.piece.grad = each.piece.grad.clone()
+        return True
+
+    def share(self, exchange: SliceExchange) -> bool:
+        """Brings the updated pieces of all members into the parameters of all; returns True.
+
+        With a mirror it returns False where that fails: the pieces of all members can be had from
+        those that are left, and until then the parameters are of two steps. Without one it raises
+        ExchangeError.
+        """
+        try:
+            exchange.share([each.piece for each in self._pieces], self._params)
+        except ExchangeError as error:
+            if not self.is_mirrored:
+                raise
+            self.torn = str(error)
+        return not self.torn
 
     def whole_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns (tensors, metadata) as of an optimizer of whole parameters; `holds_all`."""
-        tensors, numbers = self._state()
+        tensors, numbers = self._state(self._pieces)
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
     def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (tensors by `SliceName`, metadata) of what only this member holds."""
-        tensors, numbers = self._state()
+        """Returns (tensors by `SliceName`, metadata) of what this member owns."""
+        return self._named_state(self._pieces)
+
+    def slices(self, *, of_mirror: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns `own_state` and the parameters of the same slice; or of the one that is mirrored
+        here."""
+        pieces = self._mirrored if of_mirror else self._pieces
+        named, numbers = self._named_state(pieces)
+        for each in pieces:
+            full = f"{state_format.MODEL}{each.name}"
+            name = SliceName(each.part.index, 0, each.part.first, full)
+            named[str(name)] = each.piece.detach()
+        return named, numbers
+
+    def _named_state(self, pieces: Sequence[_OwnPiece]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors, numbers = self._state(pieces)
         named = {}
         for full, (each, place, value) in tensors.items():
             if value.dim() or each.part.first == 0:  # of one number per parameter, one copy
@@ -112,7 +185,19 @@ class OptimizerPieces:
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Replaces the optimizer's state by this member's slice of the given one, which may be
         nothing."""
-        own = {each.name: each for each in self._pieces}
+        self._load(self._pieces, tensors, metadata)
+        if self._mirrored:
+            own = dict(self.optimizer.state)
+            self._load(self._mirrored, tensors, metadata)
+            self.optimizer.state.update(own)
+
+    def _load(
+        self,
+        pieces: Sequence[_OwnPiece],
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+    ) -> None:
+        own = {each.name: each for each in pieces}
         here: dict[str, Tensor] = {}
         for full, value in tensors.items():
             name = _parameter_of(full)
@@ -127,17 +212,17 @@ class OptimizerPieces:
             for full, text in metadata.items()
             if _parameter_of(full) in own or _parameter_of(full) not in self._names
         }
-        named = [(each.name, each.piece) for each in self._pieces]
+        named = [(each.name, each.piece) for each in pieces]
         state_format.load_optimizer_state(self.optimizer, named, here, numbers)
 
     def _state(
-        self,
+        self, pieces: Sequence[_OwnPiece]
     ) -> tuple[dict[str, tuple[_OwnPiece, int, Tensor]], dict[str, str]]:
         """Returns (by name of the whole: the piece, the place among its tensors, what it keeps;
         metadata); in the shape of the parameter where that is all its own."""
         found: dict[str, tuple[_OwnPiece, int, Tensor]] = {}
         numbers: dict[str, str] = {}
-        for each in self._pieces:
+        for each in pieces:
             kept, texts = state_format.optimizer_state(self.optimizer, [(each.name, each.piece)])
             numbers |= texts
             for place, (full, value) in enumerate(kept.items()):
@@ -149,11 +234,13 @@ class OptimizerPieces:
     def _step_pieces_only(self) -> None:
         """Puts the pieces in the place of the parameters, in their groups and with what some
         optimizers keep of them from the start."""
-        by_param = {id(each.param): each for each in self._pieces}
+        by_param: dict[int, list[_OwnPiece]] = {}
+        for each in self._all():
+            by_param.setdefault(id(each.param), []).append(each)
         before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
-            own = [by_param[id(p)] for p in group["params"] if id(p) in by_param]
+            own = [each for p in group["params"] for each in by_param.get(id(p), ())]
             group["params"] = [each.piece for each in own]
             for each in own:
                 if each.param in before:

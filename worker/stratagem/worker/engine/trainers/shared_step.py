@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from stratagem.common.numerics.batch_shards import split_rows
@@ -27,7 +28,7 @@ from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.engine.step.step_answer import StepAnswer, wish_of
 from stratagem.worker.engine.step.step_report import StepReport, end_of
 from stratagem.worker.engine.step.turns import StepTurn
-from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces
+from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces, StepInDoubt
 from stratagem.worker.engine.trainers.step_extras import StepExtras
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.training_rows import Batch, TrainingRows
@@ -35,6 +36,7 @@ from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.exchange.reducer import Reducer
+from stratagem.worker.mesh.link import ExchangeError
 from stratagem.worker.phases import PassTimer, PhaseTraining, TrainingPhase
 
 
@@ -209,20 +211,54 @@ class SharedStep:
         self, turn: StepTurn, batch: Batch, exchange: Reducer, sums: _Sums, *, must_divide: bool
     ) -> StepReport:
         """Turns the sums into one update, or leaves everything as it is and says so."""
+        scalars = sums.scalars
+        if must_divide:
+            exchange.divide(scalars.weight * self.setup.execution.scale.value)
+        try:
+            summary = self._summary_of_sums(turn, scalars, exchange)
+        except ExchangeError:
+            if self.pieces is not None and self.pieces.keeps_sums():
+                finish = partial(self._finish_doubtful, turn, batch, sums, self.pieces)
+                self.pieces.in_doubt = StepInDoubt(batch.step + 1, finish)
+            raise
+        share: Callable[[], bool] | None = None
+        if self.pieces is not None and exchange.slices is not None:
+            share = partial(self.pieces.share, exchange.slices)
+        return self._finish(turn, batch, sums, summary, share)
+
+    def _finish_doubtful(
+        self,
+        turn: StepTurn,
+        batch: Batch,
+        sums: _Sums,
+        pieces: OptimizerPieces,
+        norm: float,
+        is_finite: bool,
+    ) -> StepReport:
+        """Applies a step to the own pieces alone, once others have told the rest of its summary."""
+        total = torch.scalar_tensor(norm, dtype=torch.float64)
+        scalars = sums.scalars
+        pieces.summary = StepSummary(scalars.loss, scalars.weight, total, is_finite)
+        pieces.torn = "others have ended the exchange"
+        return self._finish(turn, batch, sums, pieces.summary, lambda: False)
+
+    def _finish(
+        self,
+        turn: StepTurn,
+        batch: Batch,
+        sums: _Sums,
+        summary: StepSummary,
+        share: Callable[[], bool] | None,
+    ) -> StepReport:
+        """Makes the update with the gradients that are there; share: see `apply_step`."""
         scalars, scale = sums.scalars, self.setup.execution.scale
         scale_before = scale.value
-        if must_divide:
-            exchange.divide(scalars.weight * scale_before)
-        summary = self._summary_of_sums(turn, scalars, exchange)
         takes_gradients = self.setup.callbacks.takes_gradients
         hook = partial(self._call_hook, turn, batch.step) if takes_gradients else None
         summary = after_hook(summary, hook, partial(self._summary, turn, scalars))
         phase, correct = "", None
         if self.phases is not None:
             phase, correct = self.phases.phase, partial(self._take, self.phases, summary.loss)
-        slices, share = exchange.slices, None
-        if self.pieces is not None and slices is not None:
-            share = partial(self.pieces.share, slices)
         is_applied, learning_rates = self._update(batch.step, summary, turn.policy, correct, share)
         if is_applied:
             self.buffers.apply(scalars.rest, sums.num_live)
@@ -246,6 +282,7 @@ class SharedStep:
             micro_batch_losses=tuple(sums.losses),
             news=() if self.phases is None else self.phases.take_news(),
             exchange_wait_s=sums.wait_s,
+            is_torn=self.pieces is not None and bool(self.pieces.torn),
         )
 
     def _summary_of_sums(
@@ -284,7 +321,7 @@ class SharedStep:
         summary: StepSummary,
         policy: StepPolicy,
         correct: Callable[[Tensor], Tensor] | None = None,
-        share: Callable[[], None] | None = None,
+        share: Callable[[], bool] | None = None,
     ) -> Applied:
         """Ends a step, which follows `step` others, with the gradients in `.grad`."""
         return apply_step(

@@ -105,7 +105,9 @@ class Trainer:
     def _own_pieces(self, share: StateShare) -> OptimizerPieces:
         """Makes the pieces of all parameters that the optimizer steps here."""
         owners = divide_slices(self.buckets.layout, share.size)
-        return OptimizerPieces(self.optimizer, self.params, owners, share.rank)
+        return OptimizerPieces(
+            self.optimizer, self.params, owners, share.rank, is_mirrored=share.is_mirrored
+        )
 
     def _make_schedule(self) -> ShadowSchedule | None:
         """Makes the user's schedule, if there is one for all steps of the job."""
@@ -173,6 +175,8 @@ class Trainer:
         self._timer.begin_step()
         if self.phases is not None and not self.phases.phase.is_exact:
             return self._predicted_step(self.phases)
+        if self.pieces is not None:
+            self.pieces.in_doubt = None
         self._extras.begin_step(self.state)
         batch = self._rows.batch(self.step)
         if not self._is_training:  # walks all modules
@@ -187,6 +191,21 @@ class Trainer:
         failpoint("worker.step.after_apply")
         self._timer.end_exact_step(self.phases, report.phase)
         return report
+
+    def finish_step_in_doubt(self, norm: float, *, is_finite: bool) -> StepReport:
+        """Applies the step of whose sums the norm did not come, as others have; what they have
+        updated comes with the slices of all."""
+        assert self.pieces is not None
+        assert self.pieces.in_doubt is not None
+        report = self.pieces.in_doubt.finish(norm, is_finite)
+        self.pieces.in_doubt = None
+        self.step = report.step
+        return report
+
+    def take_average(self) -> None:
+        """Takes the parameters into their average, which the latest step has left out."""
+        if self._average is not None:
+            self._average.update(self.step)
 
     def _take_turns(self, batch: Batch, share: Share) -> StepReport:
         """Makes the updates of a step, which are one unless the job has turns."""
@@ -230,7 +249,7 @@ class Trainer:
         Also what this member alone holds; and of a party of which each member holds something
         alone, only the first gives what all of them have. into: see `state_format.copied`.
         """
-        with_shared = is_first or not self.is_sole_copy
+        with_shared = is_first or not (self.is_sole_copy or self.pieces is not None)
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     @cached_property
@@ -242,9 +261,9 @@ class Trainer:
     @property
     def is_sole_copy(self) -> bool:
         """True if this member holds state that no other has: residuals of its shards, or its slice
-        of the optimizer's state."""
+        of the optimizer's state without a mirror."""
         has_residuals = self.compressor is not None and self.compressor.keeps_state
-        return has_residuals or self.pieces is not None
+        return has_residuals or (self.pieces is not None and not self.pieces.is_mirrored)
 
     def end_segment(self, exchange: Reducer, tally: Tally) -> SegmentSummary:
         """Returns the summary of a segment with these sums over its steps."""

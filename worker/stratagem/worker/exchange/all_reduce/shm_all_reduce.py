@@ -134,6 +134,11 @@ class SharedTransport:
         self._meet()
         return self._norms
 
+    def open_sums(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`: the others' own buckets."""
+        self._meet()
+        return [sets[0] for sets in self._sets]
+
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
         """See `SliceTransport`: the others' own buckets."""
         self._meet()

@@ -4,7 +4,7 @@ not be equally long.
 Each member sends each of its pieces to every other one. The transfers are prepared once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -45,8 +45,15 @@ class LinkSlices:
     """A `SliceTransport` over the link of a transport, in its thread."""
 
     def __init__(
-        self, transport: MeshTransport, link: Link, buckets: GradientBuckets, owners: SliceOwners
+        self,
+        transport: MeshTransport,
+        link: Link,
+        buckets: GradientBuckets,
+        owners: SliceOwners,
+        *,
+        is_mirrored: bool = False,
     ) -> None:
+        """is_mirrored: each member gets the sums of the one before it, and so not its updates."""
         self._transport, self._run, self._buckets = transport, GatherRun(link), buckets
         self._size, self._rank = link.size, link.rank
         counts = [count + 1 for count in owners.num_norms]
@@ -57,7 +64,11 @@ class LinkSlices:
         norms = [Cut(0, False, False, places)]
         self._gather_norms = _prepare(link, norms, [self._norms], 0)
         cuts, flats = cut_slices(buckets.layout, owners), buckets.tensors(0)
-        self._gather_slices = _prepare(link, cuts, flats, 1)
+        following = {(rank, (rank + 1) % link.size) for rank in range(link.size)}
+        without = following if is_mirrored else set()
+        self._gather_slices = _prepare(link, cuts, flats, 1, without=without)
+        pairs = {(a, b) for a in range(link.size) for b in range(link.size)}
+        self._gather_sums = _prepare(link, cuts, flats, 1 + len(cuts), without=pairs - following)
 
     def gather_norms(self, own: Tensor) -> list[Tensor]:
         """See `SliceTransport`."""
@@ -65,6 +76,11 @@ class LinkSlices:
         self._transport.run_between(self._run, self._gather_norms)
         host = self._norms.cpu()
         return list(torch.split(host, [len(each) for each in self._by_rank]))
+
+    def open_sums(self) -> Sequence[Sequence[Tensor]]:
+        """See `SliceTransport`: they come into the own buckets."""
+        self._transport.run_between(self._run, self._gather_sums)
+        return [self._buckets.tensors(0)] * self._size
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
         """See `SliceTransport`: all come into the own buckets."""
@@ -77,12 +93,20 @@ class LinkSlices:
 
 def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
     """Returns how many tags the gatherings of one step use."""
-    return 1 + len(cut_slices(buckets.layout, owners))
+    return 1 + 2 * len(cut_slices(buckets.layout, owners))
 
 
-def _prepare(link: Link, cuts: Sequence[Cut], flats: Sequence[Tensor], first_tag: int) -> Gathering:
+def _prepare(
+    link: Link,
+    cuts: Sequence[Cut],
+    flats: Sequence[Tensor],
+    first_tag: int,
+    *,
+    without: Set[tuple[int, int]] = frozenset(),
+) -> Gathering:
     """Returns this member's transfers, after which every flat tensor has the slices of all; they
-    use as many tags from `first_tag` on as there are pieces."""
+    use as many tags from `first_tag` on as there are pieces. without: (owner, peer) between which
+    nothing goes."""
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     for number, cut in enumerate(cuts):
@@ -92,7 +116,7 @@ def _prepare(link: Link, cuts: Sequence[Cut], flats: Sequence[Tensor], first_tag
             piece, tag = flats[cut.bucket][start:stop], first_tag + number
             if owner == link.rank:
                 peers = (peer for peer in range(link.size) if peer != owner)
-                sends += [Transfer(peer, tag, piece) for peer in peers]
-            else:
+                sends += [Transfer(p, tag, piece) for p in peers if (owner, p) not in without]
+            elif (owner, link.rank) not in without:
                 receives.append(Transfer(owner, tag, piece))
     return Gathering(tuple(sends), tuple(receives))

@@ -47,6 +47,10 @@ class SliceOwners:
         """Return by rank how many norms describe the gradients of its parts."""
         return tuple(sum(part.num_blocks for part in own) for own in self.parts)
 
+    def mirrored_rank(self, rank: int) -> int:
+        """Return whose parts the member of this rank keeps a copy of: of the one before it."""
+        return (rank - 1) % len(self.parts)
+
     def places_of_norms(self) -> list[list[tuple[int, range]]]:
         """Return for each parameter where its norms stand, in order: the ranks, and the places
         among the norms of each."""

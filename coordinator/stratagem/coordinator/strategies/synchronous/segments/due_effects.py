@@ -107,5 +107,6 @@ def _segment(
         num_steps=schedule.num_steps,
         num_skipped=int(latest_metrics(run).get(SKIPPED_STEPS, 0)),
         kept=tuple(each.digest for each in run.kept),
+        is_mirrored=shape.fewest_mirrored is not None,
         keeps=run.open_segment % shape.upload_every > 0 and to_step < schedule.num_steps,
     )

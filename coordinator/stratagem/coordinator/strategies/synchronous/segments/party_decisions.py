@@ -24,6 +24,7 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     Placed,
     SegmentRules,
     are_moved,
+    goes_on,
     needs_upload,
     num_segments,
     stop_reason,
@@ -100,15 +101,28 @@ def members_due(
         return None
     first = world.workers[members[0].worker_id].capability if members else None
     fingerprint = run.fingerprint or (first.numerics_fingerprint if first else "")
+    are_apart = len(members) > 1 and _are_apart(members, world)
+    reason = _why_reformed(run.members, members, shape, world)
     return MembersFormed(
         party=run.party,
         membership=run.membership + 1,
         members=members,
-        reason=_why_reformed(run.members, members, shape, world),
+        reason=reason + _what_follows(run, members, shape, are_apart=are_apart),
         fingerprint=fingerprint if job.execution.deterministic else "",
         ranks=placed.ranks,
-        are_apart=len(members) > 1 and _are_apart(members, world),
+        are_apart=are_apart,
     )
+
+
+def _what_follows(
+    run: PartyRun, members: tuple[Member, ...], shape: SegmentRules, *, are_apart: bool
+) -> str:
+    """Say what becomes of the step under way, where that depends on who is left."""
+    if shape.fewest_mirrored is None or not run.open_segment or not run.members or not members:
+        return ""
+    if goes_on(run, members, shape, are_apart=are_apart):
+        return "; each slice of the state is left with one of them"
+    return "; back to the last commit"
 
 
 def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
@@ -141,7 +155,7 @@ def _joining(
         worker for worker in eligible(job, world, run.fingerprint) if worker.member not in alive
     ]
     joining = tuple(worker.member for worker in spare[: shape.num_shards - len(alive)])
-    returns = shape.is_sole_copy or run.are_apart or _are_apart(joining, world)
+    returns = shape.returns(run.members) or run.are_apart or _are_apart(joining, world)
     if returns and run.finished and alive == run.members:
         # They would return the party to its last commit: let them wait until there is a new one.
         return ()

@@ -149,6 +149,17 @@ class SegmentRules:
     """Members cannot go on with what the survivors of a loss hold, nor redo a step that failed:
     any change of members, and any failed exchange, returns the party to its last commit. So it is
     with members that are apart, whose states are alike but cannot be copied."""
+    fewest_mirrored: int | None = None
+    """From how many members on each has the part of the one before it, too: then they can go on
+    while of each part one of the two is left. None: never."""
+
+    def is_mirrored(self, members: tuple[Member, ...]) -> bool:
+        """Return True if each part of the state is with two of these members."""
+        return self.fewest_mirrored is not None and len(members) >= self.fewest_mirrored
+
+    def returns(self, members: tuple[Member, ...]) -> bool:
+        """Return True if these members go back to the last commit with every change."""
+        return self.is_sole_copy and not self.is_mirrored(members)
 
 
 def transition(
@@ -295,17 +306,34 @@ def _with_members(
         formed = replace(formed, holders=(), awaits_until_s=None)
     elif formed.members and formed.awaits_until_s is None and not formed.holders:
         formed = replace(formed, awaits_until_s=now_s + RETURN_S)
-    survivors = set(run.members) & set(fact.members)
-    # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
-    held = (run.members, *(done.sources for done in run.finished))
-    parts = (part for members in held for part in shape.parts_of(members, run.ranks))
-    is_whole = all(survivors & set(part) for part in parts)
-    can_copy = not (run.are_apart or fact.are_apart)
-    if is_whole and can_copy and not shape.is_sole_copy:
+    if goes_on(run, fact.members, shape, are_apart=fact.are_apart):
         return formed
     # What members still hold, they hold at different steps and as parts of segments that start
     # again: it must not be continued from.
     return replace(_returned_to_commit(formed), lineage=run.lineage + bool(run.open_segment))
+
+
+def goes_on(
+    run: PartyRun, members: tuple[Member, ...], shape: SegmentRules, *, are_apart: bool
+) -> bool:
+    """Return True if these members can go on with what the present ones train on; False: they begin
+    from the last commit. are_apart: these, from each other."""
+    survivors = set(run.members) & set(members)
+    # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
+    parts = [
+        *_live_parts(run, shape),
+        *(part for done in run.finished for part in shape.parts_of(done.sources, run.ranks)),
+    ]
+    is_whole = all(survivors & set(part) for part in parts)
+    return is_whole and not (run.are_apart or are_apart) and not shape.returns(run.members)
+
+
+def _live_parts(run: PartyRun, shape: SegmentRules) -> Parts:
+    """Return who holds each part of what the members train on, which no snapshot has yet."""
+    if not shape.is_mirrored(run.members):
+        return shape.parts_of(run.members, run.ranks)
+    following = (*run.members[1:], *run.members[:1])
+    return tuple(zip(run.members, following, strict=True))
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
@@ -333,6 +361,9 @@ def reject_reason(run: PartyRun, fact: Fact) -> str:
             waiting = [f.segment for f in run.finished]
             first = waiting[0] if waiting else None
             return "" if fact.segment == first else f"segment {first} is to be committed next"
+        case SoleCopiesLost() if fact.membership is not None:
+            now = run.membership
+            return "" if fact.membership == now else f"the party is at membership {now}"
         case CommitUploaded() | SoleCopiesLost():
             at = run.committed.segment if run.kept and run.committed is not None else None
             return "" if fact.segment == at else "nothing of that commit is on workers alone"

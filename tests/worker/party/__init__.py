@@ -1,0 +1,1 @@
+"""What members of a party agree on when they meet."""
