@@ -149,6 +149,16 @@ def test_the_file_is_the_one_that_is_relayed(
     assert hashlib.sha256(content).hexdigest() == digest
 
 
+def test_slices_that_the_coordinator_puts_together_are_the_same_state(
+    rig: Rig, undisturbed: Outcome
+) -> None:
+    received = states(rig, "received")
+    sliced = {**ALL_REDUCE, "options": {"partition_state": "optimizer"}}
+    outcome = rig.outcome({**JOB, "strategy": sliced})
+    assert outcome.digests == undisturbed.digests
+    assert states(rig, "received") > received, "no member has them whole"
+
+
 def test_leaves_that_have_not_changed_are_not_written_again(rig: Rig) -> None:
     frozen = {**crash_job(LOCAL, model="wide_middle", frozen=True), "seed": 99}
     before = uploads(rig).keys()

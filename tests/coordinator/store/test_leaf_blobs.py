@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes,
 from stratagem.common.tensors.state_leaves import SMALL_BYTES, leaves_of, pieces_of, state_digest
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.store.leaves import leaf_blobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from tests.coordinator.store.places import digest_of, put
 
@@ -134,6 +136,19 @@ def test_leaves_of_kept_states_are_not_written_again(opened: Open, folder: State
     assert not store.exists(third)
 
 
+def test_no_more_leaves_are_told_than_a_message_has_room_for(
+    opened: Open, folder: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    first = direct(store, folder, state(1))
+    second = direct(store, folder, state(1, changed=1))
+    listed = folder.read_list(second)
+    assert listed is not None
+    monkeypatch.setattr(leaf_blobs, "MAX_HAVE", 2)
+    with store.upload((second, first)) as upload:
+        assert upload.have == set(listed.digests[:2])
+
+
 def test_what_nothing_names_is_collected(opened: Open, folder: StateFolder) -> None:
     store = opened()
     kept = direct(store, folder, state(1))
@@ -147,6 +162,33 @@ def test_what_nothing_names_is_collected(opened: Open, folder: StateFolder) -> N
     collect(store, kept)
     assert names(folder) == needed
     assert list(folder.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("changed", [0, 1], ids=["takes all", "writes some"])
+def test_an_upload_that_ends_while_leaves_are_collected_loses_none(
+    opened: Open, folder: StateFolder, monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    store = opened()
+    first = direct(store, folder, state(1))
+    upload = store.upload((first,))
+    of = state(1, changed)
+    leaves = written_leaves(folder, upload.name, of, upload.have)
+    delete, committed = store.files.collect, list[Digest]()
+
+    def late(*known: Any) -> None:
+        """After it was found out what is needed, and before anything is deleted."""
+        with upload:
+            committed.append(upload.commit(of[0], leaves))
+        delete(*known)
+
+    monkeypatch.setattr(store.files, "collect", late)
+    collect(store)
+    monkeypatch.undo()
+    with store.open(committed[0]) as file:
+        assert file.read().endswith(of[1])
+    collect(store, *committed)
+    with store.open(committed[0]) as file:
+        assert file.read().endswith(of[1])
 
 
 def test_a_killed_coordinator_leaves_garbage_alone(opened: Open, folder: StateFolder) -> None:
@@ -203,6 +245,21 @@ def test_of_equal_copies_one_stays(opened: Open, folder: StateFolder) -> None:
     digest = direct(store, folder, state(1))
     direct(store, folder, state(1))
     assert len(names(folder)) == 6
+    collect(store, digest)
+    assert len(names(folder)) == 3
+    with store.open(digest) as file:
+        assert file.read().endswith(state(1)[1])
+
+
+def test_of_copies_a_sound_one_stays(opened: Open, folder: StateFolder) -> None:
+    store = opened()
+    digest = direct(store, folder, state(1))
+    with store.upload(()) as upload:  # which then dies, and has written other bytes
+        for leaf in written_leaves(folder, upload.name, state(1), frozenset()):
+            (newest, _) = folder.copies(leaf)
+            newest.write_bytes(b"other bytes")
+        collect(store, digest)
+        assert len(names(folder)) == 6
     collect(store, digest)
     assert len(names(folder)) == 3
     with store.open(digest) as file:

@@ -15,10 +15,15 @@ def leaves_in(env: EffectContext) -> LeafBlobs | None:
     return blobs if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else None
 
 
-def kept_states(env: EffectContext, run_id: RunId) -> frozenset[Digest]:
-    """Return the blobs of a run that are kept now, from which a new state of it may take leaves."""
+def kept_states(env: EffectContext, run_id: RunId) -> list[Digest]:
+    """Return the blobs of a run that are kept now, from which a new state of it may take leaves,
+    the newest commit first."""
     run = env.state.runs.get(run_id)
-    return frozenset() if run is None else blobs_of(run)
+    if run is None:
+        return []
+    kept = blobs_of(run)
+    commits = [commit.digest for commit in reversed(run.commits) if commit.digest in kept]
+    return [*commits, *sorted(kept - {*commits})]
 
 
 def may_see_leaves(env: EffectContext, member: Member) -> bool:

@@ -37,6 +37,8 @@ from stratagem.coordinator.store.leaves.leaf_upload import DirectUpload
 from stratagem.coordinator.store.leaves.leaf_writer import LeafWriter
 
 FOLDER: Final = "states"
+MAX_HAVE: Final = 2**16
+"""Leaves that a worker is told to be there: 2 MiB of digests, in a message of at most 4 MiB."""
 
 _log = structlog.get_logger(__name__)
 
@@ -66,17 +68,22 @@ class LeafBlobs:
         """Return a writer for a blob of exactly total_bytes, as one file."""
         return self._whole.writer(total_bytes)
 
-    def state_writer(self, manifest: Manifest, kept: Collection[Digest]) -> LeafWriter:
+    def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
         """Return a writer for the data of a state, which become leaves, but for those that the
         states have that are kept."""
         return LeafWriter(self._folder, manifest, self.upload(kept))
 
-    def upload(self, kept: Collection[Digest]) -> DirectUpload:
-        """Begin an upload, which need not write the leaves of the states that are kept; a context
-        in which it is under way."""
+    def upload(self, kept: Sequence[Digest]) -> DirectUpload:
+        """Begin an upload, which need not write the leaves of the states that are kept, of so many
+        as have a place in a request, the first ones first; a context in which it is under way."""
         name = unique_name(self._term)
         with self.claims.lock:
-            have = frozenset(leaf for state in kept for leaf in self._leaves_of(state) or ())
+            leaves: dict[Digest, None] = {}
+            for state in kept:
+                leaves |= dict.fromkeys(self._leaves_of(state) or ())
+                if len(leaves) >= MAX_HAVE:
+                    break
+            have = frozenset(list(leaves)[:MAX_HAVE])
             self.claims.begin(name, have)
         return DirectUpload(name, have, self.files, self.claims, self.write_list)
 
@@ -136,10 +143,12 @@ class LeafBlobs:
         """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
         any more. See BlobStore."""
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
-        # In this order: what an upload writes meanwhile is not found, and what it ends with named.
+        # In this order: what is written meanwhile is not found; and of each upload that has written
+        # what is found either the list is there by now, or it is one of those under way.
         found = self.files.files()
-        named: set[Digest] = set()
         with self.claims.lock:
+            under_way, used = self.claims.present()
+            named = set(used)
             for digest in (present := list(self._lists.digests())):
                 leaves = self._leaves_of(digest)
                 if leaves is None:
@@ -147,7 +156,7 @@ class LeafBlobs:
                     return collected
                 named.update(leaves)
             self._known = {digest: self._known[digest] for digest in present}
-        self.files.collect(found, named)
+        self.files.collect(found, named, under_way)
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:

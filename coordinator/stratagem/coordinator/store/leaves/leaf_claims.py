@@ -36,6 +36,11 @@ class LeafClaims:
         with self.lock:
             self._used -= Counter(leaves)  # and none is left of those that are 0
 
+    def present(self) -> tuple[frozenset[str], frozenset[Digest]]:
+        """Return the uploads that are under way now, and the leaves that are in use."""
+        with self.lock:
+            return frozenset(self._uploads), frozenset(self._used)
+
     def is_under_way(self, upload: str) -> bool:
         with self.lock:
             return upload in self._uploads

@@ -98,15 +98,7 @@ class LeafFiles:
 
     def check(self, digest: Digest, upload: str) -> bool:
         """Read what an upload has written of a leaf; True where it has its digest."""
-        path = self._folder.leaves / digest[:2] / f"{digest}-{upload}"
-        try:
-            descriptor = open_regular(path)
-        except OSError:
-            return False
-        try:
-            return self._verify(digest, descriptor) is not None
-        finally:
-            os.close(descriptor)
+        return self._is_sound(self._folder.leaves / digest[:2] / f"{digest}-{upload}", digest)
 
     def files(self) -> list[Path]:
         """Return the files of all leaves, also of those that are not whole yet."""
@@ -117,28 +109,43 @@ class LeafFiles:
             for path in sorted(folder.iterdir())
         ]
 
-    def collect(self, found: Collection[Path], named: Collection[Digest]) -> int:
-        """Delete those of the files that were found before it was known which leaves are `named`:
-        all that neither a list nor a claim needs, and equal copies but for the newest one. Return
-        their number."""
-        seen: set[Digest] = set()
-        num_deleted = 0
+    def collect(
+        self, found: Collection[Path], named: Collection[Digest], under_way: Collection[str]
+    ) -> None:
+        """Delete those of the files that neither a list nor a claim needs, and equal copies but for
+        the newest sound one.
+
+        found: before it was known which leaves are `named`, or in use, and which uploads are under
+        way; what has begun since counts, too.
+        """
+        copies: dict[Digest, list[Path]] = {}
         for path in sorted(found, reverse=True):  # of a leaf, the newest first
             if path.parent == self._folder.temporary:
-                if not self._claims.is_under_way(path.name.rpartition("-")[0]):
+                if path.name.rpartition("-")[0] not in under_way:
                     path.unlink(missing_ok=True)
                 continue
             digest, upload = digest_and_upload(path.name)
-            with self._claims.lock:
-                is_needed = digest in named or self._claims.is_used(digest)
-                if self._claims.is_under_way(upload) or (is_needed and digest not in seen):
-                    seen.add(digest)
-                    continue
-                self._discard(path)
-                num_deleted += 1
-            if digest not in seen:
-                self._verified.pop(digest, None)
-        return num_deleted
+            if upload not in under_way:
+                copies.setdefault(digest, []).append(path)
+        for digest, paths in copies.items():
+            kept = paths[0]
+            if len(paths) > 1 and digest in named:
+                kept = next((each for each in paths if self._is_sound(each, digest)), kept)
+            for path in paths:
+                with self._claims.lock:
+                    is_needed = digest in named or self._claims.is_used(digest)
+                    if not is_needed or path != kept:
+                        self._discard(path)
+
+    def _is_sound(self, path: Path, digest: Digest) -> bool:
+        try:
+            descriptor = open_regular(path)
+        except OSError:
+            return False
+        try:
+            return self._verify(digest, descriptor) is not None
+        finally:
+            os.close(descriptor)
 
     def _discard(self, path: Path) -> None:
         """Move a file into the bin in one step, which fails once the bin is gone."""
@@ -151,6 +158,7 @@ class LeafFiles:
                 raise StaleError(f"{root} was opened by another coordinator since") from None
         with suppress(FileNotFoundError):
             discarded.unlink()
+        self._verified.pop(digest_and_upload(path.name)[0], None)
 
     def _verify(self, digest: Digest, descriptor: int) -> Sequence[int] | None:
         """Return the checksums of a file that has the digest; None where it has another one."""
