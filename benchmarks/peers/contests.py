@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ PEERS = ROOT / "benchmarks" / "peers"
 MEMBERS, GENERATIONS = 4, 10
 FEDERATED_MB, FEDERATED_ROUNDS, WARMUP_ROUNDS = 4, 20, 3
 DEPLOYED_ROUNDS = 4
+PATIENCE_S = 300.0
 STEPS = {"mlp": 100, "transformer": 12}
 WARMUP_STEPS = {"mlp": 20, "transformer": 3}
 
@@ -172,23 +174,30 @@ def flower_rounds(python: Path) -> Measure:
         "env": {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"},
     }
     with ExitStack() as stack:
-        server, *clients = (
-            stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE, **quiet))
-            for words in (
-                [*script, "server", address, *numbers],
-                *[[*script, "client", address]] * 2,
-            )
-        )
+
+        def start(*words: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen([*script, *words], stdout=subprocess.PIPE, **quiet)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        server = start("server", address, *numbers)
         assert server.stdout is not None
-        pids, ends, base = [each.pid for each in (server, *clients)], [], 0
+        patience = threading.Timer(PATIENCE_S, server.kill)
+        stack.callback(patience.cancel)
+        patience.start()
+        pids, ends, base, peak = [server.pid], [], 0, 0
         for line in server.stdout:
             match line.split():
-                case ["begins"]:
+                case ["begins"]:  # it serves: a client that comes before would give up
+                    pids += [start("client", address).pid for _ in range(2)]
                     base = federated_round.resident_bytes(server.pid, "VmRSS")
                     federated_round.reset_peak(server.pid)
                 case ["round", now_s]:
                     ends.append((float(now_s), federated_round.cpu_s(pids)))
                     peak = federated_round.resident_bytes(server.pid, "VmHWM")
+    if len(ends) < FEDERATED_ROUNDS:
+        raise RuntimeError(f"Flower ended after {len(ends)} rounds")
     kept = ends[WARMUP_ROUNDS:]
     seconds = statistics.median(b[0] - a[0] for a, b in pairwise(kept))
     cpu_s = (kept[-1][1] - kept[0][1]) / (len(kept) - 1)

@@ -16,7 +16,7 @@ _VALUES: Final = (
     ("M_MMAP_THRESHOLD", -3, 32 * 2**20),
     ("M_TRIM_THRESHOLD", -1, 256 * 2**20),
     ("M_TOP_PAD", -2, 64 * 2**20),
-    ("M_ARENA_MAX", -8, 2),
+    ("M_ARENA_MAX", -8, 1),  # what one thread has freed, another can use: each arena keeps its own
 )
 
 
