@@ -159,6 +159,22 @@ def test_slices_that_the_coordinator_puts_together_are_the_same_state(
     assert states(rig, "received") > received, "no member has them whole"
 
 
+def test_what_no_worker_can_write_is_relayed_and_is_the_same_state(
+    rig: Rig, undisturbed: Outcome
+) -> None:
+    received = states(rig, "received")
+    name = folder_of(rig).root / "store-id"
+    ours = name.read_text()
+    name.write_text("of another coordinator")
+    try:
+        outcome = rig.outcome(JOB)
+    finally:
+        name.write_text(ours)
+    assert outcome == undisturbed
+    assert states(rig, "received") > received
+    until(lambda: has_no_garbage(rig), "leaves that were kept were not written again for long")
+
+
 def test_leaves_that_have_not_changed_are_not_written_again(rig: Rig) -> None:
     frozen = {**crash_job(LOCAL, model="wide_middle", frozen=True), "seed": 99}
     before = uploads(rig).keys()
