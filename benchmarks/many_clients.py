@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.federated_round import cpu_s, reset_peak, resident_bytes  # noqa: E402
 from stratagem.client import Client, Event  # noqa: E402
+from stratagem.common.numerics.numerics_rules import CURRENT  # noqa: E402
 from stratagem.common.process.file_descriptors import raise_descriptor_limit  # noqa: E402
 from stratagem.common.rpc.channel import open_channel  # noqa: E402
 from stratagem.common.rpc.server import bind, make_server  # noqa: E402
@@ -164,7 +165,9 @@ async def simulate(coordinator: str, num_workers: int, num_clients: int) -> None
             worker_id=f"w{n:05}",
             incarnation=INCARNATION,
             address=addresses[n],
-            capability=types_pb2.Capability(device="cpu", numerics_fingerprint="same"),
+            capability=types_pb2.Capability(
+                device="cpu", numerics_fingerprint="same", numerics_rules=CURRENT
+            ),
         )
         async with joining:
             await stub.RegisterWorker(request, timeout=120)

@@ -29,6 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
@@ -168,7 +169,9 @@ class Host:
             worker_id=name_of(self._numbers[at]),
             incarnation=INCARNATION,
             address=f"{self._addresses[at]}:{self._ports[at]}",
-            capability=types_pb2.Capability(device="cpu", numerics_fingerprint="same"),
+            capability=types_pb2.Capability(
+                device="cpu", numerics_fingerprint="same", numerics_rules=CURRENT
+            ),
         )
         backoff, timeout_s = Backoff(0.1, 5.0), 10.0
         async with self._together, asyncio.timeout(PATIENCE_S):

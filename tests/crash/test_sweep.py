@@ -132,6 +132,7 @@ def test_no_second_crash_changes_any_bits(rig: Rig, job: str, failpoint: str) ->
     with rig.armed(first_process, first, 3), rig.armed(process, failpoint):
         outcome = rig.outcome(JOBS[job])
     assert outcome == expected
+    outcome.check_whole(expected)
 
 
 @pytest.mark.cluster
@@ -163,5 +164,6 @@ def _crash(rig: Rig, case: Case) -> None:
     with rig.armed(case.process, case.failpoint, case.num_passed):
         outcome = rig.outcome(JOBS[case.job])
     assert outcome == expected
+    outcome.check_whole(expected)
     if case.job in (*EXCHANGING, "Local", "Pipeline"):
         assert expected.history["train.loss"]

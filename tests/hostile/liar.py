@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.v1 import coordinator_pb2 as cpb
 from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
@@ -64,7 +65,7 @@ async def lied_to(folder: Path, script: Script, **settings: Any) -> AsyncIterato
     await server.start()
     try:
         async with coordinator(folder, **settings) as stub:
-            capability = types_pb2.Capability(device="cpu", num_threads=1)
+            capability = types_pb2.Capability(device="cpu", num_threads=1, numerics_rules=CURRENT)
             await stub.RegisterWorker(
                 cpb.RegisterWorkerRequest(
                     worker_id="liar",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 import grpc
 import psutil
+from safetensors.torch import load_file
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.connection.loop_thread import LoopThread
@@ -78,26 +80,43 @@ class Rig:
         }
 
     def files(self) -> set[str]:
-        """All that lies in the data folders, but for the runs' logs."""
+        """All that lies in the data folders, but for logs and what is held for backups."""
+        held = self._held()
         folders = [self.cluster.folder / name for name in self.cluster.processes]
         return {
             str(path.relative_to(self.cluster.folder))
             for folder in folders
             for path in folder.rglob("*")
-            if path.is_file() and path.parent.name != "logs" and "journal" not in path.name
+            if path.is_file()
+            and path.parent.name != "logs"
+            and "journal" not in path.name
+            and path.stem not in held
         }
+
+    def _held(self) -> set[str]:
+        """The digests of blobs that are kept for a day, since an attack has asked for a backup."""
+        folder = self.cluster.folder / "coordinator" / "blobs"
+        held: set[str] = set()
+        for _, kind, payload in self._events():
+            if kind == "BlobsHeld":
+                listed = json.loads(payload)["listed"]
+                content = load_file(folder / listed[:2] / f"{listed}.safetensors")["digests"]
+                held |= {listed, *(bytes(row).hex() for row in content.numpy())}
+        return held
 
     def facts(self) -> Counter[tuple[str, str]]:
         """How often which kind of fact stands in the journal, by run, but for runs that go on and
         the holds of backups, of which each leaves one."""
+        told = [(run_id, kind) for run_id, kind, _ in self._events() if kind != "BlobsHeld"]
+        return Counter(each for each in told if not each[0].startswith("calm-"))
+
+    def _events(self) -> list[tuple[str, str, str]]:
         path = self.cluster.folder / "coordinator" / "journal.sqlite"
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
         try:
-            rows = connection.execute("SELECT run_id, kind FROM event").fetchall()
+            return connection.execute("SELECT run_id, kind, payload FROM event").fetchall()
         finally:
             connection.close()
-        told = [(run_id, kind) for run_id, kind in rows if kind != "BlobsHeld"]
-        return Counter(each for each in told if not each[0].startswith("calm-"))
 
     def num_starts(self) -> dict[str, int]:
         """How often each process was started: once, unless an attack has ended it."""

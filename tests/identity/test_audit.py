@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from stratagem.common.identity.certificates import Authority
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import RunDeleted, RunResumed, RunSubmitted
 from stratagem.coordinator.core.facts.fact_serialization import decode
@@ -69,7 +70,7 @@ async def test_the_journal_says_who_asked(authority: Authority, tmp_path: Path) 
 
 async def test_a_worker_speaks_for_itself_alone(authority: Authority, tmp_path: Path) -> None:
     def registering(name: str, address: str) -> pb.RegisterWorkerRequest:
-        capability = types_pb2.Capability(device="cpu", num_threads=1)
+        capability = types_pb2.Capability(device="cpu", num_threads=1, numerics_rules=CURRENT)
         return pb.RegisterWorkerRequest(
             worker_id=name, incarnation=name, address=address, capability=capability
         )

@@ -19,6 +19,7 @@ from stratagem.common.identity.authentication import Authorizer
 from stratagem.common.identity.authorization import TABLE
 from stratagem.common.identity.certificates import Authority, make_authority
 from stratagem.common.identity.tls_files import Role
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.core.facts import ROOT
@@ -212,7 +213,7 @@ async def form_parties(
     owner = await deployment.stub("owner")
     for name in ("w2", "w0", "w1"):
         at = await open_.enter_async_context(worker(deployment.authority, name))
-        capability = types_pb2.Capability(device="cpu", num_threads=1)
+        capability = types_pb2.Capability(device="cpu", num_threads=1, numerics_rules=CURRENT)
         stub = await deployment.stub(f"worker-{name}")
         await stub.RegisterWorker(
             C.RegisterWorkerRequest(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.coordinator.core.commands import (
     Command,
     Ending,
@@ -83,7 +84,9 @@ def register(
     return RegisterWorker(
         member(name, start),
         f"127.0.0.1:{5000 + start}",
-        Capability(numerics_fingerprint="same", **capability),
+        Capability.model_validate(
+            {"numerics_fingerprint": "same", "numerics_rules": CURRENT} | capability
+        ),
         ending,
     )
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.coordinator.core.commands import LoseWorker, SubmitRun, Tick
+from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.coordinator.core.commands import LoseWorker, RegisterWorker, SubmitRun, Tick
 from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
@@ -192,6 +193,54 @@ def test_workers_that_take_no_code_are_named_beside_those_that_fit() -> None:
         installed.tell(register(name, code_policy="none"))
     installed.run()
     assert installed.state.runs[RUN].ended is RunPhase.COMPLETED
+
+
+def older(name: str) -> RegisterWorker:
+    """A worker of a version that does not say which rules it knows."""
+    return register(name, numerics_rules=0, tags=("gpu", "large"))
+
+
+OUTDATED = (
+    f"of an older version, which does not know the rules of this run (numerics {CURRENT}) and "
+    "has to be upgraded"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (LOCAL, f"waiting for 1 of 1 workers: a, b are {OUTDATED}"),
+        (PIPELINE, f"{NO_GPU}; a, b are {OUTDATED}"),
+        (FEDERATED, f"a, b are {OUTDATED}"),
+    ],
+)
+def test_a_run_waits_for_workers_that_know_its_rules(
+    strategy: dict[str, Any], expected: str
+) -> None:
+    simulation = begun(strategy)
+    for name in "ab":
+        simulation.tell(older(name))
+    assert reason(simulation) == expected
+    simulation.run()
+    assert not simulation.facts(MembersFormed)
+    simulation.tell(register("c", tags=("gpu", "large")))
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    assert {m.worker_id for fact in simulation.facts(MembersFormed) for m in fact.members} == {"c"}
+
+
+def test_workers_that_do_not_know_the_rules_are_named_beside_those_that_fit() -> None:
+    simulation = begun({**REPLICAS, "options": {"min_replicas": 2}})
+    simulation.tell(register("a"))
+    simulation.tell(older("b"))
+    assert reason(simulation) == (f"waiting for 2 of 2 workers: only 1 fits: a; b is {OUTDATED}")
+
+
+def test_a_site_that_does_not_know_the_rules_is_no_client() -> None:
+    simulation = begun(FEDERATED, data={"worker_local": "ward"})
+    simulation.tell(register("a", local_data=("ward",)))
+    simulation.tell(register("b", local_data=("ward",), numerics_rules=2))
+    assert reason(simulation).endswith(f"are needed, 1 are here; b is {OUTDATED}")
 
 
 SILOS = {**FEDERATED, "options": {"inner": REPLICAS}}

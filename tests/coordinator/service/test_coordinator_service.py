@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
@@ -83,7 +84,7 @@ async def test_a_transfer_that_was_stopped_is_begun_anew(tmp_path: Path) -> None
     running = asyncio.create_task(app.run())
     member, run_id = Member(worker_id=WorkerId("w0"), incarnation=Incarnation("one")), RunId("r-1")
     address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-    await app.loop.submit(RegisterWorker(member, address, Capability()))
+    await app.loop.submit(RegisterWorker(member, address, Capability(numerics_rules=CURRENT)))
     manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
     content = header_bytes(manifest) + bytes(4)
     writer = app.blobs.writer(len(content))
@@ -295,7 +296,7 @@ async def _kinds(stream: Any) -> list[str]:
 
 async def test_worker_is_dialled_back_before_it_is_believed(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as stub, worker("one") as address, worker("two") as other:
-        capability = types_pb2.Capability(device="cpu", num_threads=1)
+        capability = types_pb2.Capability(device="cpu", num_threads=1, numerics_rules=CURRENT)
 
         def register(incarnation: str, address: str) -> Any:
             return stub.RegisterWorker(

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.rpc.channel import open_channel
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2
@@ -24,7 +25,7 @@ async def register(stub: Any, address: str) -> pb.RegisterWorkerResponse:
         worker_id="w",
         incarnation="one",
         address=address,
-        capability=types_pb2.Capability(device="cpu", num_threads=1),
+        capability=types_pb2.Capability(device="cpu", num_threads=1, numerics_rules=CURRENT),
     )
     answer: pb.RegisterWorkerResponse = await stub.RegisterWorker(request)
     return answer

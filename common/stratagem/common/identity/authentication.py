@@ -136,6 +136,7 @@ class Authorizer:
         if rule is None:
             raise PermissionDeniedError(f"{method}: nobody may, it is not in the table of calls")
         needed = rule.who
+        _check_again.set(None)
         try:
             caller = self._caller(auth_context, metadata)
         except UnauthenticatedError as error:

@@ -20,6 +20,15 @@ FIRST: Final = 1
 CURRENT: Final = 3
 """Of every run that is submitted now."""
 
+OF_SILENT_WORKERS: Final = 2
+"""The newest that workers know which do not say: those of the versions before they did."""
+
+
+def knows(newest: int, number: int) -> bool:
+    """Return True when a worker that says this of the newest version it knows, 0 for nothing, knows
+    version `number`."""
+    return (newest or OF_SILENT_WORKERS) >= number
+
 
 def check_numerics(number: int) -> int:
     """The number, 0 for none. Raises InvalidInputError for one that this process does not know."""

@@ -1,13 +1,14 @@
 """The coordinator's state: frozen values made by folding facts, and nothing derived."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics import numerics_rules
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
 
 if TYPE_CHECKING:  # both are made of what stands here
@@ -194,15 +195,40 @@ class World:
     )
     """What placement has looked for among the usable workers, by what it was looked for with: asked
     with every fact, of thousands of workers."""
+    numerics: int = 0
+    """Version of the numerics rules that the run follows; 0 where it is nobody's."""
+    _under: dict[int, "World"] = field(default_factory=dict, repr=False, compare=False)
+    _whole: "World | None" = field(default=None, repr=False, compare=False)
+    """The world that this one was made of by `under`."""
+
+    def under(self, numerics: int) -> "World":
+        """Return the world as a run sees it that follows this version of the numerics rules."""
+        if numerics not in self._under:
+            seen = replace(self, numerics=numerics, found={}, _under={}, _whole=self)
+            self._under[numerics] = seen
+        return self._under[numerics]
 
     def usable(self) -> list[WorkerRecord]:
-        """Return the workers that are alive and not draining, the least loaded first, then by
-        name."""
-        return list(self._usable)
+        """Return the workers that are alive, not draining and know the run's rules, the least
+        loaded first, then by name."""
+        return list(self._current)
+
+    def outdated(self) -> list[WorkerRecord]:
+        """Return the workers that could be used if they knew the run's rules."""
+        return [record for record in self._usable if not self._is_current(record)]
+
+    def _is_current(self, record: WorkerRecord) -> bool:
+        return numerics_rules.knows(record.capability.numerics_rules, self.numerics)
+
+    @cached_property
+    def _current(self) -> tuple[WorkerRecord, ...]:
+        return tuple(record for record in self._usable if self._is_current(record))
 
     @cached_property
     def _usable(self) -> tuple[WorkerRecord, ...]:
-        """The usable workers, sorted once for all runs that ask."""
+        """The workers that are alive and not draining, sorted once for all runs that ask."""
+        if self._whole is not None:
+            return self._whole._usable
         usable = [record for record in self.workers.values() if record.is_usable]
         usable.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
         return tuple(usable)

@@ -157,7 +157,7 @@ def world_beside(world: World, siblings: Iterable[Child]) -> World:
     total: Mapping[WorkerId, int] = {
         worker_id: world.load.get(worker_id, 0) + load[worker_id] for worker_id in world.workers
     }
-    return World(world.workers, total)
+    return World(world.workers, total, numerics=world.numerics)
 
 
 def _parties(children: Iterable[Child]) -> Iterable[PartyView]:

@@ -48,6 +48,7 @@ class Capability(Value):
     ephemeral: bool = False
     keeps_nothing: bool = False
     writes_states: bool = False
+    numerics_rules: int = 0
 
 
 class Setting(Value):

@@ -52,7 +52,7 @@ def ask(run: RunRecord, world: World, now_s: float) -> Fact | None:
     """Return the next fact that a run's strategy decides, or its failure when it has waited too
     long."""
     try:
-        fact = run.strategy.decide(run.job, run.value, world, now_s)
+        fact = run.strategy.decide(run.job, run.value, world.under(run.numerics), now_s)
     except Exception as error:
         return RunFailed(reason=Raised.by(error))
     return fact or _given_up(run, world, now_s)
@@ -74,7 +74,7 @@ def status_of(run: RunRecord, world: World) -> Status:
     """Return the run's status, for people; the exception as its reason where the strategy
     raises."""
     try:
-        return run.strategy.status(run.job, run.value, world)
+        return run.strategy.status(run.job, run.value, world.under(run.numerics))
     except Exception as error:
         return Status(run.ended or RunPhase.RUNNING, "", Raised.by(error))
 

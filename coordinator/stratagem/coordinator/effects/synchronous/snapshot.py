@@ -80,7 +80,7 @@ async def _base(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
     try:
         manifest, data_start = await env.header(known.digest)
         file = await env.in_thread(lambda: env.blobs.open(known.digest))
-    except StratagemError as error:
+    except (OSError, StratagemError) as error:
         log.info("no base for a snapshot", run_id=at.run_id, reason=str(error))
         return None
     return BaseBlob(known.name, file, data_start, manifest.total_bytes)

@@ -16,6 +16,7 @@ from stratagem.coordinator.strategies.scheduling.placement import (
     is_site_of,
     why_forgetful,
     why_none,
+    why_outdated,
 )
 
 
@@ -130,7 +131,7 @@ def _why_no_roster(job: JobSpec, value: FederatedRun, world: World) -> str:
             having = [w for w in having if w.member.worker_id in sites]
             needed += " that options.regions names"
         forgetful = why_forgetful(job, usable)
-        more = f"; {forgetful}" if forgetful else ""
+        more = "".join(f"; {why}" for why in (forgetful, why_outdated(world)) if why)
         return f"{needed} are needed, {len(having)} are here{more}"
     if isinstance(strategy.client_selection, ByCapability):
         tags = ", ".join(strategy.client_selection.required_tags)

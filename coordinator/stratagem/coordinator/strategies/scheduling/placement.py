@@ -86,11 +86,25 @@ def why_apart(job: JobSpec, world: World) -> str:
     return f"{_names(apart)} {are}, and {describe(job.strategy)} {_WHAT_TUNNELS_CARRY}"
 
 
+def why_outdated(world: World) -> str:
+    """Return which workers are of a version that does not know the rules of the run; "" if all
+    do."""
+    if not (outdated := world.outdated()):
+        return ""
+    are = "is" if len(outdated) == 1 else "are"
+    return (
+        f"{_names(outdated)} {are} of an older version, which does not know the rules of this run "
+        f"(numerics {world.numerics}) and has to be upgraded"
+    )
+
+
 def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
     """Return why there are no workers, or not as many as are needed, as a sentence."""
     usable = world.usable()
     if not world.workers:
         return "no worker is registered"
+    if not usable and world.outdated():
+        return why_outdated(world)
     if not usable:
         states = sorted(
             f"{w.member.worker_id} ({w.reason or 'draining'})" for w in world.workers.values()
@@ -111,8 +125,7 @@ def why_none(job: JobSpec, world: World, fingerprint: str) -> str:
     more = f"; {others} more have other numerics" if others else ""
     if refusing:
         more += f"; {len(refusing)} more take no code from jobs: {_names(refusing)}"
-    if apart:
-        more += f"; {apart}"
+    more += "".join(f"; {why}" for why in (apart, why_outdated(world)) if why)
     return f"only {len(fitting)} {'fits' if len(fitting) == 1 else 'fit'}: {_names(fitting)}{more}"
 
 
