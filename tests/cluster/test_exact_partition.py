@@ -99,5 +99,3 @@ def test_a_worker_is_killed_in_the_middle_of_a_segment(
     assert not outcome.of("SoleCopiesLost")
     undisturbed = train(client, spec)
     assert outcome.digests == undisturbed.digests
-    redone = [each.payload["num_redone_steps"] for each in outcome.of("SegmentFinished")]
-    assert redone == [0, 1 if mirror is None else 0]

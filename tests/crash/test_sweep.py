@@ -29,7 +29,7 @@ from tests.crash.rig import Rig
 
 SEVERAL_COMPUTE = (
     *(*EXCHANGING, *SOLE_COPIES, *WITH_PHASES),
-    *("Pipelines", "Coded", "Evaluation", "Turns", "Mirrors"),
+    *("Pipelines", "Pipelines-server", "Coded", "Evaluation", "Turns", "Mirrors"),
 )
 
 
