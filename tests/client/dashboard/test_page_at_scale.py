@@ -24,7 +24,7 @@ from tests.repository import ROOT
 pytestmark = pytest.mark.browser
 
 NUM_FACTS, NUM_CANCELLED, NUM_WORKERS = 100_000, 1000, 1000
-LOAD = str(ROOT / "benchmarks" / "load.py")
+HOSTS = str(ROOT / "benchmarks" / "simulated_hosts.py")
 WINDOW = 100
 """Rows of a list that are in the page at a time."""
 MAX_ELEMENTS = 6000
@@ -148,9 +148,7 @@ def assert_bounded(page: Any, answers: Answers) -> None:
 def test_of_1001_runs_and_1000_workers_a_window_is_in_the_page(browser: Any, at: AtScale) -> None:
     rows = "tbody tr"
     with (
-        program(
-            str(ROOT / "benchmarks" / "load.py"), "--simulate", at.address, str(NUM_WORKERS)
-        ) as workers,
+        program(HOSTS, at.address, "--workers", str(NUM_WORKERS)) as workers,
         tab(browser, at.url) as page,
     ):
         expect(page.locator(".tools [role=status]")).to_have_text("1001 of 1001")
