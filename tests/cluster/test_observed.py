@@ -50,7 +50,7 @@ def test_a_run_shows_in_the_metrics(client: Client, exact_cluster: LocalCluster)
     sent = labelled(direction="sent", kind="gradients")
     assert sum(each["stratagem_stream_bytes_total"][sent] for each in after) > 0.0
     outcomes = after[0]["stratagem_worker_executions_total"]
-    plans = ("train", "build", "client_round", "evaluate", "measure", "show")
+    plans = ("train", "build", "client_round", "evaluate", "measure", "measure_sums", "show")
     assert set(dict(key)["outcome"] for key in outcomes) <= {
         *(*plans, "interrupted", "error", "defect")
     }

@@ -72,8 +72,8 @@ EXECUTIONS: Final = Metric(
 ENDED: Final = Metric(
     "stratagem_worker_executions_total",
     "counter",
-    "plans that have ended, by outcome: train, build, client_round, evaluate, measure, show, "
-    "interrupted, error (the user's code), defect (ours)",
+    "plans that have ended, by outcome: train, build, client_round, evaluate, measure, "
+    "measure_sums, show, interrupted, error (the user's code), defect (ours)",
     ("outcome",),
 )
 SESSIONS: Final = Metric("stratagem_worker_sessions", "gauge", "sessions of runs held")
