@@ -121,6 +121,28 @@ def test_the_value_over_all_sites_has_the_bits_of_one_loop(
     assert [event.payload["clients"] for event in outcome.of("MetricsMerged")] == [[0, 1, 3]] * 2
 
 
+def test_a_metric_that_cannot_be_merged_keeps_no_other_from_it(
+    plain: tuple[Client, list[Path]],
+) -> None:
+    client, files = plain
+    few, shapes = (f"tests.userland.metrics:{name}" for name in ("FewRows", "RowsAsShape"))
+    spec = ward_job(len(files), evaluation=evaluation(few, shapes, COUNTS))
+    outcome = train(client, spec)
+    assert outcome.status.metrics[f"test.{COUNTS}.rows"] == sum(TEST_ROWS)
+    for event in outcome.of("MetricsMerged"):
+        unmerged = event.payload["unmerged"]
+        assert unmerged.keys() == {f"test.{few}", f"test.{shapes}"}
+        assert unmerged[f"test.{few}"] == "ValueError"
+        assert "at client 1, and float64" in unmerged[f"test.{shapes}"]
+        assert f"test.{few} is not merged: ValueError" in event.sentence
+    for name in (f"test.{few}.rows", f"test.{shapes}"):
+        assert name not in outcome.status.metrics
+    alone = train(client, ward_job(len(files), evaluation=evaluation(few)))
+    reasons = [event.payload["reason"] for event in alone.of("MetricsMerged")]
+    assert len(reasons) == 2 * 3, "three workers have tried in each round"
+    assert all("ValueError: too many rows" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize("metric", [KEPT, "tests.userland.metrics:macro_f1"])
 def test_nothing_follows_a_metric_that_has_no_value_over_all_rows(
     plain: tuple[Client, list[Path]], metric: str

@@ -77,6 +77,30 @@ class ClassCounts:
         return {"f1": float(scores.mean()), "rows": float(self.num_rows)}
 
 
+class FewRows(ClassCounts):
+    """Cannot be computed of many rows, and so not of the sums over clients."""
+
+    def compute(self) -> dict[str, float]:
+        if self.num_rows > 25:
+            raise ValueError("too many rows: Smith, Anna")
+        return super().compute()
+
+
+class RowsAsShape:
+    """Has a state of as many numbers as there were rows, so those of clients do not fit."""
+
+    summed_states = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(1)
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.seen = torch.zeros(len(self.seen) + len(target))
+
+    def compute(self) -> float:
+        return float(len(self.seen))
+
+
 def dim_zero_sum(states: Tensor) -> Tensor:
     """What torchmetrics makes of dist_reduce_fx="sum"."""
     return states.sum(0)

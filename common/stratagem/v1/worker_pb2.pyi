@@ -1515,9 +1515,30 @@ class OwnMetrics(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class UnmergedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ARE_MEASURED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    UNMERGED_FIELD_NUMBER: _builtins.int
     are_measured: _builtins.bool
     """False: others have batches, too. What this member has kept of its own is there for
     GetState.outputs, and metrics is empty.
@@ -1532,16 +1553,21 @@ class OwnMetrics(_message.Message):
         states are added up. At most 65536 numbers.
         """
 
+    @_builtins.property
+    def unmerged(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By "<split>.<metric>": the type of the error for which it has no value, while others have theirs."""
+
     def __init__(
         self,
         *,
         are_measured: _builtins.bool = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         sums: _abc.Iterable[Global___MetricState] | None = ...,
+        unmerged: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_measured", b"are_measured", "metrics", b"metrics", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_measured", b"are_measured", "metrics", b"metrics", "sums", b"sums", "unmerged", b"unmerged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -198,6 +198,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
         if e.reason
         else f"segment {e.segment}: {counted(len(e.clients), 'client')} merged: "
         f"{metrics_text(e.metrics)}"
+        + "".join(f"; {metric} is not merged: {why}" for metric, why in e.unmerged.items())
     ),
     "RosterFormed": lambda e: f"roster of {counted(len(e.clients), 'client')} formed",
     "ClientsJoined": lambda e: f"joined: {_few([_client(binding) for binding in e.clients])}",

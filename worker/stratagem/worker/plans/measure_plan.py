@@ -8,7 +8,9 @@ Runs in the torch thread.
 from collections.abc import Sequence
 
 import numpy as np
+import structlog
 
+from stratagem.common.base.errors import StratagemError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import EvaluationPart
@@ -18,6 +20,8 @@ from stratagem.worker.engine.objectives.own_metrics import make_own_metrics
 from stratagem.worker.engine.objectives.summed_states import SummedState
 from stratagem.worker.session.context import ExecutionContext
 from stratagem.worker.session.session_states import freeze
+
+log = structlog.get_logger()
 
 
 def own_metrics(
@@ -69,14 +73,25 @@ def measure(work: ExecutionContext, plan: pb.MeasurePlan) -> pb.OwnMetrics:
 
 
 def measure_sums(work: ExecutionContext, plan: pb.MeasureSumsPlan) -> pb.OwnMetrics:
-    """Return the metrics of the sums of all clients' states."""
+    """Return the metrics of the sums of all clients' states: those that can be computed.
+
+    Raises the error of the first one where none can.
+    """
     work.set_activity("measuring")
     own = make_own_metrics(work.job.evaluation, work.entrypoints, work.numerics)
     states = [_state(message) for message in plan.sums]
     result = pb.OwnMetrics(are_measured=True)
+    errors: list[StratagemError] = []
     for split in plan.splits:
         if own is not None:
-            result.metrics.update(own.merged(split, states))
+            found, failed = own.merged(split, states)
+            result.metrics.update(found)
+            for name, error in failed.items():
+                log.warning("metric not merged", metric=name, reason=str(error))
+                result.unmerged[name] = getattr(error, "type", type(error).__name__)
+            errors += failed.values()
+    if errors and not result.metrics:
+        raise errors[0]
     failpoint("worker.sums.measured")
     return result
 

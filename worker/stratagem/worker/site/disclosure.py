@@ -98,6 +98,9 @@ class Disclosure:
                 {name: value for name, value in done.metrics.items() if self._is_allowed(name)}
             )
             told.sums.extend(state for state in done.sums if self._is_allowed(state.metric))
+            told.unmerged.update(
+                {name: kind for name, kind in done.unmerged.items() if self._is_allowed(name)}
+            )
         return told
 
     def _is_allowed(self, name: str) -> bool:

@@ -40,6 +40,8 @@ class MetricsMerged(Value):
     metrics: Mapping[str, Number] = {}
     reason: str = ""
     """Why there are none."""
+    unmerged: Mapping[str, str] = {}
+    """Why some of them are not there, by metric."""
 
 
 class ClientBinding(Value):

@@ -5,7 +5,7 @@ Also what becomes of a client's states when it has evaluated: a blob, once they 
 Here no code of the user's runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,14 +28,15 @@ MAX_NUMBERS: Final = 65_536
 MAX_DIMENSIONS: Final = 16
 PARTY: Final = "measure"
 _MAX_REASON_CHARS: Final = 300
+_MAX_KIND_CHARS: Final = 80
 
 
 async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
     """Report MetricsMerged, with the metrics or the reason why there are none."""
-    try:
-        sums = await env.in_thread(lambda: _sums(env, effect))
-    except UnlikeStatesError as error:
-        await _report(env, effect, pb.OwnMetrics(), reason=str(error), worker_id="")
+    sums, unlike = await env.in_thread(lambda: _sums(env, effect))
+    if not sums:
+        reason = "; ".join(unlike.values())
+        await _report(env, effect, pb.OwnMetrics(), reason=reason, worker_id="")
         return
     failpoint("coordinator.sums.merged")
     splits = sorted({name.partition(".")[0] for name in effect.metrics})
@@ -45,7 +46,12 @@ async def merge_metrics(env: EffectContext, effect: MergeMetrics) -> None:
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
         case "measure_sums":
-            await _report(env, effect, result.measure_sums)
+            failed = {
+                metric: kind[:_MAX_KIND_CHARS]
+                for metric, kind in sorted(result.measure_sums.unmerged.items())
+                if metric in effect.metrics
+            }
+            await _report(env, effect, result.measure_sums, unmerged=unlike | failed)
         case "error":
             raised = record_of(result.error)
             reason = f"{effect.member.worker_id}: {reason_of(raised) or raised.type}"
@@ -77,6 +83,7 @@ async def _report(
     found: pb.OwnMetrics,
     reason: str = "",
     worker_id: str | None = None,
+    unmerged: Mapping[str, str] | None = None,
 ) -> None:
     named = effect.member.worker_id if worker_id is None else WorkerId(worker_id)
     fact = MetricsMerged(
@@ -86,6 +93,7 @@ async def _report(
         worker_id=named,
         metrics=_of(effect.metrics, found),
         reason=reason[:_MAX_REASON_CHARS],
+        unmerged=unmerged or {},
     )
     await env.report(effect.run_id, fact)
 
@@ -99,18 +107,28 @@ def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
     }
 
 
-def _sums(env: EffectContext, effect: MergeMetrics) -> list[pb.MetricState]:
-    """Return the sums over clients, one client after the other; for a thread."""
+def _sums(env: EffectContext, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
+    """Return the sums over clients, one client after the other, and why those of some metrics do
+    not go together; for a thread."""
 
-    def each() -> Iterator[tuple[int, States]]:
+    def states_of(metric: str) -> Iterator[tuple[int, States]]:
         for client, digest in effect.states:
             with env.blobs.open(digest) as file:
                 sums = pb.OwnMetrics.FromString(file.read()).sums
-            yield client, _decoded([each for each in sums if each.metric in effect.metrics])
+            yield client, _decoded([each for each in sums if each.metric == metric])
 
-    return [
-        _encoded(metric, name, values) for (metric, name), values in sorted(added(each()).items())
-    ]
+    found: list[pb.MetricState] = []
+    unlike: dict[str, str] = {}
+    for metric in sorted(effect.metrics):
+        try:
+            totals = added(states_of(metric))
+        except UnlikeStatesError as error:
+            unlike[metric] = str(error)[:_MAX_REASON_CHARS]
+        else:
+            found += [
+                _encoded(metric, name, values) for (_, name), values in sorted(totals.items())
+            ]
+    return found, unlike
 
 
 def _decoded(sums: Sequence[pb.MetricState]) -> States:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.base.printable_text import is_printable
 from stratagem.common.job import EvaluationSpec
 from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
@@ -92,21 +92,23 @@ class OwnMetrics:
         self._check(found)
         return {f"{split}.{name}": value for name, value in found.items()}
 
-    def merged(self, split: str, states: Sequence[SummedState]) -> dict[str, float]:
-        """Computes the metrics of these states of a split, each the sum over clients."""
+    def merged(
+        self, split: str, states: Sequence[SummedState]
+    ) -> tuple[dict[str, float], dict[str, StratagemError]]:
+        """Computes the metrics of these states of a split, each the sum over clients; and returns
+        the errors of those that cannot be computed, by name."""
         found: dict[str, float] = {}
+        failed: dict[str, StratagemError] = {}
         for name, make in self.makers.items():
             own = [state for state in states if state.metric == f"{split}.{name}"]
             if not own:
                 continue
-            with generators_kept(), user_code(f"measuring {split}"):
-                seed_generators(mix("metric", split, name))
-                metric = make()
-                fill(name, metric, own)
-                value = metric.compute()
-            found.update(_named_numbers(name, value))
+            try:
+                found.update(_merged(split, name, make, own))
+            except (UserCodeError, InvalidInputError) as error:
+                failed[f"{split}.{name}"] = error
         self._check(found, all_there=False)
-        return {f"{split}.{name}": value for name, value in found.items()}
+        return {f"{split}.{name}": value for name, value in found.items()}, failed
 
     def are_sums(self, name: str) -> bool:
         """True for a metric that is an object whose states are sums."""
@@ -238,3 +240,14 @@ def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         case _:
             text = f'"{name}" gave a {type(value).__name__}; allowed are numbers, tensors, and '
             raise InvalidInputError.at("evaluation.metrics", f"{text}mappings and lists of them")
+
+
+def _merged(
+    split: str, name: str, make: Callable[[], Any], states: Sequence[SummedState]
+) -> dict[str, float]:
+    with generators_kept(), user_code(f"measuring {split}"):
+        seed_generators(mix("metric", split, name))
+        metric = make()
+        fill(name, metric, states)
+        value = metric.compute()
+    return dict(_named_numbers(name, value))
