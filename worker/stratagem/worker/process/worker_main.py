@@ -168,7 +168,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         sessions.fences.ask_with(agent.beat)
         agent.on_registered = host.last_words.registered
         agent.for_run = settings.for_run
-        agent.on_released = partial(stop.release, f"the end of run {settings.for_run}")
+        agent.on_released = partial(_released, stop, settings.for_run)
         monitor.agent = agent
         tunnel = _tunnel(settings, agent, server_socket(sockets)) if settings.tunnel else None
         tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
@@ -192,6 +192,15 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
             host.blobs.clear()
             host.user_code.bundles.close()
     return stop.status(is_launched=settings.rendezvous is not None)
+
+
+def _released(stop: Stop, run_id: str) -> None:
+    """Take in that the coordinator has no active run of that name, which this process was for."""
+    if not stop.told.is_set():
+        log.warning(
+            "not needed: the run has ended, or the coordinator does not know it", run=run_id
+        )
+    stop.release(f"the end of run {run_id}")
 
 
 def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault) -> None:
