@@ -86,7 +86,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "IntegrityError": (
         ("chunk at …: wrong CRC32C", "bytes were changed on their way: memory or network"),
         (
-            "blob … is damaged: its bytes have another digest",
+            "blob … is damaged: …",
             "the coordinator's disk has lost data; restore a backup, or go on from another state",
         ),
         ("the journal is damaged", "restore a backup"),

@@ -282,7 +282,8 @@ def test_a_damaged_leaf_is_found_and_another_copy_read(opened: Open, folder: Sta
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-    with opened().open(digest) as file, pytest.raises(DamagedBlobError):
+    damaged = pytest.raises(DamagedBlobError, match=rf"{digest} is damaged: its leaf leaves/\w\w/")
+    with opened().open(digest) as file, damaged:
         file.read()
     store = opened()
     direct(store, folder, state(1))

@@ -28,9 +28,9 @@ from stratagem.coordinator.store.blobs.verified_file import BlobFile, Sums
 class DamagedBlobError(IntegrityError):
     """The bytes of a stored blob are not those that were stored; reading it again does not help."""
 
-    def __init__(self, digest: Digest) -> None:
+    def __init__(self, digest: Digest, why: str = "its bytes have another digest") -> None:
         self.digest = digest
-        super().__init__(f"blob {digest} is damaged: its bytes have another digest")
+        super().__init__(f"blob {digest} is damaged: {why}")
 
 
 class MissingBlobError(NotFoundError):

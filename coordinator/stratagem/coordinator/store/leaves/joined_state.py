@@ -63,10 +63,12 @@ class JoinedState:
     def _leaf(self, number: int) -> OpenLeaf:
         leaf = self._open.get(number)
         if leaf is None:
+            named = self._listed.digests[number]
             try:
-                leaf = self._open_leaf(self._listed.digests[number])
+                leaf = self._open_leaf(named)
             except IntegrityError as error:
-                raise DamagedBlobError(self._digest) from error
+                why = f"its leaf leaves/{named[:2]}/{named}-* has other bytes than were written"
+                raise DamagedBlobError(self._digest, why) from error
             while len(self._open) >= _NUM_OPEN:
                 del self._open[next(iter(self._open))]
             self._open[number] = leaf
