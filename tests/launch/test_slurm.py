@@ -85,10 +85,12 @@ def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
         gates.close("batch-6")
         number = launch(slurm, client, "preempted", job, "--exclusive")
         gates.wait_reached("batch-6")
+        log = slurm.folder / f"preempted-{number}.log"
+        # One alone trains, too, while the other one still starts.
+        until(lambda: log.read_text().count("registered  ") >= 2, "both are here")
         urgent = slurm.folder / "urgent.sh"
         urgent.write_text("#!/bin/bash\n")
         other = slurm.ask("sbatch", "--parsable", "-p", "high", "--exclusive", str(urgent)).strip()
-        log = slurm.folder / f"preempted-{number}.log"
         until(lambda: log.read_text().count("draining") >= 2, "both have heard that they are to go")
         gates.open()
         slurm.wait_state(other, "COMPLETED")
