@@ -44,7 +44,8 @@ class Member(tune.Trainable):  # type: ignore[misc]
         torch.save(self.model.state_dict(), Path(checkpoint_dir) / "state.pt")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.model.load_state_dict(torch.load(Path(checkpoint_dir) / "state.pt"))
+        state = torch.load(Path(checkpoint_dir) / "state.pt", weights_only=True)
+        self.model.load_state_dict(state)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.optimizer.param_groups[0]["lr"] = new_config["lr"]
