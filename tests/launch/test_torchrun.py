@@ -76,6 +76,8 @@ def test_a_preempted_worker_is_started_again_and_the_bits_stay(tmp_path: Path) -
         run = client.submit(spec)
         with torchrun(cluster.address, run, log, "--max-restarts", "1") as process:
             gates.wait_reached("batch-6")
+            # One alone trains, too, while the other one still starts, and would die of the signal.
+            until(lambda: log.read_text().count("registered  ") >= 2, "both are here")
             worker_of_rank(process.pid, 1).send_signal(signal.SIGUSR1)
             until(lambda: log.read_text().count("draining") >= 1, "it has heard that it is to go")
             gates.open("batch-6")

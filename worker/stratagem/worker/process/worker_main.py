@@ -259,11 +259,11 @@ async def _drain(
     server: grpc.aio.Server,
     health_server: _Health | None,
 ) -> None:
+    agent.drain()
+    sessions.drain()
     log.info("draining", grace_s=settings.drain_grace_s)
     if health_server is not None:
         await health_server.servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    agent.drain()
-    sessions.drain()
     try:
         async with asyncio.timeout(settings.drain_grace_s):
             await sessions.idle()
