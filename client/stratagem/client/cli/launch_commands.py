@@ -254,13 +254,15 @@ def _words(texts: list[str] | None) -> tuple[str, ...]:
 def _submitted(
     job: JobSpec, run_id: RunId, coordinator: str, proof: Proof, job_path: Path
 ) -> Iterator[None]:
-    """Submit the run, and then, in the body, its workers; without workers it is stopped again."""
+    """Submit the run, and then, in the body, its workers; without workers it is stopped again,
+    unless it was there before, with workers of its own."""
     with client_of(coordinator, proof) as client:
         handle = client.submit(job, run_id, import_path=import_folders(job_path))
         try:
             yield
         except StratagemError:
-            handle.cancel()
+            if handle.created:
+                handle.cancel()
             raise
 
 

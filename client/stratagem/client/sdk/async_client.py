@@ -137,7 +137,7 @@ class AsyncClient:
         request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=reason)
         with tracing.span("submit", run_id=chosen):
             response = await connection.call(connection.stub.SubmitRun, request)
-        return AsyncRun(connection, RunId(response.run_id), reason)
+        return AsyncRun(connection, RunId(response.run_id), reason, created=response.created)
 
     async def resume_as(
         self,

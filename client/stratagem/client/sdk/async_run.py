@@ -52,10 +52,14 @@ if TYPE_CHECKING:
 class AsyncRun:
     """A handle on one run of one coordinator. Holds no state of the run itself."""
 
-    def __init__(self, connection: Connection, run_id: RunId, note: str = "") -> None:
+    def __init__(
+        self, connection: Connection, run_id: RunId, note: str = "", *, created: bool = False
+    ) -> None:
         self.run_id = run_id
         self.note = note
         """Of a run that was submitted here: why its parallelism became its strategy."""
+        self.created = created
+        """Whether submitting has started it; False where it was there before."""
         self._connection = connection
 
     async def status(self) -> RunStatus:

@@ -51,6 +51,11 @@ class RunHandle:
         here."""
         return self._run.note
 
+    @property
+    def created(self) -> bool:
+        """Return whether submitting has started this run; False where it was there before."""
+        return self._run.created
+
     def status(self) -> RunStatus:
         return self._loop.call(self._run.status())
 
