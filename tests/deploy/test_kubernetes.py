@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
+from stratagem.client.launch.kubernetes_job import MAX_PER_POD
 from stratagem.coordinator.process.main import STOP_GRACE_S as COORDINATOR_STOP_GRACE_S
 from stratagem.coordinator.runtime.leadership.leader_gate import LIVE
 from stratagem.coordinator.store.blobs.s3 import check_url
@@ -245,7 +246,7 @@ def test_metrics_are_scraped_where_they_are_served_and_only_from_there(
         assert coordinator(objects).metrics_port == port
         assert worker(objects, monkeypatch).metrics_port == port
         (rule,) = named(objects, "NetworkPolicy", "stratagem-metrics")["spec"]["ingress"]
-        assert rule["ports"] == [{"port": port}]
+        assert rule["ports"] == [{"port": port, "endPort": port + MAX_PER_POD - 1}]
         assert all("namespaceSelector" in peer for peer in rule["from"])
     assert coordinator(rendered("cpu")).metrics_port is None
     for pod in templates(rendered("cpu+tls")):  # the processes' certificates serve them, too

@@ -16,58 +16,33 @@ from stratagem.client.cli.main import app
 from stratagem.client.launch.kubernetes_job import (
     GRACE_S,
     MAX_PER_POD,
-    Object,
     PodShape,
     as_text,
     kubernetes_job,
     submit,
 )
-from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
-from stratagem.common.base.ids import RunId
 from stratagem.worker.process.worker_main import STOP_GRACE_S
 from stratagem.worker.process.worker_settings import from_command_line
 from tests.deploy.compose import VERSION
+from tests.deploy.launches import INSECURE, launched, shape, template
 from tests.deploy.overlays import is_selected, of_kind, rendered
-from tests.jobs import document, job
+from tests.jobs import document
 
 pytestmark = pytest.mark.core
 
-INSECURE = "--allow-insecure-network"
 POD = {"POD_NAME": "digits-0-x7k2p", "POD_IP": "10.1.2.3"}
-
-
-def launched(num_workers: int, *options: str, run_id: str = "digits") -> WorkerLaunch:
-    folders = ("/srv/code",)
-    return launch_of(job(), RunId(run_id), "head:7070", num_workers, "python", folders, options)
-
-
-def shape(**changed: Any) -> PodShape:
-    asked: dict[str, Any] = {
-        "namespace": "stratagem",
-        "image": "stratagem-worker:1",
-        "per_pod": 1,
-        "cpus": 3,
-        "memory": "4Gi",
-        "gpus": 0,
-        "queue": None,
-        "secret": None,
-        "pool": None,
-    }
-    return PodShape(**asked | changed)
+POD |= {"STRATAGEM_WORKER_METRICS_DEPLOYMENT": "stratagem"}
 
 
 WITH_ALL = {"per_pod": 2, "gpus": 1, "queue": "team", "secret": "workers-tls", "pool": "gpu"}
+WITH_ALL |= {"node_labels": ("example.com/gpu=a100", "fast="), "job_name": "digits-a100"}
 SHAPES = [
     pytest.param(launched(5, INSECURE), shape(), id="plain"),
     pytest.param(launched(4), shape(**WITH_ALL), id="all"),
     pytest.param(launched(1, INSECURE), shape(queue="team"), id="one"),
 ]
-
-
-def template(made: Object) -> Object:
-    found: Object = made["spec"]["template"]
-    return found
 
 
 @pytest.mark.parametrize(("launch", "of"), SHAPES)
@@ -109,8 +84,21 @@ def test_a_worker_takes_its_arguments(
     assert len(set(ports)) == len(ports)
     for each, container in zip(settings, pod["containers"], strict=True):
         opened = [port["containerPort"] for port in container["ports"]]
-        assert opened == [int(each.listen.rpartition(":")[2]), each.health_port]
+        served = [int(each.listen.rpartition(":")[2]), each.health_port, each.metrics_port]
+        assert opened == served
+        assert each.metrics_deployment == POD["STRATAGEM_WORKER_METRICS_DEPLOYMENT"]
         assert container["livenessProbe"]["grpc"]["port"] == each.health_port
+
+
+def test_a_run_has_a_job_for_each_kind_of_nodes() -> None:
+    first, second = (
+        kubernetes_job(launched(2, INSECURE), shape(**changed))
+        for changed in ({}, {"node_labels": ("example.com/gpu=a100", "fast="), "job_name": "x"})
+    )
+    assert [each["metadata"]["name"] for each in (first, second)] == ["digits", "x"]
+    assert first["metadata"]["labels"] == second["metadata"]["labels"]
+    assert "nodeSelector" not in template(first)["spec"]
+    assert template(second)["spec"]["nodeSelector"] == {"example.com/gpu": "a100", "fast": ""}
 
 
 def test_pods_end_before_they_are_killed() -> None:
@@ -178,6 +166,12 @@ def test_every_run_has_a_name_that_pods_can_have(run_id: str) -> None:
         (3, (), {}, "--tls-secret: without a certificate nothing is encrypted"),
         (3, (), {"secret": "s"}, "--tls-secret: goes with --pool"),
         (3, (INSECURE,), {"pool": "p"}, "--tls-secret: goes with --pool"),
+        (1, (INSECURE,), {"node_labels": ("gpu",)}, "--node-label: 'gpu' is not a label"),
+        (1, (INSECURE,), {"node_labels": ("a=b=c",)}, "--node-label: 'a=b=c' is not a label"),
+        (1, (INSECURE,), {"node_labels": ("-a=b",)}, "--node-label: '-a=b' is not a label"),
+        (1, (INSECURE,), {"job_name": "A"}, "--job-name: 'A' is not 1 to 50 of"),
+        (1, (INSECURE,), {"job_name": "a-"}, "--job-name: 'a-' is not 1 to 50 of"),
+        (1, (INSECURE,), {"job_name": "a" * 51}, "--job-name: 'a+' is not 1 to 50 of"),
     ],
 )
 def test_what_does_not_fit_is_named(

@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
+from stratagem.client.launch.kubernetes_job import MAX_PER_POD
+from stratagem.common.identity.certificates import init, show
 from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
 from stratagem.coordinator.process.coordinator_metrics import METRICS
+from tests.deploy.launches import launched_pod
 from tests.deploy.overlays import (
     Object,
     component,
     coordinator,
+    is_selected,
     named,
     of_kind,
     ports_of,
@@ -87,21 +91,81 @@ def test_each_process_is_scraped_once_at_the_port_of_its_metrics(
         (endpoint,) = monitor["spec"][KINDS[kind][1]]
         for pod in meant(objects, monitor):
             scraped.append(component(pod))
-            assert endpoint == {"port": "metrics"}
+            assert ports_that(endpoint, pod) == ["metrics"]
             assert ports_of(pod)["metrics"] == coordinator(objects).metrics_port
     assert sorted(scraped) == ["coordinator", "worker"]
     assert worker(objects, monkeypatch).metrics_deployment == "ns"
 
 
+def ports_that(endpoint: Object, pod: Object) -> list[str]:
+    """The ports of a pod that an endpoint means: that of a name, or, without one, all that its
+    rules keep, which is what the operator makes of them."""
+    rules = endpoint.get("relabelings", [])
+    if "port" in endpoint:
+        assert rules == []
+        return [name for name in ports_of(pod) if name == endpoint["port"]]
+    (rule,) = rules
+    assert rule["action"] == "keep"
+    assert rule["sourceLabels"] == ["__meta_kubernetes_pod_container_port_name"]
+    return [name for name in ports_of(pod) if re.fullmatch(rule["regex"], name)]
+
+
+@pytest.mark.parametrize("per_pod", [1, 3, MAX_PER_POD])
+def test_launched_workers_are_scraped_by_the_rule_of_the_standing_ones(per_pod: int) -> None:
+    objects, found = monitors("PodMonitor")
+    pod = launched_pod(per_pod)
+    means = [each for each in found if is_selected(pod["metadata"]["labels"], selector(each))]
+    assert [each["metadata"]["name"] for each in means] == ["stratagem-worker"]
+    (endpoint,) = means[0]["spec"]["podMetricsEndpoints"]
+    ports = [ports_of(pod)[name] for name in ports_that(endpoint, pod)]
+    settings = [argument for each in pod["spec"]["containers"] for argument in each["args"]]
+    assert [f"--metrics-port={port}" for port in ports] == [
+        each for each in settings if each.startswith("--metrics-port")
+    ]
+    assert len(ports) == per_pod
+    (rule,) = named(objects, "NetworkPolicy", "stratagem-metrics")["spec"]["ingress"]
+    (opened,) = rule["ports"]
+    assert set(ports) <= set(range(opened["port"], opened["endPort"] + 1))
+
+
+def test_annotations_of_launched_pods_are_those_of_standing_ones_and_hide_no_worker() -> None:
+    (standing,) = [each for each in templates(rendered("cpu+metrics")) if is_worker(each)]
+    assert launched_pod(1)["metadata"]["annotations"] == standing["metadata"]["annotations"]
+    (standing,) = [each for each in templates(rendered("cpu+metrics+tls")) if is_worker(each)]
+    annotated = launched_pod(1, secret="s", pool="gpu")["metadata"]["annotations"]
+    assert annotated == standing["metadata"]["annotations"]
+    for pod in (launched_pod(2), launched_pod(1, metrics=False)):
+        assert "annotations" not in pod["metadata"]
+    assert "metrics-0" not in ports_of(launched_pod(1, metrics=False))
+
+
+def test_under_tls_the_certificate_of_a_pool_has_the_name_that_is_expected(tmp_path: Path) -> None:
+    _, found = monitors("PodMonitor", "tls")
+    (monitor,) = [each for each in found if each["metadata"]["name"] == "stratagem-worker"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    init(tmp_path, workers=[], clients=[], hosts=["head"], pools=["gpu"])
+    pools, *_ = show(tmp_path / "pool-gpu.crt")
+    assert endpoint["tlsConfig"]["serverName"] in pools.hosts
+
+
+def is_worker(pod: Object) -> bool:
+    return component(pod) == "worker"
+
+
+def selector(monitor: Object) -> Object:
+    found: Object = monitor["spec"]["selector"]
+    return found
+
+
 def meant(objects: tuple[Object, ...], monitor: Object) -> list[Object]:
     """The pods that a monitor means, by way of a Service or not."""
-    selector = monitor["spec"]["selector"]
+    wanted = selector(monitor)
     if monitor["kind"] == "PodMonitor":
-        return selected(objects, selector)
+        return selected(objects, wanted)
     services = [
         each
         for each in of_kind(objects, "Service")
-        if selector["matchLabels"].items() <= each["metadata"].get("labels", {}).items()
+        if wanted["matchLabels"].items() <= each["metadata"].get("labels", {}).items()
     ]
     return [
         pod

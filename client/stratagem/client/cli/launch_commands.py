@@ -84,6 +84,22 @@ PoolOption = Annotated[
     str | None,
     typer.Option("--pool", metavar="POOL", help="The pool whose certificate the workers have."),
 ]
+MetricsOption = Annotated[
+    bool, typer.Option("--metrics/--no-metrics", help="Whether the workers serve metrics.")
+]
+NodeLabelOption = Annotated[
+    list[str] | None,
+    typer.Option("--node-label", metavar="KEY=VALUE", help="Of the pods' nodes; repeatable."),
+]
+JobNameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--job-name",
+        metavar="NAME",
+        show_default="the run's id",
+        help="Of the Job, as for a second kind of nodes beside the first.",
+    ),
+]
 
 launch = typer.Typer(
     help="Submit a job, and let an engine start workers for it.", no_args_is_help=True
@@ -146,6 +162,9 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
     queue: QueueOption = None,
     tls_secret: TlsSecretOption = None,
     pool: PoolOption = None,
+    metrics: MetricsOption = True,
+    node_label: NodeLabelOption = None,
+    job_name: JobNameOption = None,
     only_print: PrintOption = False,
 ) -> None:
     """Submit a job, and an Indexed Job of Kubernetes with workers for it.
@@ -153,7 +172,8 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
     The file, RUN.yaml in this folder, is what kubectl is given: read it, change it, hand it over
     again. Workers leave when the run has ended; a pod that is preempted or whose node is drained
     commits, leaves, and comes back. The image has the modules that the job names, under /srv/code,
-    or the job brings its code along.
+    or the job brings its code along. For a second kind of nodes launch the same job again, with
+    --run-id, --job-name and --node-label.
     """
     with reporting():
         job, chosen = _job_of(job_path, overrides, run_id)
@@ -171,12 +191,15 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
             queue=queue,
             secret=tls_secret,
             pool=pool,
+            metrics=metrics,
+            node_labels=tuple(node_label or ()),
+            job_name=job_name,
         )
         text = kubernetes_job.as_text(kubernetes_job.kubernetes_job(wanted, shape), wanted)
         if only_print:
             print(text, end="")
             return
-        path = Path(f"{chosen}.yaml")
+        path = Path(f"{job_name or chosen}.yaml")
         path.write_text(text)
         with _submitted(job, chosen, coordinator, proof, job_path):
             said = kubernetes_job.submit(path)

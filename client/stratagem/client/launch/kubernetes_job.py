@@ -22,6 +22,8 @@ from stratagem.common.process.process_exit import PREEMPTED
 PORT: Final = 7072
 """Of the first worker of a pod, where the network policies let the coordinator in."""
 HEALTH_PORT: Final = 7172
+METRICS_PORT: Final = 9100
+"""Of the first worker of a pod, where the component `metrics` lets Prometheus in."""
 MAX_PER_POD: Final = 16
 GRACE_S: Final = 60
 DRAIN_GRACE_S: Final = 45
@@ -35,6 +37,10 @@ CODE: Final = "/srv/code"
 DATA: Final = "/var/lib/stratagem"
 CERTIFICATES: Final = "/etc/stratagem/tls"
 QUEUE: Final = "kueue.x-k8s.io"
+
+_LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
+_JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
 
 DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
 
@@ -63,17 +69,24 @@ class PodShape:
     secret: str | None
     """With ca.crt, pool-POOL.crt and pool-POOL.key."""
     pool: str | None
+    metrics: bool
+    """Whether each worker serves Prometheus' metrics."""
+    node_labels: tuple[str, ...] = ()
+    """KEY=VALUE that nodes must have."""
+    job_name: str | None = None
+    """Of the Job; the run's unless given, as for the second kind of nodes of a run."""
 
 
 def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
     """Return the Job.
 
-    Raises InvalidInputError for workers that do not fill their pods, and for a network without
-    certificates that nobody has allowed.
+    Raises InvalidInputError for workers that do not fill their pods, for names and labels that
+    Kubernetes does not have, and for a network without certificates that nobody has allowed.
     """
     _check(launch, shape)
     num_pods = launch.num_workers // shape.per_pod
-    metadata: Object = {"name": _name(launch.run_id), "namespace": shape.namespace}
+    name = shape.job_name or _name(launch.run_id)
+    metadata: Object = {"name": name, "namespace": shape.namespace}
     metadata["labels"] = _labels(launch)
     spec: Object = {
         "completionMode": "Indexed",
@@ -88,7 +101,7 @@ def kubernetes_job(launch: WorkerLaunch, shape: PodShape) -> Object:
             ]
         },
         "ttlSecondsAfterFinished": KEPT_S,
-        "template": {"metadata": {"labels": _labels(launch)}, "spec": _pod(launch, shape)},
+        "template": {"metadata": _about(launch, shape), "spec": _pod(launch, shape)},
     }
     if shape.queue is not None:
         metadata["labels"] = metadata["labels"] | {f"{QUEUE}/queue-name": shape.queue}
@@ -120,6 +133,12 @@ def submit(path: Path) -> str:
 
 
 def _check(launch: WorkerLaunch, shape: PodShape) -> None:
+    for label in shape.node_labels:
+        if _NODE_LABEL.fullmatch(label) is None:
+            raise InvalidInputError.at("--node-label", f"{label!r} is not a label as KEY=VALUE")
+    if shape.job_name is not None and _JOB_NAME.fullmatch(shape.job_name) is None:
+        problem = f"{shape.job_name!r} is not 1 to {MAX_NAME} of a-z, 0-9 and - between them"
+        raise InvalidInputError.at("--job-name", problem)
     if not 1 <= shape.per_pod <= MAX_PER_POD:
         raise InvalidInputError.at("--per-pod", f"{shape.per_pod} is not 1 to {MAX_PER_POD}")
     if launch.num_workers % shape.per_pod:
@@ -157,6 +176,8 @@ def _pod(launch: WorkerLaunch, shape: PodShape) -> Object:
         "containers": [_container(launch, shape, number) for number in range(shape.per_pod)],
         "volumes": volumes,
     }
+    if shape.node_labels:
+        pod["nodeSelector"] = dict(label.split("=") for label in shape.node_labels)
     if shape.gpus:
         toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
         pod["tolerations"] = [toleration]
@@ -173,6 +194,10 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
         f"--drain-grace-s={DRAIN_GRACE_S}",
         "--log-json",
     ]
+    ports = {"grpc": PORT, "health": HEALTH_PORT}
+    if shape.metrics:
+        words.append(f"--metrics-port={METRICS_PORT + number}")
+        ports["metrics"] = METRICS_PORT
     if shape.secret is not None:
         words += [
             f"--tls-ca={CERTIFICATES}/ca.crt",
@@ -196,10 +221,10 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
         "image": shape.image,
         "command": words[:3],
         "args": words[3:],
-        "env": _environment(f"worker-{number}"),
+        "env": _environment(f"worker-{number}", shape),
         "ports": [
-            {"name": f"grpc-{number}", "containerPort": PORT + number},
-            {"name": f"health-{number}", "containerPort": HEALTH_PORT + number},
+            {"name": f"{name}-{number}", "containerPort": first + number}
+            for name, first in ports.items()
         ],
         "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": 150},
         "livenessProbe": {**probe, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
@@ -216,10 +241,30 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
     }
 
 
-def _environment(container: str) -> list[Object]:
+def _about(launch: WorkerLaunch, shape: PodShape) -> Object:
+    """Return the metadata of the pods.
+
+    The annotations by which Prometheus finds pods have room for one port: they are those of the
+    standing workers where a pod has one worker, and there are none where some would be missed.
+    """
+    about: Object = {"labels": _labels(launch)}
+    if shape.metrics and shape.per_pod == 1:
+        about["annotations"] = {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(METRICS_PORT),
+            "prometheus.io/path": "/metrics",
+        }
+        if shape.secret is not None:
+            about["annotations"]["prometheus.io/scheme"] = "https"
+    return about
+
+
+def _environment(container: str, shape: PodShape) -> list[Object]:
     """Return what the pod is told of itself, with the threads that are paid for: the number of a
     node's cores is not the same everywhere, and threads are part of the numerics."""
     fields = {"POD_NAME": "metadata.name", "POD_IP": "status.podIP"}
+    if shape.metrics:  # as for the standing workers, whose deployment is their namespace
+        fields["STRATAGEM_WORKER_METRICS_DEPLOYMENT"] = "metadata.namespace"
     told: list[Object] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in fields.items()
