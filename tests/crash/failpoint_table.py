@@ -126,7 +126,10 @@ ONLY_AT_A_SITE = {
 }
 """Reached by workers with a file of their own; see test_audit.py."""
 BY_WORKERS_THEMSELVES = {
+    "coordinator.parts.described",
     "coordinator.leaves.gathered",
+    "worker.pieces.asked",
+    "worker.leaf.joined",
     "worker.leaf.unnamed",
     "worker.leaf.untold",
 }

@@ -5,6 +5,7 @@ same bits whatever dies, and no leaf left that nothing needs.
 import hashlib
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.cluster.jobs import Gates, assert_same_bits, gates_in, park
 from tests.common.observe.scrape import labelled
 from tests.common.observe.scrape import scrape_process as scraped
 from tests.crash.failure_logs import LOGS
-from tests.crash.jobs import ALL_REDUCE, LOCAL, crash_job
+from tests.crash.jobs import ALL_REDUCE, GOSSIP, LOCAL, PIPELINE, crash_job, slices
 from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, until
 from tests.jobs import NOT_TRAINED
 from tests.patience import PATIENCE_S
@@ -32,6 +33,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
 PARKABLE_WORKER = ROOT / "tests" / "cluster" / "parkable_worker.py"
 JOB = crash_job(ALL_REDUCE, model="wide_middle", every=4)
 """Its state has three leaves: of the large layer, of its momentum, and of all else."""
+SLICES = slices(mirror=0)
+SLICED = {**JOB, "strategy": SLICES}
+STAGES = {
+    **PIPELINE,
+    "partitions": [
+        {"node_ids": ["0", "1", "2"], "target": {"WorkerId": "worker-0"}},
+        {"node_ids": ["3", "4"], "target": {"WorkerId": "worker-2"}},
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +113,18 @@ def states(rig: Rig, direction: str) -> float:
     return flows.get(labelled(direction=direction, kind="state"), 0.0)
 
 
+@contextmanager
+def unseen(rig: Rig) -> Iterator[None]:
+    """Is the time in which no worker knows the folder of states."""
+    name = folder_of(rig).root / "store-id"
+    ours = name.read_text()
+    name.write_text("of another coordinator")
+    try:
+        yield
+    finally:
+        name.write_text(ours)
+
+
 def members(run: RunHandle) -> int:
     return max(len(e.payload["members"]) for e in run.events() if e.kind == "MembersFormed")
 
@@ -149,27 +171,49 @@ def test_the_file_is_the_one_that_is_relayed(
     assert hashlib.sha256(content).hexdigest() == digest
 
 
-def test_slices_that_the_coordinator_puts_together_are_the_same_state(
-    rig: Rig, undisturbed: Outcome
+def test_slices_are_written_by_any_number_of_owners(
+    rig: Rig, undisturbed: Outcome, lot: Gates, tmp_path: Path
 ) -> None:
+    """The large momentum is cut among them, within its leaf."""
     received = states(rig, "received")
-    sliced = {**ALL_REDUCE, "options": {"partition_state": "optimizer"}}
-    outcome = rig.outcome({**JOB, "strategy": sliced})
-    assert outcome.digests == undisturbed.digests
-    assert states(rig, "received") > received, "no member has them whole"
+    digests = []
+    for num_members in (3, 2, 1):
+        run = rig.client.submit(SLICED)
+        run.result()
+        assert members(run) == num_members
+        digests.append(committed(run))
+        if num_members > 1:
+            park(rig.cluster, lot, f"worker-{num_members - 1}")
+            until(lambda n=num_members: len(rig.registered()) < n, "it has left")  # type: ignore[misc]
+    lot.open()
+    assert digests == 3 * [[*undisturbed.digests.values()]]
+    assert states(rig, "received") == received, "nothing was relayed"
+    run.download(tmp_path / "sliced.safetensors")
+    whole = rig.client.submit(JOB)
+    whole.result().download(tmp_path / "whole.safetensors")
+    content = (tmp_path / "sliced.safetensors").read_bytes()
+    assert content == (tmp_path / "whole.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("strategy", [SLICES, STAGES, GOSSIP], ids=["slices", "stages", "nodes"])
+def test_parts_are_put_together_by_those_that_hold_them(rig: Rig, strategy: dict[str, Any]) -> None:
+    job = {**JOB, "strategy": strategy}
+    received = states(rig, "received")
+    written = rig.outcome(job)
+    assert states(rig, "received") == received
+    with unseen(rig):
+        relayed = rig.outcome(job)
+    assert states(rig, "received") > received
+    assert written.digests == relayed.digests
+    until(lambda: has_no_garbage(rig), "leaves that were kept were not written again for long")
 
 
 def test_what_no_worker_can_write_is_relayed_and_is_the_same_state(
     rig: Rig, undisturbed: Outcome
 ) -> None:
     received = states(rig, "received")
-    name = folder_of(rig).root / "store-id"
-    ours = name.read_text()
-    name.write_text("of another coordinator")
-    try:
+    with unseen(rig):
         outcome = rig.outcome(JOB)
-    finally:
-        name.write_text(ours)
     assert outcome == undisturbed
     assert states(rig, "received") > received
     until(lambda: has_no_garbage(rig), "leaves that were kept were not written again for long")
@@ -248,4 +292,35 @@ def test_a_crash_changes_no_bits_and_leaves_no_garbage(
     with rig.armed(process, failpoint, num_passed):
         outcome = rig.outcome(JOB)
     assert outcome == undisturbed
+    until(lambda: has_no_garbage(rig), "all that nothing names is collected")
+
+
+OF_OWNERS = [
+    ("worker-0", "worker.pieces.asked", 1),
+    ("worker-1", "worker.leaf.joined", 0),
+    ("worker-2", "worker.leaf.unnamed", 1),
+    ("coordinator", "coordinator.parts.described", 1),
+    ("coordinator", "coordinator.leaves.gathered", 2),
+]
+MORE_OF_OWNERS = [
+    ("worker-1", "worker.pieces.asked", 0),
+    ("worker-0", "worker.leaf.joined", 2),
+    ("worker-0", "worker.leaf.untold", 1),
+    ("worker-2", "worker.leaf.untold", 0),
+    ("coordinator", "coordinator.parts.described", 0),
+    ("coordinator", "coordinator.commit.pulled", 1),
+    ("coordinator", "coordinator.blobs.after_rename", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("process", "failpoint", "num_passed"),
+    [*OF_OWNERS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_OF_OWNERS)],
+)
+def test_a_crash_of_owners_changes_no_bits_and_leaves_no_garbage(
+    rig: Rig, undisturbed: Outcome, process: str, failpoint: str, num_passed: int
+) -> None:
+    with rig.armed(process, failpoint, num_passed):
+        outcome = rig.outcome(SLICED)
+    assert outcome.digests == undisturbed.digests
     until(lambda: has_no_garbage(rig), "all that nothing names is collected")

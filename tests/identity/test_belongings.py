@@ -143,6 +143,18 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row(W.GetStateRequest(fence=FENCE, session=PARTY, snapshot=1), COORDINATOR),
         Row(
             W.GetStateRequest(
+                fence=FENCE, session=PARTY, snapshot=1, pieces=W.SnapshotPieces(name="n")
+            ),
+            COORDINATOR | MEMBERS,
+        ),
+        Row(
+            W.GetStateRequest(
+                fence=FENCE, session=PARTY, outputs=1, pieces=W.SnapshotPieces(name="n")
+            ),
+            COORDINATOR,
+        ),
+        Row(
+            W.GetStateRequest(
                 fence=FENCE, session=types_pb2.SessionRef(run_id="r", party="client3"), live=True
             ),
             COORDINATOR,

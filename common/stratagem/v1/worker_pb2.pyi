@@ -1702,6 +1702,9 @@ class WriteLeavesRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     HAVE_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    DESCRIBE_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """Number of the segment at whose end the snapshot was taken."""
     store_id: _builtins.str
@@ -1711,6 +1714,8 @@ class WriteLeavesRequest(_message.Message):
     rank: _builtins.int
     """The worker writes the leaves whose number leaves the remainder rank when divided by num_ranks."""
     num_ranks: _builtins.int
+    describe: _builtins.bool
+    """Nothing is written: the worker says the manifest of its part and no more."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
@@ -1718,6 +1723,16 @@ class WriteLeavesRequest(_message.Message):
     @_builtins.property
     def have(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """SHA-256, of 32 bytes each, of leaves that are in the folder and stay there: they are not written."""
+
+    @_builtins.property
+    def leaves(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinedLeaf]:
+        """Where members hold different parts of the state: the leaves that the worker puts together and
+        writes. Then rank and num_ranks are 0.
+        """
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartHolder]:
+        """Who holds the parts that the pieces of these leaves are from."""
 
     def __init__(
         self,
@@ -1730,14 +1745,96 @@ class WriteLeavesRequest(_message.Message):
         rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         have: _abc.Iterable[_builtins.bytes] | None = ...,
+        leaves: _abc.Iterable[Global___JoinedLeaf] | None = ...,
+        holders: _abc.Iterable[Global___PartHolder] | None = ...,
+        describe: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "have", b"have", "num_ranks", b"num_ranks", "rank", b"rank", "session", b"session", "snapshot", b"snapshot", "store_id", b"store_id", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["describe", b"describe", "fence", b"fence", "have", b"have", "holders", b"holders", "leaves", b"leaves", "num_ranks", b"num_ranks", "rank", b"rank", "session", b"session", "snapshot", b"snapshot", "store_id", b"store_id", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WriteLeavesRequest: _TypeAlias = WriteLeavesRequest  # noqa: Y015
+
+@_typing.final
+class JoinedLeaf(_message.Message):
+    """A leaf as the pieces that make it, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number in the whole state."""
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeafPiece]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        pieces: _abc.Iterable[Global___LeafPiece] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "pieces", b"pieces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinedLeaf: _TypeAlias = JoinedLeaf  # noqa: Y015
+
+@_typing.final
+class LeafPiece(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    holder: _builtins.int
+    """Index into WriteLeavesRequest.holders."""
+    offset: _builtins.int
+    """Of the bytes of the part that it holds."""
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        holder: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "offset", b"offset", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeafPiece: _TypeAlias = LeafPiece  # noqa: Y015
+
+@_typing.final
+class PartHolder(_message.Message):
+    """A worker with a part of a state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where it is reached; "" is the worker that is asked."""
+    name: _builtins.str
+    """Name of the snapshot that is its part."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartHolder: _TypeAlias = PartHolder  # noqa: Y015
 
 @_typing.final
 class WriteLeavesResponse(_message.Message):
@@ -1745,6 +1842,9 @@ class WriteLeavesResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     LEAF_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Beside the manifest: name of the snapshot, which no other one has."""
     @_builtins.property
     def manifest(self) -> _tensor_pb2.Manifest: ...
     @_builtins.property
@@ -1754,10 +1854,11 @@ class WriteLeavesResponse(_message.Message):
         *,
         manifest: _tensor_pb2.Manifest | None = ...,
         leaf: Global___WrittenLeaf | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -1807,6 +1908,7 @@ class GetStateRequest(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """The snapshot taken at the end of this segment (or round)."""
     live: _builtins.bool
@@ -1827,6 +1929,12 @@ class GetStateRequest(_message.Message):
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
     def session(self) -> _types_pb2.SessionRef: ...
+    @_builtins.property
+    def pieces(self) -> Global___SnapshotPieces:
+        """With `snapshot`: of its bytes these alone, as one tensor of bytes. For fellow workers that write
+        leaves of the state, too.
+        """
+
     def __init__(
         self,
         *,
@@ -1838,16 +1946,67 @@ class GetStateRequest(_message.Message):
         kept: _builtins.int = ...,
         offset: _builtins.int = ...,
         base: _builtins.str = ...,
+        pieces: Global___SnapshotPieces | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "offset", b"offset", "outputs", b"outputs", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "offset", b"offset", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs", "kept"]  # noqa: Y015
     _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_which) -> _WhichOneofReturnType_which | None: ...
 
 Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
+
+@_typing.final
+class SnapshotPieces(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the snapshot: another one has other bytes there."""
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___ByteRange]:
+        """In the order in which they are sent."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ranges: _abc.Iterable[Global___ByteRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotPieces: _TypeAlias = SnapshotPieces  # noqa: Y015
+
+@_typing.final
+class ByteRange(_message.Message):
+    """Of the bytes that a manifest describes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    size: _builtins.int
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ByteRange: _TypeAlias = ByteRange  # noqa: Y015
 
 @_typing.final
 class GetStateResponse(_message.Message):

@@ -115,7 +115,8 @@ class WorkerServiceServicer(object):
     def WriteLeaves(self, request, context):
         """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
         under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-        is a part of a state before the coordinator has written the list of all.
+        is a part of a state before the coordinator has written the list of all. Pieces of leaves that
+        other members hold are asked of these (GetState.pieces).
         Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
         this folder; UNAVAILABLE when it cannot write there now.
         """

@@ -67,7 +67,8 @@ class WorkerServiceStub:
     WriteLeaves: _grpc.UnaryStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]
     """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
     under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-    is a part of a state before the coordinator has written the list of all.
+    is a part of a state before the coordinator has written the list of all. Pieces of leaves that
+    other members hold are asked of these (GetState.pieces).
     Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
     this folder; UNAVAILABLE when it cannot write there now.
     """
@@ -132,7 +133,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     WriteLeaves: _aio.UnaryStreamMultiCallable[_worker_pb2.WriteLeavesRequest, _worker_pb2.WriteLeavesResponse]  # type: ignore[assignment]
     """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
     under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-    is a part of a state before the coordinator has written the list of all.
+    is a part of a state before the coordinator has written the list of all. Pieces of leaves that
+    other members hold are asked of these (GetState.pieces).
     Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
     this folder; UNAVAILABLE when it cannot write there now.
     """
@@ -209,7 +211,8 @@ class WorkerServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WriteLeavesResponse], _abc.AsyncIterator[_worker_pb2.WriteLeavesResponse]]:
         """Writes leaves of a snapshot into the folder of states that worker and coordinator both see, each
         under its SHA-256: first the Manifest of the snapshot, then each leaf when it is durable. No leaf
-        is a part of a state before the coordinator has written the list of all.
+        is a part of a state before the coordinator has written the list of all. Pieces of leaves that
+        other members hold are asked of these (GetState.pieces).
         Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
         this folder; UNAVAILABLE when it cannot write there now.
         """

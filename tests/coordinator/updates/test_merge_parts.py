@@ -23,6 +23,7 @@ from stratagem.coordinator.updates.members.merge_parts import (
     merged_manifest,
     write_merged,
 )
+from stratagem.coordinator.updates.members.merge_slices import whole_of
 
 LARGE = torch.arange(PIECE_BYTES // 4 + 7, dtype=torch.float32)
 STATE = {
@@ -43,10 +44,10 @@ def part_of(store: DirectoryBlobs, tensors: Mapping[str, Tensor], **metadata: st
 
 
 def merge(store: DirectoryBlobs, *parts: StatePart, limits: Limits = DEFAULT_LIMITS) -> Path:
-    manifest = merged_manifest([part.manifest for part in parts], limits)
+    manifest, sources = whole_of([part.manifest for part in parts], limits)
     writer = file_writer(store, manifest)
     try:
-        return store.path(write_merged(manifest, parts, writer))
+        return store.path(write_merged(manifest, parts, writer, sources))
     finally:
         writer.abort()
         for part in parts:
@@ -146,10 +147,10 @@ def test_metadata_of_all_parts_is_there() -> None:
 def test_stopped_merge_leaves_nothing(tmp_path: Path) -> None:
     store = DirectoryBlobs(tmp_path / "blobs")
     part = part_of(store, STATE)
-    target = merged_manifest([part.manifest], DEFAULT_LIMITS)
+    target, sources = whole_of([part.manifest], DEFAULT_LIMITS)
     writer = file_writer(store, target)
     with pytest.raises(MergeStoppedError):
-        write_merged(target, [part], writer, lambda: True)
+        write_merged(target, [part], writer, sources, lambda: True)
     writer.abort()
     part.data.close()
     part.data.close()

@@ -36,7 +36,7 @@ class Names(StrEnum):
     ITSELF = "a worker: itself, or one of its pool"
     OWN_PARTY = "a party that the caller is a member of"
     OWN_RANK = "a party, and in it the member that the caller is"
-    OWN_STATE = "a worker: the live state of a party that it is a member of"
+    OWN_STATE = "a worker: the live state and pieces of snapshots of a party of its own"
     ORDERED = "what the coordinator gives an order about"
 
 
@@ -88,7 +88,7 @@ TABLE: Final[Mapping[str, AccessRule]] = {
     f"{_COORDINATOR}Relay": AccessRule((Role.WORKER,), Names.ITSELF),
     f"{_COORDINATOR}Rendezvous": AccessRule((Role.WORKER,), Names.OWN_RANK),
     f"{_COORDINATOR}Suspect": AccessRule((Role.WORKER,), Names.OWN_PARTY),
-    # What a worker does for the coordinator; a live state is also for the members of its party.
+    # What a worker does for the coordinator; a live state and pieces also for members of a party.
     f"{_WORKER}Execute": _ORDER,
     f"{_WORKER}WriteLeaves": _ORDER,
     f"{_WORKER}SetState": _ORDER,

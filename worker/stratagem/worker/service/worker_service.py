@@ -44,6 +44,7 @@ from stratagem.worker.service.plan_checks import check_plan
 from stratagem.worker.service.session_table import Session, Sessions
 from stratagem.worker.service.worker_diagnosis import diagnosis
 from stratagem.worker.session.context import Host
+from stratagem.worker.session.joined_leaves import sent_pieces
 from stratagem.worker.session.sent_state import SentState, without_same
 from stratagem.worker.session.session_states import Frozen
 from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
@@ -73,10 +74,12 @@ def _parsed(job_json: str) -> JobSpec:
 
 
 def _own_state(servicer: Any, request: pb.GetStateRequest, caller: Caller) -> None:
-    """Allow the coordinator all states, and the members of a party its live one, to heal."""
+    """Allow the coordinator all states, and the members of a party its live one, to heal, and
+    pieces of its snapshots, to write leaves of the whole state."""
     if not caller.is_worker:
         return
-    if request.WhichOneof("which") != "live":
+    is_piece = request.WhichOneof("which") == "snapshot" and request.HasField("pieces")
+    if request.WhichOneof("which") != "live" and not is_piece:
         raise PermissionDeniedError(f"{caller.name} may ask for live states, and not for snapshots")
     servicer.sessions.check_member(request.session, caller)
 
@@ -141,7 +144,10 @@ class WorkerServicer(WorkerServiceServicer):
             self._base(request) as base,
         ):
             sent = SentState(state.manifest, state.buffers)
-            if base is not None:
+            if request.HasField("pieces"):
+                failpoint("worker.pieces.asked")
+                sent = sent_pieces(state, request.pieces)
+            elif base is not None:
                 sent = await asyncio.to_thread(without_same, state, base)
                 failpoint("worker.snapshot.compared")
             first = partial(pb.GetStateResponse, same=sent.same)
@@ -160,7 +166,8 @@ class WorkerServicer(WorkerServiceServicer):
         states = self._host.states
         folder = check_folder(None if states is None else states.folder, request.store_id)
         with session.states.reading(request.snapshot) as state:
-            async with aclosing(written_leaves(folder, state, request)) as messages:
+            proof = self._host.hub.proof
+            async with aclosing(written_leaves(folder, state, request, proof)) as messages:
                 async for message in messages:
                     yield message
 
@@ -295,7 +302,8 @@ class WorkerServicer(WorkerServiceServicer):
             kept = await asyncio.to_thread(self._host.kept.frozen, run_id, request.kept)
             return nullcontext(kept)
         session = await self._session(request.fence, request.session)
-        if self._host.site is not None and request.WhichOneof("which") != "snapshot":
+        is_update = request.WhichOneof("which") == "snapshot" and not request.HasField("pieces")
+        if self._host.site is not None and not is_update:
             raise RefusedBySiteError("which: a site gives the updates of its rounds and no more")
         match request.WhichOneof("which"):
             case "snapshot":

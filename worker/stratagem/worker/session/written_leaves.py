@@ -4,21 +4,26 @@ import asyncio
 import hashlib
 import re
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.ids import Digest
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.rpc.channel import PLAINTEXT, Proof
 from stratagem.common.tensors.manifest import to_proto
-from stratagem.common.tensors.state_leaves import Leaf, leaves_of, pieces_of
+from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves
 from stratagem.worker.session.session_states import Frozen
 
 NUM_AT_ONCE: Final = 2
 """Leaves that are hashed and written at once: one on its way to the disk, one in the processor."""
 _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
+_DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
+"""The number of a leaf, and what gathers its bytes."""
 
 
 def check_request(request: pb.WriteLeavesRequest) -> None:
@@ -26,7 +31,9 @@ def check_request(request: pb.WriteLeavesRequest) -> None:
     if not _UPLOAD.fullmatch(request.upload):
         text = f"{request.upload[:80]!r} is not TERM-TOKEN, 10 digits and 16 of 0-9, a-f"
         raise InvalidInputError.at("upload", text)
-    if request.rank >= request.num_ranks:
+    if request.leaves or request.describe:
+        check_leaves(request)
+    elif request.rank >= request.num_ranks:
         text = f"{request.rank} is not below num_ranks, {request.num_ranks}"
         raise InvalidInputError.at("rank", text)
 
@@ -42,52 +49,79 @@ def check_folder(folder: StateFolder | None, store_id: str) -> StateFolder:
 
 
 async def written_leaves(
-    folder: StateFolder, state: Frozen, request: pb.WriteLeavesRequest
+    folder: StateFolder, state: Frozen, request: pb.WriteLeavesRequest, proof: Proof = PLAINTEXT
 ) -> AsyncGenerator[pb.WriteLeavesResponse, None]:
     """Write the leaves that a request asks for; yield the manifest, then each when it is durable.
 
-    When this ends, however it ends, nothing reads the state any more.
+    proof: shown to members that have pieces of them. When this ends, however it ends, nothing reads
+    the state any more.
     """
-    yield pb.WriteLeavesResponse(manifest=to_proto(state.manifest))
-    leaves = leaves_of(state.manifest)
-    writer = _Writer(folder, state, request)
-    due = deque(range(request.rank, len(leaves), request.num_ranks))
-    waiting: deque[asyncio.Task[pb.WrittenLeaf]] = deque()
-    try:
-        while due or waiting:
-            while due and len(waiting) < NUM_AT_ONCE:
-                number = due.popleft()
-                write = asyncio.to_thread(writer.write, number, leaves[number])
-                waiting.append(asyncio.create_task(write))
-            leaf = await asyncio.shield(waiting[0])
-            waiting.popleft()
-            failpoint("worker.leaf.untold")
-            yield pb.WriteLeavesResponse(leaf=leaf)
-    finally:
-        if waiting:  # threads go on; the memory of the snapshot must not be used again before
+    yield pb.WriteLeavesResponse(manifest=to_proto(state.manifest), name=state.name)
+    if request.describe:
+        return
+    writer = _Writer(folder, request)
+    async with LeafPieces(state, request, proof) as pieces:
+        due = _joined(pieces, request) if request.leaves else _share(state, request)
+        waiting: deque[asyncio.Task[pb.WrittenLeaf]] = deque()
+        try:
+            while due or waiting:
+                while due and len(waiting) < NUM_AT_ONCE:
+                    waiting.append(asyncio.create_task(writer.write(*due.popleft())))
+                leaf = await asyncio.shield(waiting[0])
+                waiting.popleft()
+                failpoint("worker.leaf.untold")
+                yield pb.WriteLeavesResponse(leaf=leaf)
+        finally:
+            for task in waiting:  # what is in a thread goes on, and is waited for
+                task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
+def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[_DueLeaf]:
+    """Return the leaves of a state that is here as a whole."""
+    leaves = leaves_of(state.manifest)
+    numbers = range(request.rank, len(leaves), request.num_ranks)
+
+    async def gather(number: int) -> list[memoryview]:
+        return list(pieces_of(leaves[number], state.manifest, state.buffers))
+
+    return deque((number, partial(gather, number)) for number in numbers)
+
+
+def _joined(pieces: LeafPieces, request: pb.WriteLeavesRequest) -> deque[_DueLeaf]:
+    """Return the leaves of a state of which a part is here."""
+    return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in request.leaves)
+
+
 class _Writer:
-    def __init__(self, folder: StateFolder, state: Frozen, request: pb.WriteLeavesRequest) -> None:
-        self._folder, self._state, self._upload = folder, state, request.upload
+    def __init__(self, folder: StateFolder, request: pb.WriteLeavesRequest) -> None:
+        self._folder, self._upload = folder, request.upload
         self._have = {Digest(digest.hex()) for digest in request.have}
 
-    def write(self, number: int, leaf: Leaf) -> pb.WrittenLeaf:
+    async def write(
+        self, number: int, gather: Callable[[], Awaitable[list[memoryview]]]
+    ) -> pb.WrittenLeaf:
+        """Gather the bytes of a leaf and write it. Once it has begun to write it ends that, too,
+        when it is cancelled: the memory of a snapshot must not be used again before."""
+        pieces = await gather()
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write, number, pieces))
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait((writing,))
+            raise
+
+    def _write(self, number: int, pieces: Sequence[memoryview]) -> pb.WrittenLeaf:
         """Write one leaf, unless the folder has it."""
         sha256 = hashlib.sha256()
-        for piece in self._pieces(leaf):
+        for piece in pieces:
             sha256.update(piece)
         digest = Digest(sha256.hexdigest())
         is_new = digest not in self._have
         if is_new:
-            pieces = self._pieces(leaf)
             self._folder.write_leaf(digest, self._upload, pieces, _written)
             self._have.add(digest)  # of equal leaves one is enough
         return pb.WrittenLeaf(number=number, digest=sha256.digest(), written=is_new)
-
-    def _pieces(self, leaf: Leaf) -> list[memoryview]:
-        return list(pieces_of(leaf, self._state.manifest, self._state.buffers))
 
 
 def _written() -> None:

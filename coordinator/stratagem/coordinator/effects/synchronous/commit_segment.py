@@ -17,6 +17,7 @@ from stratagem.coordinator.core.facts import Member, PartyFailed, SegmentCommitt
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
+from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners
 from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import StateWriter, file_writer
@@ -24,10 +25,9 @@ from stratagem.coordinator.updates.members.merge_parts import (
     ContradictionError,
     StatePart,
     joined_rows,
-    merged_manifest,
     write_merged,
 )
-from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
+from stratagem.coordinator.updates.members.merge_slices import whole_of
 
 
 async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
@@ -38,9 +38,7 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
             digest, manifest = await stored_snapshot(env, sessions, effect.segment)
             size_bytes = manifest.total_bytes
         else:
-            pulls = [partial(_part, env, effect, members) for members in effect.parts]
-            writer_of = partial(state_writer, env, effect.run_id)
-            digest, size_bytes = await merged(env, pulls, writer_of)
+            digest, size_bytes = await _divided(env, effect)
     except ContradictionError as error:
         reason = f"segment {effect.segment} cannot be committed: {error}"
         await env.report(effect.run_id, PartyFailed(party=effect.party, reason=reason))
@@ -57,6 +55,16 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
         is_partial=effect.is_partial,
     )
     await env.report(effect.run_id, fact)
+
+
+async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
+    """Store a state of which members hold parts; its digest and size in bytes."""
+    sessions = [[_session(effect, member) for member in part] for part in effect.parts]
+    written = await written_by_owners(env, sessions, effect.segment)
+    if written is not None:
+        return written
+    pulls = [partial(_part, env, effect, members) for members in effect.parts]
+    return await merged(env, pulls, partial(state_writer, env, effect.run_id))
 
 
 async def stored_snapshot(
@@ -131,14 +139,10 @@ def _write(
     joins_rows: bool,
 ) -> tuple[Digest, int]:
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-    manifests, sources = [part.manifest for part in parts], None
-    if are_sliced(manifests):
-        manifest, sources = joined_slices(manifests, limits)
-    else:
-        manifest = merged_manifest(manifests, limits)
+    manifest, sources = whole_of([part.manifest for part in parts], limits)
     writer = writer_of(joined_rows(manifest) if joins_rows else manifest)
     try:
-        digest = write_merged(manifest, parts, writer, cancelled.is_set, sources=sources)
+        digest = write_merged(manifest, parts, writer, sources, cancelled.is_set)
     finally:
         writer.abort()
     return digest, manifest.total_bytes

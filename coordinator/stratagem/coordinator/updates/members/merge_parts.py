@@ -119,21 +119,13 @@ def write_merged(
     manifest: Manifest,
     parts: Sequence[StatePart],
     writer: StateWriter,
+    sources: Mapping[str, Sequence[tuple[int, TensorSpec]]],
     should_stop: Callable[[], bool] = lambda: False,
-    *,
-    sources: Mapping[str, Sequence[tuple[int, TensorSpec]]] | None = None,
 ) -> Digest:
     """Write and commit the data of a merged manifest. Raises MergeStoppedError when asked to stop.
 
-    sources: of each tensor, in which parts its bytes are, in order; unless given, one part has it
-    under its name.
+    sources: of each tensor, in which parts its bytes are, in order.
     """
-    if sources is None:
-        sources = {
-            spec.name: [(number, spec)]
-            for number, part in enumerate(parts)
-            for spec in part.manifest.tensors
-        }
     for target in manifest.stored():
         for number, spec in sources[target.name]:
             for piece in parts[number].data.read(spec.offset, spec.size_bytes):

@@ -19,7 +19,11 @@ from stratagem.common.tensors.manifest import (
     check,
 )
 from stratagem.common.tensors.state_slices import SliceName, slice_name
-from stratagem.coordinator.updates.members.merge_parts import ContradictionError, merged_metadata
+from stratagem.coordinator.updates.members.merge_parts import (
+    ContradictionError,
+    merged_manifest,
+    merged_metadata,
+)
 
 _MODEL = "model/"
 Sources = Mapping[str, Sequence[tuple[int, TensorSpec]]]
@@ -78,6 +82,15 @@ def joined_slices(parts: Sequence[Manifest], limits: Limits) -> WholeState:
     }
     sources |= {whole: [(n, spec) for _, n, spec in each] for whole, each in slices.items()}
     return WholeState(manifest, sources)
+
+
+def whole_of(parts: Sequence[Manifest], limits: Limits) -> WholeState:
+    """Return the state that parts make, slice by slice or tensor by tensor. Raises
+    ContradictionError where they make none."""
+    if are_sliced(parts):
+        return joined_slices(parts, limits)
+    sources = {spec.name: [(n, spec)] for n, part in enumerate(parts) for spec in part.tensors}
+    return WholeState(merged_manifest(parts, limits), sources)
 
 
 def _joined(

@@ -1,0 +1,265 @@
+"""Whoever holds which part of a state, its leaves are there without a byte through the
+coordinator, or it is pulled as ever."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+import torch
+
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Purpose
+from stratagem.common.tensors.state_slices import SliceName
+from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.coordinator.core.facts import ROOT, Capability, Member
+from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners
+from stratagem.coordinator.runtime.worker_links import WorkerSession
+from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.updates.members.merge_parts import ContradictionError
+from stratagem.v1 import types_pb2, worker_pb2
+from stratagem.worker.session.session_states import Frozen, freeze
+from stratagem.worker.session.written_leaves import written_leaves
+from tests.worker.session.piece_server import serving
+
+NUMEL = 700_001
+GENERATOR = torch.Generator().manual_seed(1)
+MODEL = {name: torch.randn(NUMEL, generator=GENERATOR) for name in ("model/a", "model/b")}
+MOMENTS = {
+    f"optimizer/{name}/exp_avg": torch.randn(NUMEL, generator=GENERATOR) for name in ("a", "b")
+}
+WHOLE = {**MODEL, **MOMENTS}
+METADATA = {"format": "1", "step": "3"}
+Messages = AsyncIterator[worker_pb2.WriteLeavesResponse]
+Answer = Callable[[StateFolder, Frozen, worker_pb2.WriteLeavesRequest], Messages]
+
+
+def parts(num: int) -> list[Frozen]:
+    """Slices that end at multiples of 65,536 elements, where that many are left."""
+    ends = [min(NUMEL, -(-NUMEL * n // num) // 65_536 * 65_536) for n in range(num)] + [NUMEL]
+    found = []
+    for rank in range(num):
+        named = dict(MODEL) if rank == 0 else {}
+        for number, (name, whole) in enumerate(MOMENTS.items()):
+            piece = whole[ends[rank] : ends[rank + 1]].clone()
+            if len(piece):
+                named[str(SliceName(number, 0, ends[rank], name))] = piece
+        found.append(freeze(named, METADATA))
+    return found
+
+
+def honest(folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest) -> Messages:
+    return written_leaves(folder, state, request)
+
+
+async def readable(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """Cannot write."""
+    if not request.describe:
+        raise UnavailableError("the disk is full")
+    async for message in written_leaves(folder, state, request):
+        yield message
+
+
+async def dying(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """After the first leaf."""
+    num = 0
+    async for message in written_leaves(folder, state, request):
+        yield message
+        num += not request.describe
+        if num == 2:
+            raise UnavailableError("gone")
+
+
+async def blind(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """Describes nothing."""
+    raise UnavailableError("this worker has no --state-folder")
+    yield
+
+
+async def lying(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """Has other bytes on the disk than it says."""
+    async for message in written_leaves(folder, state, request):
+        if message.WhichOneof("message") == "leaf":
+            digest = message.leaf.digest.hex()
+            path = folder.leaves / digest[:2] / f"{digest}-{request.upload}"
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        yield message
+
+
+async def meddling(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """Says what it was not asked."""
+    async for message in written_leaves(folder, state, request):
+        if message.WhichOneof("message") == "leaf":
+            message.leaf.number += 1
+        yield message
+
+
+class Call:
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+
+    async def read(self) -> Any:
+        return await anext(self._messages, grpc.aio.EOF)
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
+
+    def cancel(self) -> None:
+        pass
+
+
+class Owners:
+    """Members that hold a part each and answer in some way, and a coordinator before them."""
+
+    def __init__(self, root: Path, held: Sequence[Frozen], answers: Sequence[Answer]) -> None:
+        offered = Capability(writes_states=True, data_plane="trusted")
+        names = [WorkerId(f"w{number}") for number in range(len(held))]
+        self.members = [Member(worker_id=n, incarnation=Incarnation("one")) for n in names]
+        self.asked: list[str] = []
+        self.folder = StateFolder(root / "states")
+        whole = DirectoryBlobs(root / "blobs")
+        self.blobs = LeafBlobs(whole, root / "states", 1, writes_leaves=True, limits=DEFAULT_LIMITS)
+        self._held, self._answers = held, answers
+        self._addresses: list[str] = []
+
+        def link(member: Member, _state: object) -> Any:
+            rank = self.members.index(member)
+
+            def write(request: worker_pb2.WriteLeavesRequest) -> Call:
+                if not request.describe:
+                    self.asked.append(member.worker_id)
+                return Call(answers[rank](self.folder, held[rank], request))
+
+            return SimpleNamespace(
+                stub=SimpleNamespace(WriteLeaves=write),
+                fence=lambda m: types_pb2.Fence(membership=m),
+                address=self._addresses[rank],
+            )
+
+        async def in_thread(call: Callable[[], Any]) -> Any:
+            return call()
+
+        workers = {
+            m.worker_id: SimpleNamespace(member=m, is_alive=True, capability=offered)
+            for m in self.members
+        }
+        self.env = cast(
+            EffectContext,
+            SimpleNamespace(
+                blobs=self.blobs,
+                links=SimpleNamespace(to=link),
+                state=SimpleNamespace(workers=workers, runs={}),
+                settings=SimpleNamespace(max_state_bytes=2**30, stream_idle_timeout_s=30.0),
+                in_thread=in_thread,
+            ),
+        )
+
+    async def written(self, holders: list[list[int]] | None = None) -> Digest | None:
+        """holders: by part, the members that have it; unless given, one each."""
+        sessions = [WorkerSession(m, RunId("r"), ROOT, 1) for m in self.members]
+        by_part = holders or [[rank] for rank in range(len(sessions))]
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(serving(state)) for state in self._held]
+            self._addresses = [address for address, _ in servers]
+            found = await written_by_owners(
+                self.env, [[sessions[rank] for rank in each] for each in by_part], 3
+            )
+        if found is None:
+            return None
+        manifest, buffers = manifest_of(WHOLE, Purpose.STATE, metadata=METADATA)
+        assert found[1] == manifest.total_bytes
+        with self.blobs.open(found[0]) as file:
+            assert file.read().endswith(b"".join(buffers))
+        return found[0]
+
+    def files(self) -> list[Path]:
+        return list(self.folder.leaves.glob("??/*"))
+
+
+async def undivided(root: Path) -> Digest:
+    whole = freeze(WHOLE, METADATA)
+    digest = await Owners(root / "undivided", [whole], [honest]).written()
+    assert digest is not None
+    return digest
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 7])
+async def test_any_number_of_owners_writes_one_state(tmp_path: Path, num: int) -> None:
+    owners = Owners(tmp_path, parts(num), [honest] * num)
+    assert await owners.written() == await undivided(tmp_path)
+    assert len(owners.files()) == 4
+    assert len(owners.asked) == min(num, 4)
+
+
+async def test_any_holder_of_a_part_will_do(tmp_path: Path) -> None:
+    """Stages that two replicas have; of one of them nothing is to be had."""
+    first, second = parts(2)
+    held, answers = [first, first, second, second], [blind, honest, honest, honest]
+    owners = Owners(tmp_path, held, answers)
+    assert await owners.written([[0, 1], [2, 3]]) == await undivided(tmp_path)
+    assert sorted(owners.asked) == ["w1", "w2"]
+
+
+@pytest.mark.parametrize("bad", [readable, dying, meddling], ids=lambda each: each.__name__)
+async def test_the_others_write_what_one_has_not(tmp_path: Path, bad: Answer) -> None:
+    """And have what it holds from it."""
+    owners = Owners(tmp_path, parts(3), [honest, bad, honest])
+    assert await owners.written() == await undivided(tmp_path)
+    assert owners.asked[:3] == ["w0", "w1", "w2"]
+    assert "w1" not in owners.asked[3:]
+    assert len(owners.files()) == 4, "nothing is written twice"
+
+
+async def test_what_a_liar_has_written_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "choice", min)  # one leaf of all is read
+    owners = Owners(tmp_path, parts(2), [lying, honest])
+    assert await owners.written() == await undivided(tmp_path)
+    assert owners.asked == ["w0", "w1", "w1"]
+
+
+@pytest.mark.parametrize(
+    "answers", [[honest, blind], [readable, readable]], ids=["a part is missing", "none writes"]
+)
+async def test_where_it_cannot_be_written_it_is_pulled(
+    tmp_path: Path, answers: list[Answer]
+) -> None:
+    owners = Owners(tmp_path, parts(2), answers)
+    assert await owners.written() is None
+    owners.blobs.collect((), 0.0)
+    assert owners.files() == []
+
+
+async def test_a_member_that_may_not_see_the_folder_is_not_asked(tmp_path: Path) -> None:
+    owners = Owners(tmp_path, parts(2), [honest, honest])
+    record = owners.env.state.workers[WorkerId("w1")]
+    cast(Any, record).capability = Capability(writes_states=True, data_plane="tls")
+    assert await owners.written() is None
+    assert owners.asked == []
+
+
+async def test_parts_that_make_no_whole_contradict_each_other(tmp_path: Path) -> None:
+    first, _, last = parts(3)
+    with pytest.raises(ContradictionError, match="a slice of"):
+        await Owners(tmp_path, [first, last], [honest, honest]).written()

@@ -1,0 +1,41 @@
+"""A member that gives pieces of its snapshot, on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.tensor_transfer import serve_get
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.v1 import worker_pb2_grpc
+from stratagem.worker.session.joined_leaves import sent_pieces
+from stratagem.worker.session.session_states import Frozen
+
+
+class PieceServer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, state: Frozen) -> None:
+        self.state = state
+        self.asked: list[pb.GetStateRequest] = []
+
+    async def GetState(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.asked.append(request)
+        sent = sent_pieces(self.state, request.pieces)
+        first = partial(pb.GetStateResponse, name=self.state.name)
+        async for message in serve_get(first, sent.manifest, sent.buffers, request.offset):
+            yield message
+
+
+@asynccontextmanager
+async def serving(state: Frozen) -> AsyncIterator[tuple[str, PieceServer]]:
+    """Yield the address of a member that has this snapshot."""
+    server, servicer = make_server(), PieceServer(state)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", servicer
+    finally:
+        await server.stop(None)

@@ -1,0 +1,139 @@
+"""A member puts leaves together of pieces that it has and of those that others give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    NotFoundError,
+    OutOfRangeError,
+    UnavailableError,
+)
+from stratagem.common.base.ids import Digest
+from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.rpc.channel import PLAINTEXT
+from stratagem.common.tensors.state_leaves import LEAF_BYTES
+from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves, sent_pieces
+from stratagem.worker.session.session_states import Frozen, freeze
+from stratagem.worker.session.written_leaves import check_request, written_leaves
+from tests.worker.session.piece_server import serving
+
+UPLOAD = f"{7:010}-{'a' * 16}"
+
+
+def part(seed: int) -> Frozen:
+    generator = torch.Generator().manual_seed(seed)
+    named = {f"t{n}": torch.randn(n, generator=generator) for n in (5, 0, 300, 7)}
+    return freeze(named, {"step": "3"})
+
+
+def data(state: Frozen) -> bytes:
+    return b"".join(state.buffers)
+
+
+OWN, OTHER = part(1), part(2)
+
+
+def asked(address: str, name: str = OTHER.name) -> pb.WriteLeavesRequest:
+    """Two leaves: of pieces of both, some of them out of order, and of one's own alone."""
+    request = pb.WriteLeavesRequest(snapshot=3, upload=UPLOAD)
+    request.holders.add(name=OWN.name)
+    request.holders.add(address=address, name=name)
+    first, second = request.leaves.add(number=4), request.leaves.add(number=1)
+    for holder, offset, size in ((1, 40, 100), (0, 0, 33), (1, 3, 9), (0, 33, 0), (0, 1000, 248)):
+        first.pieces.add(holder=holder, offset=offset, size=size)
+    second.pieces.add(holder=0, offset=0, size=1248)
+    return request
+
+
+EXPECTED = data(OTHER)[40:140] + data(OWN)[:33] + data(OTHER)[3:12] + data(OWN)[1000:]
+
+
+async def test_pieces_make_the_leaf() -> None:
+    async with serving(OTHER) as (address, other):
+        request = asked(address)
+        async with LeafPieces(OWN, request, PLAINTEXT) as pieces:
+            assert b"".join(await pieces.gather(request.leaves[0])) == EXPECTED
+            assert b"".join(await pieces.gather(request.leaves[1])) == data(OWN)
+        (once,) = other.asked
+        assert [(each.offset, each.size) for each in once.pieces.ranges] == [(40, 100), (3, 9)]
+        assert once.snapshot == 3
+
+
+async def test_leaves_that_are_put_together_are_written(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    folder.temporary.mkdir(parents=True)
+    for number in range(256):
+        (folder.leaves / f"{number:02x}").mkdir()
+    async with serving(OTHER) as (address, _):
+        request = asked(address)
+        check_request(request)
+        first, *told = [each async for each in written_leaves(folder, OWN, request)]
+    assert first.name == OWN.name
+    assert [each.leaf.number for each in told] == [4, 1]
+    found = [folder.read_leaf(Digest(each.leaf.digest.hex())) for each in told]
+    assert found == [EXPECTED, data(OWN)]
+
+
+async def test_a_part_is_described_and_nothing_written(tmp_path: Path) -> None:
+    request = pb.WriteLeavesRequest(upload=UPLOAD, describe=True)
+    check_request(request)
+    (only,) = [each async for each in written_leaves(StateFolder(tmp_path), OWN, request)]
+    assert only.manifest.total_bytes == OWN.manifest.total_bytes
+    assert only.name == OWN.name
+
+
+async def test_a_snapshot_is_meant_by_its_name() -> None:
+    async with serving(part(2)) as (address, _):
+        request = asked(address)
+        async with LeafPieces(OWN, request, PLAINTEXT) as pieces:
+            with pytest.raises(UnavailableError, match=r"no snapshot .* is here"):
+                await pieces.gather(request.leaves[0])
+        async with LeafPieces(part(1), request, PLAINTEXT) as pieces:
+            with pytest.raises(NotFoundError, match="is here any more"):
+                await pieces.gather(request.leaves[1])
+
+
+async def test_who_is_gone_is_said() -> None:
+    async with serving(OTHER) as (address, _):
+        request = asked(address)
+    async with LeafPieces(OWN, request, PLAINTEXT) as pieces:
+        with pytest.raises(UnavailableError, match=f"no pieces from {address}"):
+            await pieces.gather(request.leaves[0])
+
+
+def of_nobody(request: pb.WriteLeavesRequest) -> None:
+    request.leaves[0].pieces[0].holder = 2
+
+
+def too_large(request: pb.WriteLeavesRequest) -> None:
+    request.leaves[1].pieces.add(size=LEAF_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (of_nobody, "leaves: piece of holder 2; there are 2"),
+        (too_large, f"leaves: leaf 1 has {LEAF_BYTES + 1248} bytes; allowed are up to"),
+    ],
+)
+def test_what_makes_no_leaf_is_refused(
+    change: Callable[[pb.WriteLeavesRequest], None], match: str
+) -> None:
+    request = asked("nowhere:1")
+    change(request)
+    with pytest.raises(InvalidInputError, match=match):
+        check_leaves(request)
+
+
+def test_ranges_beyond_the_end_are_refused() -> None:
+    pieces = pb.SnapshotPieces(name=OWN.name)
+    pieces.ranges.add(offset=1240, size=9)
+    with pytest.raises(OutOfRangeError, match="end behind the 1248"):
+        sent_pieces(OWN, pieces)
