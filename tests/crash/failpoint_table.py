@@ -102,6 +102,7 @@ REACHED_BY = {
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM, "Mirrors"),
     "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns", "Mirrors"),
     "worker.snapshot.compared": ("Frozen",),
+    "worker.snapshot.asked": ("AllReduce", "Gossip", "Slices", "Mirrors"),
     "worker.round.trained": (
         *("FedAvg", "OpenRoster", "Private", "Rows", "Regions", "Regions-nested"),
     ),
@@ -179,6 +180,7 @@ LATER_HITS = {
     "worker.execute.accepted": (2,),
     "worker.segment.finished": (4,),
     "worker.snapshot.taken": (5,),
+    "worker.snapshot.asked": (1, 3),
     "worker.round.trained": (1, 2),
 }
 """Other hits than the first: the second step, a later segment, the second round."""

@@ -22,7 +22,8 @@ from tests.common.observe.scrape import labelled
 from tests.common.observe.scrape import scrape_process as scraped
 from tests.crash.failure_logs import LOGS
 from tests.crash.jobs import ALL_REDUCE, GOSSIP, LOCAL, PIPELINE, crash_job, slices
-from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, until
+from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, outcome_of, until
+from tests.crash.whole_runs import assert_nothing_was_trained_twice
 from tests.jobs import NOT_TRAINED
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
@@ -311,6 +312,27 @@ MORE_OF_OWNERS = [
     ("coordinator", "coordinator.commit.pulled", 1),
     ("coordinator", "coordinator.blobs.after_rename", 2),
 ]
+
+
+OF_MIRRORED = [
+    ("worker-0", "worker.pieces.asked", 1),
+    ("worker-1", "worker.leaf.joined", 1),
+    ("worker-2", "worker.leaf.unnamed", 1),
+    ("worker-0", "worker.leaf.untold", 3),
+]
+"""Two leaves of the model that worker-0 has built are its first."""
+
+
+@pytest.mark.parametrize(("process", "failpoint", "num_passed"), OF_MIRRORED)
+def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
+    rig: Rig, undisturbed: Outcome, process: str, failpoint: str, num_passed: int
+) -> None:
+    job = {**JOB, "strategy": slices()}
+    with rig.armed(process, failpoint, num_passed), rig.running(job) as run:
+        outcome = outcome_of(run)
+    assert outcome.digests == undisturbed.digests
+    assert_nothing_was_trained_twice(run)
+    until(lambda: has_no_garbage(rig), "all that nothing names is collected")
 
 
 @pytest.mark.parametrize(

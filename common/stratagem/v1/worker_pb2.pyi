@@ -1715,7 +1715,9 @@ class WriteLeavesRequest(_message.Message):
     """The worker writes the leaves whose number leaves the remainder rank when divided by num_ranks."""
     num_ranks: _builtins.int
     describe: _builtins.bool
-    """Nothing is written: the worker says the manifest of its part and no more."""
+    """Nothing is written: the worker says the manifest of its part and no more; then that of the part
+    of the member before it, where it has a mirror of that.
+    """
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
@@ -1843,8 +1845,11 @@ class WriteLeavesResponse(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     LEAF_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    OF_MIRROR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Beside the manifest: name of the snapshot, which no other one has."""
+    of_mirror: _builtins.bool
+    """Beside the manifest: it is that of the mirror."""
     @_builtins.property
     def manifest(self) -> _tensor_pb2.Manifest: ...
     @_builtins.property
@@ -1855,10 +1860,11 @@ class WriteLeavesResponse(_message.Message):
         manifest: _tensor_pb2.Manifest | None = ...,
         leaf: Global___WrittenLeaf | None = ...,
         name: _builtins.str = ...,
+        of_mirror: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name", "of_mirror", b"of_mirror"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -1909,6 +1915,7 @@ class GetStateRequest(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
+    OF_MIRROR_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """The snapshot taken at the end of this segment (or round)."""
     live: _builtins.bool
@@ -1925,6 +1932,8 @@ class GetStateRequest(_message.Message):
     """First byte wanted."""
     base: _builtins.str
     """With `snapshot`: name of one that this session gave the caller, who has all of its bytes still."""
+    of_mirror: _builtins.bool
+    """With `snapshot`: the mirror of the part of the member before this one, and not the own part."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
@@ -1947,10 +1956,11 @@ class GetStateRequest(_message.Message):
         offset: _builtins.int = ...,
         base: _builtins.str = ...,
         pieces: Global___SnapshotPieces | None = ...,
+        of_mirror: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "offset", b"offset", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "of_mirror", b"of_mirror", "offset", b"offset", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs", "kept"]  # noqa: Y015
     _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015

@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.core.facts import ROOT, Capability, Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners
+from stratagem.coordinator.effects.synchronous.snapshot import PartHolder
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
@@ -175,15 +177,18 @@ class Owners:
         )
 
     async def written(self, holders: list[list[int]] | None = None) -> Digest | None:
-        """holders: by part, the members that have it; unless given, one each."""
+        """holders: by part, the members that have it; unless given, one each. Those with a mirror
+        of it have numbers from 100 on."""
         sessions = [WorkerSession(m, RunId("r"), ROOT, 1) for m in self.members]
         by_part = holders or [[rank] for rank in range(len(sessions))]
+        held = [
+            [PartHolder(sessions[number % 100], of_mirror=number >= 100) for number in part]
+            for part in by_part
+        ]
         async with AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(serving(state)) for state in self._held]
             self._addresses = [address for address, _ in servers]
-            found = await written_by_owners(
-                self.env, [[sessions[rank] for rank in each] for each in by_part], 3
-            )
+            found = await written_by_owners(self.env, held, 3)
         if found is None:
             return None
         manifest, buffers = manifest_of(WHOLE, Purpose.STATE, metadata=METADATA)
@@ -217,7 +222,38 @@ async def test_any_holder_of_a_part_will_do(tmp_path: Path) -> None:
     held, answers = [first, first, second, second], [blind, honest, honest, honest]
     owners = Owners(tmp_path, held, answers)
     assert await owners.written([[0, 1], [2, 3]]) == await undivided(tmp_path)
-    assert sorted(owners.asked) == ["w1", "w2"]
+    assert sorted(owners.asked) == ["w1", "w2", "w3"]
+
+
+def with_mirrors(held: list[Frozen]) -> list[Frozen]:
+    copies = [Frozen(each.manifest, each.buffers) for each in held]
+    return [replace(each, mirror=copies[rank - 1]) for rank, each in enumerate(held)]
+
+
+MIRRORED = [[0, 101], [1, 102], [2, 100]]
+
+
+@pytest.mark.parametrize("gone", [None, 0, 1, 2])
+async def test_a_mirror_stands_in_for_its_owner(tmp_path: Path, gone: int | None) -> None:
+    answers = [blind if rank == gone else honest for rank in range(3)]
+    owners = Owners(tmp_path, with_mirrors(parts(3)), answers)
+    assert await owners.written(MIRRORED) == await undivided(tmp_path)
+    assert sorted({*owners.asked}) == [f"w{rank}" for rank in range(3) if rank != gone]
+
+
+async def test_two_neighbours_are_not_stood_in_for(tmp_path: Path) -> None:
+    owners = Owners(tmp_path, with_mirrors(parts(3)), [blind, blind, honest])
+    assert await owners.written(MIRRORED) is None
+
+
+async def test_a_mirror_with_other_tensors_is_left_out(tmp_path: Path) -> None:
+    held = with_mirrors(parts(3))
+    held[1] = replace(held[1], mirror=parts(3)[2])
+    owners = Owners(tmp_path, held, [honest] * 3)
+    assert await owners.written(MIRRORED) == await undivided(tmp_path)
+    owners = Owners(tmp_path / "gone", held, [blind, honest, honest])
+    with pytest.raises(ContradictionError):
+        await owners.written(MIRRORED)
 
 
 @pytest.mark.parametrize("bad", [readable, dying, meddling], ids=lambda each: each.__name__)

@@ -258,9 +258,39 @@ def test_slices_with_a_mirror_are_lost_with_neighbours_only(
     assert run.is_recovering
 
 
-def test_a_snapshot_has_no_mirror() -> None:
-    run = play(MIRRORED, training(MIRRORED, A, B, C), formed(2, A, B))
+def test_a_snapshot_has_a_mirror_as_well() -> None:
+    run = training(MIRRORED, A, B, C, D)
+    commit, _ = due(MIRRORED, run)
+    assert commit is not None
+    assert commit.parts == ((A,), (B,), (C,), (D,))
+    assert commit.mirrors == ((B,), (C,), (D,), (A,))
+    run = play(MIRRORED, run, formed(2, A, C))
+    assert (run.open_segment, run.lineage, len(run.finished)) == (3, 0, 1)
+    commit, segment = due(MIRRORED, run)
+    assert commit is not None
+    assert segment is not None
+    assert commit.parts == ((A,), (), (C,), ())
+    assert commit.mirrors == ((), (C,), (), (A,))
+    assert commit.segment == 2
+    run = play(MIRRORED, run, committed(2), formed(3, A))
+    assert (run.open_segment, run.lineage) == (3, 1), "two have no mirrors"
+
+
+def test_a_snapshot_is_lost_with_two_neighbours() -> None:
+    run = play(MIRRORED, training(MIRRORED, A, B, C, D), formed(2, C, D))
     assert (run.open_segment, run.lineage, run.finished) == (2, 1, ())
+    # One after the other: those that are left have divided the live state anew, but no snapshot.
+    run = play(MIRRORED, training(MIRRORED, A, B, C, D), formed(2, B, C, D))
+    assert len(run.finished) == 1
+    run = play(MIRRORED, run, formed(3, C, D))
+    assert (run.open_segment, run.lineage, run.finished) == (2, 1, ())
+
+
+def test_snapshots_of_few_have_no_mirror() -> None:
+    run = training(MIRRORED, A, B)
+    commit, _ = due(MIRRORED, run)
+    assert commit is not None
+    assert commit.mirrors == ()
 
 
 def test_few_members_have_no_mirror() -> None:

@@ -13,6 +13,7 @@ from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
+from stratagem.worker.session.session_states import freeze
 from tests.jobs import job, user_data, user_model
 from tests.worker.engine.sliced_party import links_over, replicated, sliced_party
 from tests.worker.engine.support import ALLOWED, CPU, in_buckets, trainer_of
@@ -72,6 +73,9 @@ def assert_same_training(
         if is_mirrored:
             for rank, trainer in enumerate(party.trainers):
                 assert_same_slices(party.trainers[rank - 1], trainer)
+                assert_same_snapshot(party.trainers[rank - 1], trainer, is_first=rank == 1)
+        else:
+            assert [trainer.copy_mirror() for trainer in party.trainers] == [None] * size
     exchange.close()
 
 
@@ -85,6 +89,15 @@ def assert_same_slices(owner: Trainer, mirror: Trainer) -> None:
     assert list(own) == list(kept)
     assert own_texts == kept_texts
     assert all(torch.equal(own[name], kept[name]) for name in own)
+
+
+def assert_same_snapshot(owner: Trainer, mirror: Trainer, *, is_first: bool) -> None:
+    """Of the first member the part has what all members have, too; and so has its mirror."""
+    copy = mirror.copy_mirror()
+    assert copy is not None
+    kept, own = freeze(*copy), freeze(*owner.copy_state(is_first=is_first))
+    assert kept.manifest == own.manifest
+    assert [bytes(each) for each in kept.buffers] == [bytes(each) for each in own.buffers]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,22 @@ async def test_a_part_is_described_and_nothing_written(tmp_path: Path) -> None:
     (only,) = [each async for each in written_leaves(StateFolder(tmp_path), OWN, request)]
     assert only.manifest.total_bytes == OWN.manifest.total_bytes
     assert only.name == OWN.name
+
+
+async def test_a_mirror_is_described_and_given_too(tmp_path: Path) -> None:
+    both = replace(OWN, mirror=OTHER)
+    request = pb.WriteLeavesRequest(upload=UPLOAD, describe=True)
+    own, mirror = [each async for each in written_leaves(StateFolder(tmp_path), both, request)]
+    assert (own.name, own.of_mirror) == (OWN.name, False)
+    assert (mirror.name, mirror.of_mirror) == (OTHER.name, True)
+    request = asked("")
+    async with LeafPieces(both, request, PLAINTEXT) as pieces:
+        assert b"".join(await pieces.gather(request.leaves[0])) == EXPECTED
+    wanted = pb.SnapshotPieces(name=OTHER.name, ranges=[pb.ByteRange(offset=40, size=100)])
+    assert b"".join(sent_pieces(both, wanted).buffers) == data(OTHER)[40:140]
+    assert both.mirrored() is OTHER
+    with pytest.raises(NotFoundError, match="no mirror of the part of another member"):
+        OWN.mirrored()
 
 
 async def test_a_snapshot_is_meant_by_its_name() -> None:

@@ -73,6 +73,7 @@ FAILPOINTS: Final = (
     "worker.secure.opening_kept",
     "worker.secure.answered",
     "worker.execute.accepted",
+    "worker.snapshot.asked",
     "worker.pieces.asked",
     "worker.leaf.joined",
     "worker.leaf.unnamed",

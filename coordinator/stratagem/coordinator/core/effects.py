@@ -110,6 +110,9 @@ class CommitSegment:
     parts: tuple[tuple[Member, ...], ...]
     """Per part of the state, the members any of which has it."""
     metrics: tuple[tuple[str, float], ...] = ()
+    mirrors: tuple[tuple[Member, ...], ...] = ()
+    """Per part of the state, the members that have a mirror of it beside their own part; nothing
+    where no part has one."""
     streams: str = ""
     """See Base."""
     is_partial: bool = False

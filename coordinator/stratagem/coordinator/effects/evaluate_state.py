@@ -28,7 +28,7 @@ from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.evaluation_sums import fold_parts, sums_of
 from stratagem.coordinator.effects.synchronous.own_metrics import own_metrics
 from stratagem.coordinator.effects.synchronous.shown_evaluation import shown_evaluation
-from stratagem.coordinator.effects.synchronous.snapshot import pull_part
+from stratagem.coordinator.effects.synchronous.snapshot import PartHolder, pull_part
 from stratagem.coordinator.observe.event_feed import SegmentProgress
 from stratagem.coordinator.runtime.tasks.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession, state_ref
@@ -87,7 +87,7 @@ async def _predictions(env: EffectContext, effect: EvaluateState, members: list[
 
     async def pull(member: Member) -> StatePart:
         async with env.pulls:
-            return await pull_part(env, _session(effect, member), effect.base.segment)
+            return await pull_part(env, PartHolder(_session(effect, member)), effect.base.segment)
 
     if not members:
         return Digest("")

@@ -109,10 +109,10 @@ class WorkerLink:
         await _answered(self.stub.Abort(request, timeout=CLOSE_TIMEOUT_S))
 
     def snapshot(
-        self, at: WorkerSession, number: int, base: str = ""
+        self, at: WorkerSession, number: int, base: str = "", *, of_mirror: bool = False
     ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
         """Return a function that requests a snapshot of a session from an offset on; base: name of
-        one whose bytes are here."""
+        one whose bytes are here. of_mirror: that of the member before this one."""
 
         def request(offset: int) -> worker_pb2.GetStateRequest:
             return worker_pb2.GetStateRequest(
@@ -121,6 +121,7 @@ class WorkerLink:
                 snapshot=number,
                 offset=offset,
                 base=base,
+                of_mirror=of_mirror,
             )
 
         return lambda offset: self.stub.GetState(request(offset))

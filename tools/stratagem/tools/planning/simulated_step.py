@@ -103,13 +103,12 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         optimizer = live.size_of(optimizer_tensors(trainer))
         state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
         del received, cached
-    elsewhere = not_owned = 0
+    elsewhere = 0
     if partitions_state(job.strategy):
         fewest = fewest_mirrored(job.strategy)
         is_mirrored = fewest is not None and party.size >= fewest
         held = largest_slice(buckets.layout, party.size, is_mirrored=is_mirrored)
         elsewhere = round(optimizer * (1.0 - held))
-        not_owned = round(optimizer * (1.0 - largest_slice(buckets.layout, party.size)))
     return Reading(
         parameters=parameters,
         buffers=buffers,
@@ -118,7 +117,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         before_backward=live.before_backward - elsewhere,
         peak=live.peak - elsewhere,
         num_parameters=sum(param.numel() for param in trainer.model.parameters()),
-        state=state - not_owned,
+        state=state - elsewhere,
         layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
     )
 

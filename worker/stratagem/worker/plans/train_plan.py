@@ -250,7 +250,10 @@ def _conclude(
         else:
             state = trainer.copy_state(is_first=view.rank == 0, into=into)
             work.host.kept.unsent.discard(work.key.run_id)
-        work.post(work.states.keep, work.segment, freeze(*state, is_reusable=True))
+        copy = trainer.copy_mirror(into) if isinstance(trainer, Trainer) else None
+        mirror = None if copy is None else freeze(*copy, is_reusable=True)
+        frozen = freeze(*state, is_reusable=True, mirror=mirror)
+        work.post(work.states.keep, work.segment, frozen)
         work.host.stats.snapshot_stall_seconds.add(time.perf_counter() - began_s)
         segment.streams = trainer.stream_marks() if isinstance(trainer, Trainer) else {}
         segment.summary = summary

@@ -143,6 +143,9 @@ class WorkerServicer(WorkerServiceServicer):
             await self._state(request) as state,
             self._base(request) as base,
         ):
+            if request.WhichOneof("which") == "snapshot":
+                failpoint("worker.snapshot.asked")
+                state = state.mirrored() if request.of_mirror else state
             sent = SentState(state.manifest, state.buffers)
             if request.HasField("pieces"):
                 failpoint("worker.pieces.asked")

@@ -12,7 +12,6 @@ from typing import Final, Self
 from stratagem.common.base.errors import (
     ConflictError,
     InvalidInputError,
-    NotFoundError,
     StratagemError,
     UnavailableError,
 )
@@ -44,16 +43,10 @@ def check_leaves(request: pb.WriteLeavesRequest) -> None:
                 raise InvalidInputError.at("leaves", text)
 
 
-def check_name(state: Frozen, name: str) -> None:
-    """Refuse to give bytes of another snapshot than the one that is meant."""
-    if name != state.name:
-        raise NotFoundError(f"pieces.name: no snapshot {name[:40]!r} is here any more")
-
-
 def sent_pieces(state: Frozen, pieces: pb.SnapshotPieces) -> SentState:
     """Return what is sent where some ranges of a snapshot are asked for."""
-    check_name(state, pieces.name)
-    views = ByteReader(state.buffers).all_views((each.offset, each.size) for each in pieces.ranges)
+    buffers = state.named(pieces.name).buffers
+    views = ByteReader(buffers).all_views((each.offset, each.size) for each in pieces.ranges)
     return SentState(pieces_manifest(sum(map(len, views))), views)
 
 
@@ -62,7 +55,6 @@ class LeafPieces:
 
     def __init__(self, state: Frozen, request: pb.WriteLeavesRequest, proof: Proof) -> None:
         self._state, self._request, self._proof = state, request, proof
-        self._own = ByteReader(state.buffers)
         self._open = AsyncExitStack()
         self._stubs: dict[str, WorkerServiceStub] = {}
 
@@ -89,8 +81,8 @@ class LeafPieces:
         """Return the bytes of each of the pieces that one holder has."""
         holder = self._request.holders[number]
         if not holder.address:
-            check_name(self._state, holder.name)
-            return [list(self._own.views(piece.offset, piece.size)) for piece in pieces]
+            reader = ByteReader(self._state.named(holder.name).buffers)
+            return [list(reader.views(piece.offset, piece.size)) for piece in pieces]
         received = await self._pulled(holder, pieces)
         views, at = [], 0
         for piece in pieces:

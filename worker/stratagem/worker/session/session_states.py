@@ -34,6 +34,21 @@ class Frozen:
     """What no other state has; whoever has got this one can name it."""
     reusable: Mapping[str, Tensor] = field(default_factory=dict)
     """Its tensors, where a later snapshot may be copied into them when nobody needs this one."""
+    mirror: "Frozen | None" = None
+    """The part that the member before this one has of the same state, where it is here, too."""
+
+    def named(self, name: str) -> "Frozen":
+        """Return this state or its mirror, whichever has the name. Raises NotFoundError."""
+        for state in (self, self.mirror):
+            if state is not None and state.name == name:
+                return state
+        raise NotFoundError(f"no snapshot {name[:40]!r} is here any more")
+
+    def mirrored(self) -> "Frozen":
+        """Return the mirror. Raises NotFoundError where there is none."""
+        if self.mirror is None:
+            raise NotFoundError("no mirror of the part of another member is here")
+        return self.mirror
 
 
 def freeze(
@@ -43,13 +58,14 @@ def freeze(
     weight: float = 0.0,
     *,
     is_reusable: bool = False,
+    mirror: Frozen | None = None,
 ) -> Frozen:
     """Freeze tensors that the caller no longer changes, with their manifest.
 
     is_reusable: nobody else has them, so a later snapshot may be copied into them.
     """
     manifest, buffers = manifest_of(tensors, purpose, weight=weight, metadata=metadata)
-    return Frozen(manifest, buffers, reusable=tensors if is_reusable else {})
+    return Frozen(manifest, buffers, reusable=tensors if is_reusable else {}, mirror=mirror)
 
 
 class StateStore:
@@ -115,7 +131,9 @@ class StateStore:
             is_due = oldest == segment or len(self._snapshots) >= num_kept
             if not is_due or self._num_readers[oldest]:
                 return {}
-            return self._snapshots.pop(oldest).reusable
+            taken = self._snapshots.pop(oldest)
+            mirrored = {} if taken.mirror is None else taken.mirror.reusable
+            return {**taken.reusable, **mirrored}
 
     def keep_outputs(self, segment: int, outputs: Frozen) -> None:
         """Keep what the user's own metrics need of the batches evaluated at the end of a segment,

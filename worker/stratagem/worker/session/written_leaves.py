@@ -58,6 +58,9 @@ async def written_leaves(
     """
     yield pb.WriteLeavesResponse(manifest=to_proto(state.manifest), name=state.name)
     if request.describe:
+        if state.mirror is not None:
+            told = to_proto(state.mirror.manifest)
+            yield pb.WriteLeavesResponse(manifest=told, name=state.mirror.name, of_mirror=True)
         return
     writer = _Writer(folder, request)
     async with LeafPieces(state, request, proof) as pieces:

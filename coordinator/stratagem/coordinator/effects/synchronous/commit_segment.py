@@ -18,7 +18,12 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
 from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners
-from stratagem.coordinator.effects.synchronous.snapshot import from_any, pull_part, pull_snapshot
+from stratagem.coordinator.effects.synchronous.snapshot import (
+    PartHolder,
+    from_any,
+    pull_part,
+    pull_snapshot,
+)
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import StateWriter, file_writer
 from stratagem.coordinator.updates.members.merge_parts import (
@@ -59,12 +64,22 @@ async def commit_segment(env: EffectContext, effect: CommitSegment) -> None:
 
 async def _divided(env: EffectContext, effect: CommitSegment) -> tuple[Digest, int]:
     """Store a state of which members hold parts; its digest and size in bytes."""
-    sessions = [[_session(effect, member) for member in part] for part in effect.parts]
-    written = await written_by_owners(env, sessions, effect.segment)
+    parts = _holders(effect)
+    written = await written_by_owners(env, parts, effect.segment)
     if written is not None:
         return written
-    pulls = [partial(_part, env, effect, members) for members in effect.parts]
+    pulls = [partial(_part, env, holders, effect.segment) for holders in parts]
     return await merged(env, pulls, partial(state_writer, env, effect.run_id))
+
+
+def _holders(effect: CommitSegment) -> list[list[PartHolder]]:
+    """Return by part who has it: those whose own it is, and then those with a mirror of it."""
+    mirrors = effect.mirrors or ((),) * len(effect.parts)
+    return [
+        [PartHolder(_session(effect, member)) for member in own]
+        + [PartHolder(_session(effect, member), of_mirror=True) for member in also]
+        for own, also in zip(effect.parts, mirrors, strict=True)
+    ]
 
 
 async def stored_snapshot(
@@ -77,10 +92,8 @@ async def stored_snapshot(
     written = await written_by_members(env, sessions, segment)
     if written is not None:
         return written
-    by_member = {at.member: at for at in sessions}
-    return await from_any(
-        tuple(by_member), lambda member: pull_snapshot(env, by_member[member], segment)
-    )
+    holders = [PartHolder(at) for at in sessions]
+    return await from_any(holders, lambda holder: pull_snapshot(env, holder.at, segment))
 
 
 async def merged(
@@ -117,13 +130,9 @@ async def merged(
             part.data.close()
 
 
-async def _part(
-    env: EffectContext, effect: CommitSegment, members: tuple[Member, ...]
-) -> StatePart:
+async def _part(env: EffectContext, holders: Sequence[PartHolder], segment: int) -> StatePart:
     async with env.pulls:
-        return await from_any(
-            members, lambda member: pull_part(env, _session(effect, member), effect.segment)
-        )
+        return await from_any(holders, lambda holder: pull_part(env, holder, segment))
 
 
 def _session(effect: CommitSegment, member: Member) -> WorkerSession:

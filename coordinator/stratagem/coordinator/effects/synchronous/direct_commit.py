@@ -9,7 +9,7 @@ from stratagem.common.tensors.manifest import Limits, Manifest
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.state_writing import leaves_in, may_see_leaves
 from stratagem.coordinator.effects.synchronous.leaf_orders import (
-    Order,
+    LeafOrder,
     ToldLeaves,
     begun_upload,
     order_of,
@@ -45,11 +45,11 @@ def _shares(
     segment: int,
     writers: Sequence[WorkerSession],
     _: ToldLeaves,
-) -> list[Order]:
+) -> list[LeafOrder]:
     """Give each member its share by number, of a state that all of them have."""
     orders = []
     for rank, at in enumerate(writers):
-        request = order_of(env, at, store_id, upload, segment)
-        request.rank, request.num_ranks = rank, len(writers)
-        orders.append(Order(at, request))
+        order = order_of(env, at, store_id, upload, segment)
+        order.request.rank, order.request.num_ranks = rank, len(writers)
+        orders.append(order)
     return orders

@@ -5,8 +5,9 @@ whole is made, and who writes it: its writer gets what others hold from these. S
 state comes here, and the leaves are those of a state that was never divided.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import structlog
@@ -18,17 +19,17 @@ from stratagem.common.tensors.manifest import Limits, Manifest
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.state_writing import leaves_in, may_see_leaves
 from stratagem.coordinator.effects.synchronous.leaf_orders import (
-    Order,
+    DescribedPart,
+    LeafOrder,
     ToldLeaves,
     begun_upload,
-    described,
+    described_parts,
     order_of,
     written_leaves,
 )
+from stratagem.coordinator.effects.synchronous.snapshot import PartHolder
 from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.store.leaves.leaf_upload import DirectUpload
 from stratagem.coordinator.updates.members.leaf_pieces import (
-    PartPiece,
     PiecedLeaf,
     pieced_leaves,
     shared_out,
@@ -41,29 +42,31 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the state, as a member has described it that holds it."""
+    """A part of the state, and who has it under which name of a snapshot."""
 
-    at: WorkerSession
     manifest: Manifest
-    name: str
-    """Of the snapshot that is the part."""
+    sources: Mapping[WorkerId, tuple[WorkerSession, str]]
 
 
 async def written_by_owners(
-    env: EffectContext, parts: Sequence[Sequence[WorkerSession]], segment: int
+    env: EffectContext, parts: Sequence[Sequence[PartHolder]], segment: int
 ) -> tuple[Digest, int] | None:
-    """Return digest and size in bytes of the state whose parts the sessions hold, once it is
+    """Return digest and size in bytes of the state whose parts these members hold, once it is
     durable in the store; None where states are files, or a part is with nobody that can write.
 
-    parts: per part, the sessions any of which has it. Raises ContradictionError where the parts
+    parts: per part, the members any of which has it. Raises ContradictionError where the parts
     make no whole.
     """
     leaves = leaves_in(env)
-    seeing = [[at for at in each if may_see_leaves(env, at.member)] for each in parts]
+    seeing = [[each for each in part if may_see_leaves(env, each.at.member)] for part in parts]
     if leaves is None or not all(seeing):
         return None
-    with await begun_upload(env, leaves, seeing[0][0]) as upload:
-        held = [await _described(env, each, leaves.store_id, upload, segment) for each in seeing]
+    sessions = {each.at.member.worker_id: each.at for part in seeing for each in part}
+    with await begun_upload(env, leaves, seeing[0][0].at) as upload:
+        order = partial(order_of, env, store_id=leaves.store_id, upload=upload, segment=segment)
+        asked = (_described(env, order(at)) for at in sessions.values())
+        said = dict(zip(sessions, await asyncio.gather(*asked), strict=True))
+        held = [_part_of(holders, said) for holders in seeing]
         known = [part for part in held if part is not None]
         if len(known) < len(held):
             return None
@@ -73,8 +76,8 @@ async def written_by_owners(
         whole = await env.in_thread(lambda: whole_of(manifests, limits))
         pieced = await env.in_thread(lambda: _pieced(whole))
         told = ToldLeaves.of(whole.manifest, limits)
-        orders = partial(_orders, env, _Divided(leaves.store_id, upload, segment, known, pieced))
-        writers = [part.at for part in known]
+        orders = partial(_orders, env, _Divided(order, known, pieced))
+        writers = [at for who, at in sessions.items() if said[who]]
         digest = await written_leaves(env, upload, writers, told, orders)
     return None if digest is None else (digest, whole.manifest.total_bytes)
 
@@ -83,66 +86,73 @@ def _pieced(whole: WholeState) -> dict[int, PiecedLeaf]:
     return dict(enumerate(pieced_leaves(whole.manifest, whole.sources)))
 
 
-async def _described(
-    env: EffectContext,
-    holders: Sequence[WorkerSession],
-    store_id: str,
-    upload: DirectUpload,
-    segment: int,
+async def _described(env: EffectContext, order: LeafOrder) -> list[DescribedPart]:
+    """Return the parts that a member has; none where it does not say."""
+    order.request.describe = True
+    try:
+        return await described_parts(env, order.at.member, order.request)
+    except StratagemError as error:
+        log.info("no part from here", worker_id=order.at.member.worker_id, reason=str(error))
+        return []
+
+
+def _part_of(
+    holders: Sequence[PartHolder], said: Mapping[WorkerId, Sequence[DescribedPart]]
 ) -> _Part | None:
-    """Return the part that these members hold, as the first of them describes it that can."""
-    for at in holders:
-        request = order_of(env, at, store_id, upload, segment)
-        request.describe = True
-        try:
-            manifest, name = await described(env, at.member, request)
-        except StratagemError as error:
-            log.info("no part from here", worker_id=at.member.worker_id, reason=str(error))
-            continue
-        return _Part(at, manifest, name)
-    return None
+    """Return a part with those of its holders that have described it; None where none has."""
+    found = [
+        (holder.at, part)
+        for holder in holders
+        for part in said[holder.at.member.worker_id]
+        if part.of_mirror == holder.of_mirror
+    ]
+    if not found:
+        return None
+    manifest = found[0][1].manifest
+    alike = [(at, part.name) for at, part in found if part.manifest == manifest]
+    if len(alike) < len(found):
+        log.warning("a mirror of a part has other tensors, and is left out")
+    return _Part(manifest, {at.member.worker_id: (at, name) for at, name in alike})
 
 
 @dataclass(frozen=True, slots=True)
 class _Divided:
     """What orders to write leaves of one divided state are made of."""
 
-    store_id: str
-    upload: DirectUpload
-    segment: int
+    order: Callable[[WorkerSession], LeafOrder]
     parts: Sequence[_Part]
-    leaves: dict[int, PiecedLeaf] = field(repr=False)
+    leaves: Mapping[int, PiecedLeaf] = field(repr=False)
 
 
 def _orders(
     env: EffectContext, divided: _Divided, writers: Sequence[WorkerSession], told: ToldLeaves
-) -> list[Order]:
+) -> list[LeafOrder]:
     """Share the leaves that are not told yet out among the members that write."""
     due = {n: leaf for n, leaf in divided.leaves.items() if n not in told.digests}
     ids = [at.member.worker_id for at in writers]
-    held = [[n for n, p in enumerate(divided.parts) if p.at.member.worker_id == who] for who in ids]
+    held = [[n for n, part in enumerate(divided.parts) if who in part.sources] for who in ids]
     orders = []
     for at, numbers in zip(writers, shared_out(due, held), strict=True):
-        if numbers:
-            request = order_of(env, at, divided.store_id, divided.upload, divided.segment)
-            _fill(env, request, divided, at.member.worker_id, {n: due[n] for n in numbers})
-            orders.append(Order(at, request, numbers))
+        if not numbers:
+            continue
+        order = replace(divided.order(at), numbers=numbers)
+        for part in divided.parts:
+            order.request.holders.append(_holder(env, part, at, ids))
+        for number in numbers:
+            leaf = order.request.leaves.add(number=number)
+            for piece in due[number]:
+                leaf.pieces.add(holder=piece.part, offset=piece.offset, size=piece.size)
+        orders.append(order)
     return orders
 
 
-def _fill(
-    env: EffectContext,
-    request: worker_pb2.WriteLeavesRequest,
-    divided: _Divided,
-    writer: WorkerId,
-    leaves: dict[int, Sequence[PartPiece]],
-) -> None:
-    """Say of which pieces the leaves are made, and where these are."""
-    for part in divided.parts:
-        is_own = part.at.member.worker_id == writer
-        address = "" if is_own else env.links.to(part.at.member, env.state).address
-        request.holders.add(address=address, name=part.name)
-    for number, pieces in leaves.items():
-        leaf = request.leaves.add(number=number)
-        for each in pieces:
-            leaf.pieces.add(holder=each.part, offset=each.offset, size=each.size)
+def _holder(
+    env: EffectContext, part: _Part, writer: WorkerSession, writing: Collection[WorkerId]
+) -> worker_pb2.PartHolder:
+    """Return from whom a writer gets a part: itself, else one that has not failed, if any."""
+    own = part.sources.get(writer.member.worker_id)
+    if own is not None:
+        return worker_pb2.PartHolder(name=own[1])
+    good = [source for who, source in part.sources.items() if who in writing]
+    at, name = (good or list(part.sources.values()))[0]
+    return worker_pb2.PartHolder(address=env.links.to(at.member, env.state).address, name=name)

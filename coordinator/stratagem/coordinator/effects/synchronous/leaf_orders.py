@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import grpc.aio
 import structlog
@@ -83,7 +83,7 @@ class ToldLeaves:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LeafOrder:
     """What one member is asked to write."""
 
     at: WorkerSession
@@ -98,7 +98,7 @@ class Order:
         return range(self.request.rank, num_leaves, self.request.num_ranks)
 
 
-OrdersOf = Callable[[Sequence[WorkerSession], ToldLeaves], Sequence[Order]]
+OrdersOf = Callable[[Sequence[WorkerSession], ToldLeaves], Sequence[LeafOrder]]
 """Returns what is asked of members that write, for all that has not been told yet."""
 
 
@@ -143,23 +143,26 @@ def _end(begun: asyncio.Future[DirectUpload]) -> None:
 
 def order_of(
     env: EffectContext, at: WorkerSession, store_id: str, upload: DirectUpload, segment: int
-) -> worker_pb2.WriteLeavesRequest:
-    """Return a request to write leaves of a snapshot that names none yet."""
-    return worker_pb2.WriteLeavesRequest(
+) -> LeafOrder:
+    """Return an order about a snapshot that names no leaves yet."""
+    request = worker_pb2.WriteLeavesRequest(
         fence=env.links.to(at.member, env.state).fence(at.membership),
         session=at.ref,
         snapshot=segment,
         store_id=store_id,
         upload=upload.name,
     )
+    return LeafOrder(at, request)
 
 
-async def _ask_all(env: EffectContext, orders: Sequence[Order], told: ToldLeaves) -> list[WorkerId]:
+async def _ask_all(
+    env: EffectContext, orders: Sequence[LeafOrder], told: ToldLeaves
+) -> list[WorkerId]:
     """Have each member write what it is asked for; return those that have not."""
     failed: list[WorkerId] = []
     contradictions: list[ContradictionError] = []
 
-    async def ask(order: Order) -> None:
+    async def ask(order: LeafOrder) -> None:
         try:
             await _ask(env, order, told)
         except ContradictionError as error:
@@ -177,7 +180,7 @@ async def _ask_all(env: EffectContext, orders: Sequence[Order], told: ToldLeaves
     return failed
 
 
-async def _ask(env: EffectContext, order: Order, told: ToldLeaves) -> None:
+async def _ask(env: EffectContext, order: LeafOrder, told: ToldLeaves) -> None:
     member = order.at.member
     written = told.written.setdefault(member.worker_id, {})
     num_told = 0
@@ -199,20 +202,29 @@ async def _ask(env: EffectContext, order: Order, told: ToldLeaves) -> None:
         raise UnavailableError(f"worker {member.worker_id} has not written all of its leaves")
 
 
-async def described(
+class DescribedPart(NamedTuple):
+    """A part of a state as the member that has it describes it; name: of the snapshot that it
+    is."""
+
+    manifest: Manifest
+    name: str
+    of_mirror: bool
+
+
+async def described_parts(
     env: EffectContext, member: Member, request: worker_pb2.WriteLeavesRequest
-) -> tuple[Manifest, str]:
-    """Return the manifest of the snapshot that a request is about, and its name."""
+) -> list[DescribedPart]:
+    """Return what a member has of the snapshot that a request is about."""
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
-    found: list[tuple[Manifest, str]] = []
+    found: list[DescribedPart] = []
 
     def take(message: worker_pb2.WriteLeavesResponse) -> None:
-        found.append((from_proto(message.manifest, limits, Purpose.STATE), message.name))
+        manifest = from_proto(message.manifest, limits, Purpose.STATE)
+        if message.name and len(found) < 2:
+            found.append(DescribedPart(manifest, message.name, message.of_mirror))
 
     await _call(env, member, request, take)
-    if not found or not found[0][1]:
-        raise UnavailableError(f"worker {member.worker_id} does not describe its part")
-    return found[0]
+    return found
 
 
 async def _call(

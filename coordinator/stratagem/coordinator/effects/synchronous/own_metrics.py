@@ -15,7 +15,7 @@ from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.execution.execute_plan import PlanListener, finish
 from stratagem.coordinator.effects.synchronous.commit_segment import merged
 from stratagem.coordinator.effects.synchronous.shown_evaluation import lineage_of
-from stratagem.coordinator.effects.synchronous.snapshot import pull_part
+from stratagem.coordinator.effects.synchronous.snapshot import pull_part_outputs
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError, StatePart
 from stratagem.v1 import worker_pb2
@@ -44,7 +44,7 @@ async def own_metrics(
     async def pull(member: Member) -> StatePart:
         at = WorkerSession(member, effect.run_id, kept_in, effect.membership)
         async with env.pulls:
-            return await pull_part(env, at, segment, of_outputs=True)
+            return await pull_part_outputs(env, at, segment)
 
     pairs = zip(effect.members, results, strict=True)
     pulls = [partial(pull, member) for member, each in pairs if each.HasField("own_metrics")]

@@ -1,8 +1,8 @@
 """Pulls snapshots of sessions into the blob store: whole ones, or parts that make a whole."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 import structlog
@@ -18,7 +18,6 @@ from stratagem.common.base.ids import Digest, Party
 from stratagem.common.rpc.tensor_transfer import SizeOf, all_of_it, pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
-from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext, PulledSnapshot
 from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake
@@ -34,16 +33,26 @@ NOT_BY_CHANGES: Final = (ConflictError, IntegrityError, InvalidInputError, NotFo
 """What says that a snapshot is not to be had by its changes alone."""
 
 
-async def from_any(members: tuple[Member, ...], pull_from: Callable[[Member], Awaitable[T]]) -> T:
-    """Return the result of the first member that has it; raise the error of the last one when none
+class PartHolder(NamedTuple):
+    """A member that has a part of a state: its own, or that of the member before it."""
+
+    at: WorkerSession
+    of_mirror: bool = False
+
+
+async def from_any(
+    holders: Sequence[PartHolder], pull_from: Callable[[PartHolder], Awaitable[T]]
+) -> T:
+    """Return the result of the first holder that has it; raise the error of the last one when none
     has."""
-    assert members, "nobody has the snapshot"
-    for member in members[:-1]:
+    assert holders, "nobody has the snapshot"
+    for holder in holders[:-1]:
         try:
-            return await pull_from(member)
+            return await pull_from(holder)
         except StratagemError as error:
-            log.info("no snapshot here", worker_id=member.worker_id, reason=str(error))
-    return await pull_from(members[-1])
+            worker_id = holder.at.member.worker_id
+            log.info("no snapshot here", worker_id=worker_id, reason=str(error))
+    return await pull_from(holders[-1])
 
 
 async def pull_snapshot(
@@ -100,16 +109,17 @@ async def _pulled(
     return digest, manifest
 
 
-async def pull_part(
-    env: EffectContext, at: WorkerSession, segment: int, *, of_outputs: bool = False
-) -> StatePart:
-    """Pull a member's part of the state at the end of a segment, into a scratch file of the
-    caller's.
+async def pull_part(env: EffectContext, holder: PartHolder, segment: int) -> StatePart:
+    """Pull a part of the state at the end of a segment, into a scratch file of the caller's."""
+    link = env.links.to(holder.at.member, env.state)
+    ask = link.snapshot(holder.at, segment, of_mirror=holder.of_mirror)
+    return await _scratched(env, ask)
 
-    of_outputs: pull what it has kept for the user's own metrics instead.
-    """
-    link = env.links.to(at.member, env.state)
-    return await _scratched(env, (link.outputs if of_outputs else link.snapshot)(at, segment))
+
+async def pull_part_outputs(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:
+    """Pull what a member has kept for the user's own metrics, into a scratch file of the
+    caller's."""
+    return await _scratched(env, env.links.to(at.member, env.state).outputs(at, segment))
 
 
 async def pull_kept(env: EffectContext, at: WorkerSession, segment: int) -> StatePart:

@@ -83,8 +83,8 @@ class OptimizerPieces:
         self.optimizer, self.owners, self.rank = optimizer, owners, rank
         self._names, self._params = {name for name, _ in params}, [param for _, param in params]
         self._pieces = [_piece_of(*params[part.index], part) for part in owners.parts[rank]]
-        self.is_mirrored = is_mirrored
-        mirrored = owners.parts[owners.mirrored_rank(rank)] if is_mirrored else ()
+        self.is_mirrored, self.mirrored_rank = is_mirrored, owners.mirrored_rank(rank)
+        mirrored = owners.parts[self.mirrored_rank] if is_mirrored else ()
         self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
         self.summary: StepSummary | None = None
         """Of the step that was summarized last; None where its norm did not come."""
@@ -158,9 +158,10 @@ class OptimizerPieces:
         tensors, numbers = self._state(self._pieces)
         return {full: value for full, (_, _, value) in tensors.items()}, numbers
 
-    def own_state(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns (tensors by `SliceName`, metadata) of what this member owns."""
-        return self._named_state(self._pieces)
+    def own_state(self, *, of_mirror: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
+        of the one before it."""
+        return self._named_state(self._mirrored if of_mirror else self._pieces)
 
     def slices(self, *, of_mirror: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns `own_state` and the parameters of the same slice; or of the one that is mirrored

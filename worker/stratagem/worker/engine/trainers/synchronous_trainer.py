@@ -252,6 +252,11 @@ class Trainer:
         with_shared = is_first or not (self.is_sole_copy or self.pieces is not None)
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
+    def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:
+        """Returns what `copy_state` gives on the member before this one, of the mirror of its
+        slice; None without one. into: see `state_format.copied`."""
+        return self._saved.copied_mirror(self.step, into)
+
     @cached_property
     def buckets(self) -> GradientBuckets:
         """The storage of gradients that go over an exchange; it outlives memberships."""

@@ -61,6 +61,19 @@ class TrainerState:
             return state_format.optimizer_state(self.optimizer, self.params)
         return self.pieces.whole_state() if self.pieces.holds_all else ({}, {})
 
+    def copied_mirror(
+        self, step: int, into: Mapping[str, Tensor] = state_format.NOTHING
+    ) -> State | None:
+        """`copied` as the member before this one gives it, of the mirror of its slice; None without
+        one."""
+        if self.pieces is None or not self.pieces.is_mirrored:
+            return None
+        tensors, metadata = self.live(step)
+        own, numbers = self.pieces.own_state(of_mirror=True)
+        is_of_first = self.pieces.mirrored_rank == 0
+        tensors = {**(tensors if is_of_first else {}), **own}
+        return state_format.copied(tensors, into), {**metadata, **numbers}
+
     def copied(
         self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:

@@ -9,7 +9,7 @@ from stratagem.coordinator.core.effects import (
     RunSegment,
     UploadCommit,
 )
-from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS
+from stratagem.coordinator.core.facts import SKIPPED_STEPS, TRAIN_LOSS, Member
 from stratagem.coordinator.core.metric_course import num_lr_reductions
 from stratagem.coordinator.strategies.evaluation.commit_metrics import commit_metrics
 from stratagem.coordinator.strategies.scheduling.segment_schedule import (
@@ -17,10 +17,12 @@ from stratagem.coordinator.strategies.scheduling.segment_schedule import (
     schedule_of,
 )
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
+    Parts,
     PartyRun,
     SegmentRules,
     are_moved,
     latest_metrics,
+    mirrors_of,
     needs_upload,
     one_part,
     stop_reason,
@@ -43,10 +45,9 @@ def pending(
         done = run.finished[0]
         parts_of = one_part if done.kept else shape.parts_of  # what all have, any of them has
         present = frozenset(run.members)
-        parts = tuple(
-            tuple(member for member in part if member in present)
-            for part in parts_of(done.sources, run.ranks)
-        )
+        parts = _left_of(parts_of(done.sources, run.ranks), present)
+        is_mirrored = not done.kept and shape.is_mirrored(done.sources)
+        mirrors = _left_of(mirrors_of(done.sources), present) if is_mirrored else ()
         trained = {TRAIN_LOSS: done.loss} if done.step else {}  # one that trains nothing has none
         metrics = commit_metrics(job, trained, done.metrics)
         effects.add(
@@ -58,6 +59,7 @@ def pending(
                 run.membership,
                 parts,
                 metrics,
+                mirrors,
                 done.streams,
                 bool(done.kept),
             )
@@ -80,6 +82,10 @@ def pending(
     if run.members and may_begin and has_open and has_room:
         effects.add(_segment(run_id, job, run, shape, schedule))
     return frozenset(effects)
+
+
+def _left_of(parts: Parts, present: frozenset[Member]) -> Parts:
+    return tuple(tuple(member for member in part if member in present) for part in parts)
 
 
 def _segment(

@@ -130,6 +130,11 @@ def part_per_member(members: tuple[Member, ...], _ranks: tuple[int, ...]) -> Par
     return tuple((member,) for member in members)
 
 
+def mirrors_of(members: tuple[Member, ...]) -> Parts:
+    """Return who has a mirror of each member's part: the one that comes after it."""
+    return tuple((member,) for member in (*members[1:], *members[:1]))
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
     """The rules in which one synchronous strategy differs from another."""
@@ -320,20 +325,18 @@ def goes_on(
     from the last commit. are_apart: these, from each other."""
     survivors = set(run.members) & set(members)
     # A state, or a snapshot, of which all holders of a part are gone cannot be had any more.
-    parts = [
-        *_live_parts(run, shape),
-        *(part for done in run.finished for part in shape.parts_of(done.sources, run.ranks)),
-    ]
+    held_by = [run.members, *(done.sources for done in run.finished)]
+    parts = [part for held in held_by for part in _holders_of(held, run.ranks, shape)]
     is_whole = all(survivors & set(part) for part in parts)
     return is_whole and not (run.are_apart or are_apart) and not shape.returns(run.members)
 
 
-def _live_parts(run: PartyRun, shape: SegmentRules) -> Parts:
-    """Return who holds each part of what the members train on, which no snapshot has yet."""
-    if not shape.is_mirrored(run.members):
-        return shape.parts_of(run.members, run.ranks)
-    following = (*run.members[1:], *run.members[:1])
-    return tuple(zip(run.members, following, strict=True))
+def _holders_of(members: tuple[Member, ...], ranks: tuple[int, ...], shape: SegmentRules) -> Parts:
+    """Return who holds each part of what these members have trained, themselves or as a mirror."""
+    parts = shape.parts_of(members, ranks)
+    if not shape.is_mirrored(members):
+        return parts
+    return tuple((*own, *also) for own, also in zip(parts, mirrors_of(members), strict=True))
 
 
 def _is_setback(run: PartyRun, fact: MembersFormed) -> bool:
