@@ -13,14 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
-from stratagem.client.launch.kubernetes_job import (
-    GRACE_S,
-    MAX_PER_POD,
-    PodShape,
-    as_text,
-    kubernetes_job,
-    submit,
-)
+from stratagem.client.launch.kubernetes_job import as_text, kubernetes_job, submit
+from stratagem.client.launch.kubernetes_pod import GRACE_S, MAX_PER_POD, Object, PodShape
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
 from stratagem.worker.process.worker_main import STOP_GRACE_S
@@ -87,7 +81,49 @@ def test_a_worker_takes_its_arguments(
         served = [int(each.listen.rpartition(":")[2]), each.health_port, each.metrics_port]
         assert opened == served
         assert each.metrics_deployment == POD["STRATAGEM_WORKER_METRICS_DEPLOYMENT"]
-        assert container["livenessProbe"]["grpc"]["port"] == each.health_port
+        assert container["startupProbe"]["grpc"]["port"] == each.health_port
+    asked = {str(each.health_port) for each in settings}
+    for container in pod["containers"]:
+        assert asked == {port for _, port in alive_at(container)}
+
+
+def alive_at(container: Object) -> list[tuple[str, str]]:
+    """The host and port of each service that the probe asks which keeps a container alive."""
+    probe = container["livenessProbe"]
+    if "grpc" in probe:
+        return [("", str(probe["grpc"]["port"]))]
+    program, *addresses = " ".join(probe["exec"]["command"]).split(" $POD_IP:")
+    assert program == "python -m stratagem.common.health"
+    assert "POD_IP" in {item["name"] for item in container["env"]}
+    return [("$POD_IP", port) for port in addresses]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "disrupted", "action"),
+    [
+        ((75, 75), False, "Ignore"),  # preempted
+        ((137, 75), True, "Ignore"),  # its node drained, and one worker was too slow
+        ((1, 75), False, "Count"),  # one has failed, and the other left because of it
+        ((0, 137), False, "Count"),
+        ((0, 75), False, "Ignore"),
+    ],
+)
+def test_only_who_fails_counts(statuses: tuple[int, ...], disrupted: bool, action: str) -> None:
+    """By the rules as Kubernetes reads them: the first that fits, and a status of 0 fits none."""
+    made = kubernetes_job(launched(2, INSECURE), shape(per_pod=2))
+    assert first_action(made["spec"]["podFailurePolicy"]["rules"], statuses, disrupted) == action
+
+
+def first_action(rules: list[Object], statuses: tuple[int, ...], disrupted: bool) -> str:
+    for rule in rules:
+        if "onPodConditions" in rule:
+            fits = disrupted
+        else:
+            codes, is_in = rule["onExitCodes"]["values"], rule["onExitCodes"]["operator"] == "In"
+            fits = any((status in codes) is is_in for status in statuses if status)
+        if fits:
+            return str(rule["action"])
+    return "Count"
 
 
 def test_a_run_has_a_job_for_each_kind_of_nodes() -> None:

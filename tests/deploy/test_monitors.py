@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from stratagem.client.launch.kubernetes_job import MAX_PER_POD
+from stratagem.client.launch.kubernetes_pod import MAX_PER_POD
 from stratagem.common.identity.certificates import init, show
 from stratagem.common.identity.tls_files import DEFAULT_TRUST_DOMAIN, worker_name
 from stratagem.coordinator.process.coordinator_metrics import METRICS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -96,6 +97,23 @@ def test_the_health_module_is_a_program(
     wrong = subprocess.run([*program, "nowhere", "--timeout", "x"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "--timeout: invalid float value: 'x'" in wrong.stderr
+
+
+def test_the_program_asks_all_at_addresses_that_the_environment_may_complete(
+    health_address: str, servicer: health.HealthServicer
+) -> None:
+    servicer.set("", SERVING)
+    port = health_address.rpartition(":")[2]
+    program = [sys.executable, "-m", "stratagem.common.health", f"$POD_IP:{port}", health_address]
+    environ = os.environ | {"POD_IP": "127.0.0.1"}
+    done = subprocess.run(program, env=environ, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("SERVING\nSERVING\n", 0)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        program[-1] = f"127.0.0.1:{closed.getsockname()[1]}"
+        done = subprocess.run(program, env=environ, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.startswith("SERVING\nUNAVAILABLE: nobody answers at")
 
 
 def test_no_answer_is_not_healthy_and_says_why() -> None:

@@ -14,7 +14,7 @@ from stratagem.client.cli.options import CoordinatorOption, with_proof
 from stratagem.client.cli.query_commands import client_of
 from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.cli.run_commands import JobArgument, RunIdOption, SetOption
-from stratagem.client.launch import kubernetes_job, ray_script, slurm_script
+from stratagem.client.launch import kubernetes_job, kubernetes_pod, ray_script, slurm_script
 from stratagem.client.launch.site_program import check_options
 from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
@@ -178,10 +178,10 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
     with reporting():
         job, chosen = _job_of(job_path, overrides, run_id)
         words = _words(worker)
-        inside = (kubernetes_job.CODE,)
+        inside = (kubernetes_pod.CODE,)
         wanted = launch_of(job, chosen, service, workers, "python", inside, words)
         name = "stratagem-worker-gpu" if gpus else "stratagem-worker"
-        shape = kubernetes_job.PodShape(
+        shape = kubernetes_pod.PodShape(
             namespace=namespace,
             image=image or f"{name}:{version('stratagem')}",
             per_pod=per_pod,
