@@ -3,19 +3,29 @@ that the workers write by themselves.
 
     python benchmarks/commits.py --rounds 3
     python benchmarks/commits.py --rounds 2 --all --workers 2 --layers 4
+    python benchmarks/commits.py --all --workers 2 --layers 15 --ways whole direct
+    python benchmarks/commits.py --all --workers 2 --layers 15 --ways whole direct --slices
 
 Workers train the last layer of a model whose other layers are frozen, or with --all every one, and
 commit after every step. "Whole" is the same coordinator without a memory of what it was sent
-before, "direct" one with --state-path direct. The ways take turns, each with a cluster of its own.
-Printed per commit are medians, over the rounds, of the bytes that the coordinator receives, of CPU
-seconds of the coordinator and of all workers (with the step: the same in all), of seconds between
-commits, of seconds for which training stood still, and of the peak of the coordinator's memory.
+before, "changed" the coordinator as it is, "direct" one with --state-path direct. With --slices
+each of the workers has a slice of the optimizer's state, so it is put together of what all have;
+then nothing is told from the commit before, and "changed" is the same as "whole". The ways take
+turns, each with a cluster of its own. Printed per commit are medians, over the rounds, of the bytes
+that the coordinator receives, of CPU seconds of the coordinator and of all workers (with the step:
+the same in all), of seconds from the end of a segment to its commit, of seconds between commits, of
+seconds for which training stood still, and of the peaks of memory of the coordinator and of the
+worker that needed the most.
+
+The state has 67 MB for each layer, with --all twice that: 15 layers are 2 GB. Two workers need
+about seven times the state in memory then, six with --slices, and five times on the disk.
 """
 
 import argparse
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -39,7 +49,7 @@ NUM_COMMITS = 6
 NUM_WARMUP_COMMITS = 1
 STALL = "stratagem_worker_snapshot_stall_seconds"
 STATES = labelled(direction="received", kind="state")
-WAYS = ("whole", "what has changed", "direct")
+WAYS = ("whole", "changed", "direct")
 
 
 def tuned(num_layers: int, *, trains_all: bool = False) -> nn.Module:
@@ -58,25 +68,49 @@ class Costs(NamedTuple):
     received_mb: float
     coordinator_cpu_s: float
     workers_cpu_s: float
+    commit_s: float
     seconds: float
     stall_s: float
     coordinator_peak_mb: float
+    worker_peak_mb: float
 
 
-def measure(way: str, num_workers: int, num_layers: int, *, trains_all: bool) -> Costs:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    num_workers: int
+    num_layers: int
+    trains_all: bool
+    has_slices: bool
+    mirror: int | None
+
+    @property
+    def job(self) -> dict[str, Any]:
+        built = {"num_layers": self.num_layers, "trains_all": self.trains_all}
+        return document(
+            {"entrypoint": "benchmarks.commits:tuned", "kwargs": built},
+            steps=NUM_COMMITS,
+            checkpoint={"every": "1 steps"},
+            retention=2,
+            strategy={"type": "Local"} if self.num_workers == 1 else self.replicated,
+        )
+
+    @property
+    def replicated(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"partition_state": "optimizer"} if self.has_slices else {}
+        if self.mirror is not None:
+            options["mirror"] = self.mirror
+        return {
+            "type": "DataParallel",
+            "num_replicas": self.num_workers,
+            "aggregation": {"method": "AllReduce"},
+            "options": options,
+        }
+
+
+def measure(way: str, setup: Setup) -> Costs:
     program = [sys.executable, __file__, WHOLE] if way == "whole" else None
     programs = {"worker": [sys.executable, "-m", "stratagem.worker"]}
     programs["coordinator"] = program or [sys.executable, "-m", "stratagem.coordinator"]
-    job = document(
-        {
-            "entrypoint": "benchmarks.commits:tuned",
-            "kwargs": {"num_layers": num_layers, "trains_all": trains_all},
-        },
-        steps=NUM_COMMITS,
-        checkpoint={"every": "1 steps"},
-        retention=2,
-        strategy={"type": "Local"} if num_workers == 1 else replicated(num_workers),
-    )
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "STRATAGEM_COORDINATOR_METRICS_PORT": "0",
@@ -86,7 +120,7 @@ def measure(way: str, num_workers: int, num_layers: int, *, trains_all: bool) ->
             environment["STRATAGEM_COORDINATOR_STATE_PATH"] = "direct"
             environment["STRATAGEM_WORKER_STATE_FOLDER"] = f"{folder}/coordinator/states"
         cluster = LocalCluster(
-            workers=num_workers,
+            workers=setup.num_workers,
             threads=1,
             data_dir=Path(folder),
             allow=["benchmarks.*:*", "tests.userland.*:*"],
@@ -96,28 +130,31 @@ def measure(way: str, num_workers: int, num_layers: int, *, trains_all: bool) ->
         )
         with cluster, cluster.client() as client:
             pids = {name: cast(int, each.pid) for name, each in cluster.processes.items()}
-            run = client.submit(job)
+            run = client.submit(setup.job)
             seen: list[tuple[float, ...]] = []
+            finished_s: dict[int, float] = {}
+            commits_s: list[float] = []
             for item in run.watch():
+                if isinstance(item, Event) and item.kind == "SegmentFinished":
+                    finished_s[item.payload["segment"]] = item.time_s
                 if isinstance(item, Event) and item.kind == "SegmentCommitted":
+                    commits_s.append(item.time_s - finished_s[item.payload["segment"]])
                     flows = scraped(cluster, "coordinator")["stratagem_stream_bytes_total"]
                     workers = sum(_cpu_s(pids[name]) for name in cluster.worker_names)
                     stall_s = scraped(cluster, "worker-0")[f"{STALL}_sum"][()]
                     cpu = _cpu_s(pids["coordinator"]), workers
                     seen.append((flows.get(STATES, 0.0) / 1e6, *cpu, item.time_s, stall_s))
             run.result()
-            peak = resident_bytes(pids["coordinator"], "VmHWM") / 1e6
+            peaks = {name: resident_bytes(pid, "VmHWM") / 1e6 for name, pid in pids.items()}
     first, last = seen[NUM_WARMUP_COMMITS - 1], seen[-1]
     num = len(seen) - NUM_WARMUP_COMMITS
     received, coordinator, workers, seconds, stall = (
         (b - a) / num for a, b in zip(first, last, strict=True)
     )
-    return Costs(received, coordinator, workers, seconds, stall, peak)
-
-
-def replicated(num_workers: int) -> dict[str, Any]:
-    method = {"method": "AllReduce"}
-    return {"type": "DataParallel", "num_replicas": num_workers, "aggregation": method}
+    commit_s = statistics.median(commits_s[NUM_WARMUP_COMMITS:])
+    largest = max(peaks[name] for name in cluster.worker_names)
+    cpu = (coordinator, workers)
+    return Costs(received, *cpu, commit_s, seconds, stall, peaks["coordinator"], largest)
 
 
 def _cpu_s(pid: int) -> float:
@@ -143,10 +180,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of 67 MB each")
     parser.add_argument("--all", action="store_true", help="all train, with momentum: twice the MB")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--slices", action="store_true", help="of the optimizer's state, by worker")
+    parser.add_argument("--mirror", type=int, choices=(0, 1), help="of slices, unless the default")
     options = parser.parse_args()
-    found: dict[str, list[Costs]] = {way: [] for way in WAYS}
+    all_of_it, mirror = options.all, options.mirror
+    setup = Setup(options.workers, options.layers, all_of_it, options.slices, mirror)
+    found: dict[str, list[Costs]] = {way: [] for way in options.ways}
     for way, costs in list(found.items()) * options.rounds:
-        costs.append(measure(way, options.workers, options.layers, trains_all=options.all))
+        costs.append(measure(way, setup))
         print(way, costs[-1], flush=True)
     print(f"{'':18}" + "".join(f"{name:>22}" for name in Costs._fields))
     for name, rows in found.items():

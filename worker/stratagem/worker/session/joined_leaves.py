@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Final, Self
 
+import numpy as np
+
 from stratagem.common.base.errors import (
     ConflictError,
     InvalidInputError,
@@ -91,7 +93,8 @@ class LeafPieces:
         return views
 
     async def _pulled(self, holder: pb.PartHolder, pieces: Sequence[pb.LeafPiece]) -> memoryview:
-        received = memoryview(bytearray(sum(piece.size for piece in pieces)))
+        # Not a bytearray, which would write zeros into all of it first, on the event loop.
+        received = np.empty(sum(piece.size for piece in pieces), np.uint8).data
         expected = pieces_manifest(len(received))
 
         def accept(manifest: Manifest) -> memoryview:
