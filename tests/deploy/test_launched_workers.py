@@ -202,6 +202,7 @@ def test_every_run_has_a_name_that_pods_can_have(run_id: str) -> None:
         (3, (), {}, "--tls-secret: without a certificate nothing is encrypted"),
         (3, (), {"secret": "s"}, "--tls-secret: goes with --pool"),
         (3, (INSECURE,), {"pool": "p"}, "--tls-secret: goes with --pool"),
+        (1, (INSECURE,), {"memory": "8GB"}, "--memory: '8GB' is no quantity of bytes"),
         (1, (INSECURE,), {"node_labels": ("gpu",)}, "--node-label: 'gpu' is not a label"),
         (1, (INSECURE,), {"node_labels": ("a=b=c",)}, "--node-label: 'a=b=c' is not a label"),
         (1, (INSECURE,), {"node_labels": ("-a=b",)}, "--node-label: '-a=b' is not a label"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
 from stratagem.client.launch.kubernetes_pod import MAX_PER_POD
@@ -34,6 +35,7 @@ from tests.deploy.overlays import (
     templates,
     worker,
 )
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.core
 
@@ -126,6 +128,23 @@ def test_launched_workers_are_scraped_by_the_rule_of_the_standing_ones(per_pod: 
     (rule,) = named(objects, "NetworkPolicy", "stratagem-metrics")["spec"]["ingress"]
     (opened,) = rule["ports"]
     assert set(ports) <= set(range(opened["port"], opened["endPort"] + 1))
+
+
+def test_without_the_operator_pods_are_found_by_the_same_rule() -> None:
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    (told,) = [job for each in blocks for job in each.get("scrape_configs", []) if is_of_pods(job)]
+    _, found = monitors("PodMonitor")
+    (endpoint,) = named(tuple(found), "PodMonitor", "stratagem-worker")["spec"][
+        "podMetricsEndpoints"
+    ]
+    (rule,) = endpoint["relabelings"]
+    ported = [each for each in told["relabel_configs"] if each.get("regex") == rule["regex"]]
+    assert [each["source_labels"] for each in ported] == [rule["sourceLabels"]]
+
+
+def is_of_pods(job: Object) -> bool:
+    return "kubernetes_sd_configs" in job
 
 
 def test_annotations_of_launched_pods_are_those_of_standing_ones_and_hide_no_worker() -> None:

@@ -31,6 +31,7 @@ QUEUE: Final = "kueue.x-k8s.io"
 _LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
 _JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
+_MEMORY: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[kMGTPE]|[KMGTPE]i)?")
 
 DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
 
@@ -98,6 +99,9 @@ def submit(path: Path) -> str:
 
 
 def _check(launch: WorkerLaunch, shape: PodShape) -> None:
+    if _MEMORY.fullmatch(shape.memory) is None:
+        problem = f"{shape.memory!r} is no quantity of bytes, such as 24Gi"
+        raise InvalidInputError.at("--memory", problem)
     for label in shape.node_labels:
         if _NODE_LABEL.fullmatch(label) is None:
             raise InvalidInputError.at("--node-label", f"{label!r} is not a label as KEY=VALUE")
