@@ -4,11 +4,11 @@
     python benchmarks/dashboard.py --facts 20000 --workers 100 --tabs 3
 
 A coordinator process has two runs of so many facts in its journal: one of segments, one of rounds
-(of journals that clusters have written, repeated). Simulated workers of benchmarks/load.py are
-registered. A page process is asked for every route: first, and again. Then a run on a simulated
-worker commits twice a second, and so many tabs look at it as a browser does: an event stream each,
-and after what has changed the run and its pictures. The coordinator's CPU with them and without
-them is in shares of one core.
+(of journals that clusters have written, repeated). Simulated workers of
+benchmarks/simulated_hosts.py are registered. A page process is asked for every route: first, and
+again. Then a run on a simulated worker commits twice a second, and so many tabs look at it as a
+browser does: an event stream each, and after what has changed the run and its pictures. The
+coordinator's CPU with them and without them is in shares of one core.
 """
 
 import argparse
@@ -184,9 +184,9 @@ def main() -> None:
         fill(folder / "coordinator" / "journal.sqlite", chosen.facts)
         cluster = stack.enter_context(LocalCluster(workers=0, data_dir=folder))
         client: Any = stack.enter_context(cluster.client())
-        script = str(ROOT / "benchmarks" / "load.py")
+        script = str(ROOT / "benchmarks" / "simulated_hosts.py")
         workers = stack.enter_context(
-            child(script, "--simulate", cluster.address, str(chosen.workers))
+            child(script, cluster.address, "--workers", str(chosen.workers))
         )
         assert workers.stdout is not None
         workers.stdout.readline()

@@ -5,9 +5,14 @@
     python benchmarks/load.py --workers 1000 --runs 5 15 50
     python benchmarks/load.py --rendezvous 1000                # one run with so many members
 
-The coordinator is the real one, in a process of its own. The workers are simulated in other ones
-(`simulated_hosts.py`). This process asks for the latencies. A heartbeat does nothing but renew a
+The coordinator is the real one, in a process of its own; the workers are simulated in other ones
+(`simulated_site.py`). This process asks for the latencies. A heartbeat does nothing but renew a
 lease, so how long it takes is how late the event loop is.
+
+What a late answer is owed to: "asked late" is how late this process itself was, which others on the
+machine are to blame for. "Loop busy" is the processor's time of the longest callback, or garbage
+collection, of the coordinator's event loop, with its name: this is the coordinator's own. "Loop
+blocked" is the longest by the clock, with its waits for a processor.
 
 Rows: workers without runs; then, on the most workers, runs, each on a worker of its own. The
 coordinator's CPU is measured while nobody asks. In "with a page" somebody lists all workers and
@@ -19,17 +24,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.simulated_hosts import INCARNATION, name_of  # noqa: E402
+from benchmarks.simulated_site import Site, cpu_s, memory_mb, site  # noqa: E402
+from benchmarks.watched_coordinator import Stall  # noqa: E402
 from stratagem.common.rpc.channel import open_channel  # noqa: E402
 from stratagem.v1 import coordinator_pb2 as pb  # noqa: E402
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub  # noqa: E402
-from tests.free_ports import free_port  # noqa: E402
 
 CALLS_PER_S = 50
 PATIENCE_S = 600.0
@@ -85,6 +85,12 @@ class Row:
     heartbeat_ms: tuple[float, float]
     """p50 and p99."""
     status_ms: tuple[float, float]
+    late_ms: float
+    """p99 of how late this process itself was, to ask for the status."""
+    stall: Stall | None
+    """What has kept the coordinator's event loop busy for longest, without a page."""
+    stall_ms: float
+    """The longest time that anything has blocked it, waits for a processor included."""
     page_ms: tuple[float, float]
     """Of the status, while somebody lists workers and scrapes."""
     list_ms: float
@@ -92,7 +98,8 @@ class Row:
 
     def cells(self) -> list[str]:
         per_commit = f"{1000 * self.cpu / self.commits_per_s:.1f}" if self.commits_per_s else ""
-        pairs = (self.heartbeat_ms, self.status_ms, self.page_ms)
+        stall = self.stall
+        blocked = "< 5" if stall is None else f"{stall.cpu_ms:.0f} ({stall.what})"
         return [
             f"{self.load.num_workers}",
             f"{self.load.num_runs}",
@@ -101,7 +108,12 @@ class Row:
             f"{100 * self.load_cpu:.0f}",
             f"{1e6 * self.cpu / self.load.num_workers:.0f}",
             per_commit,
-            *(f"{a:.1f} / {b:.1f}" for a, b in pairs),
+            _pair(self.heartbeat_ms),
+            _pair(self.status_ms),
+            f"{self.late_ms:.1f}",
+            blocked,
+            f"{self.stall_ms:.0f}",
+            _pair(self.page_ms),
             f"{self.list_ms:.0f}",
             f"{self.scrape_ms:.0f}",
             f"{self.memory_mb:.0f}",
@@ -118,6 +130,9 @@ HEAD = [
     "ms per commit",
     "heartbeat ms p50 / p99",
     "status ms p50 / p99",
+    "asked late ms p99",
+    "loop busy ms CPU",
+    "loop blocked ms",
     "with a page",
     "list workers ms",
     "scrape ms",
@@ -125,80 +140,10 @@ HEAD = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A coordinator with registered workers."""
-
-    address: str
-    metrics: str
-    pid: int
-    hosts: tuple[int, ...]
-    register_s: float
-    register_cpu_s: float
-
-    def load_cpu_s(self) -> float:
-        return sum(map(_cpu_s, self.hosts))
-
-
-@contextmanager
-def site(num_workers: int, num_hosts: int, beats: str, together: int = 0) -> Iterator[Site]:
-    """Start a coordinator, and workers, of which so many of a host register at once; 0: all."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        address, ready = f"127.0.0.1:{free_port()}", folder / "ready"
-        flags = ["--listen", address, "--data-dir", str(folder / "data"), "--metrics-port", "0"]
-        flags += ["--max-workers", str(max(10_000, num_workers)), "--ready-file", str(ready)]
-        coordinator = subprocess.Popen(
-            [sys.executable, "-m", "stratagem.coordinator", *flags], stderr=subprocess.PIPE
-        )
-        stack.callback(_end, coordinator)
-        _wait_until_it_serves(coordinator)
-        cpu_s = _cpu_s(coordinator.pid)
-        hosts = []
-        for k in range(num_hosts):
-            first, end = (num_workers * i // num_hosts for i in (k, k + 1))
-            command = [sys.executable, str(Path(__file__).with_name("simulated_hosts.py")), address]
-            command += ["--first", str(first), "--workers", str(end - first), "--beats", beats]
-            command += ["--together", str(together)]
-            host = subprocess.Popen(command, stdout=subprocess.PIPE)
-            stack.callback(_end, host)
-            hosts.append(host)
-        took_s = max(_said(host) for host in hosts)
-        yield Site(
-            address,
-            json.loads(ready.read_text())["metrics_address"],
-            coordinator.pid,
-            tuple(host.pid for host in hosts),
-            took_s,
-            _cpu_s(coordinator.pid) - cpu_s,
-        )
-
-
 def measure(load: Load) -> Row:
     """One coordinator with that many workers and runs, for some seconds after a warm-up."""
     with site(load.num_workers, load.num_hosts, load.beats, load.together) as at:
         return asyncio.run(_ask(load, at))
-
-
-def _said(host: subprocess.Popen[bytes]) -> float:
-    assert host.stdout is not None
-    return float(json.loads(host.stdout.readline()))
-
-
-def _wait_until_it_serves(coordinator: subprocess.Popen[bytes]) -> None:
-    """Read the log of a coordinator until it says so; what follows is read for nobody."""
-    log, said = coordinator.stderr, b""
-    assert log is not None
-    while b"coordinator serves" not in said:
-        line = log.readline()
-        assert line, said.decode()
-        said += line
-    threading.Thread(target=lambda: collections.deque(log, maxlen=0), daemon=True).start()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
 
 
 async def _ask(load: Load, at: Site) -> Row:
@@ -208,11 +153,11 @@ async def _ask(load: Load, at: Site) -> Row:
             request = pb.SubmitRunRequest(run_id=f"r{n}", job_json=json.dumps(JOB))
             await stub.SubmitRun(request)
         await asyncio.sleep(12 + 0.02 * load.num_runs)  # the longest interval of heartbeats
-        commits, cpu_s, load_cpu_s = await _commits(stub), _cpu_s(at.pid), at.load_cpu_s()
+        commits, before_s, load_s = await _commits(stub), cpu_s(at.pid), at.load_cpu_s()
         began_s = time.monotonic()
         await asyncio.sleep(load.seconds)
         took_s = time.monotonic() - began_s
-        cpu_s, load_cpu_s = _cpu_s(at.pid) - cpu_s, at.load_cpu_s() - load_cpu_s
+        used_s, load_s = cpu_s(at.pid) - before_s, at.load_cpu_s() - load_s
         commits = await _commits(stub) - commits
 
         def status() -> Awaitable[object]:
@@ -220,10 +165,12 @@ async def _ask(load: Load, at: Site) -> Row:
                 return stub.GetRun(pb.GetRunRequest(run_id="r0"))
             return stub.ListRuns(pb.ListRunsRequest())
 
+        late: list[float] = []
         beats, states = await asyncio.gather(
             _latencies(lambda: stub.Heartbeat(_BEAT), load.seconds),
-            _latencies(status, load.seconds),
+            _latencies(status, load.seconds, late),
         )
+        stalls = at.stalls(began_s, time.monotonic())
         paging = asyncio.create_task(_page(stub, at.metrics))
         paged = await _latencies(status, load.seconds)
         paging.cancel()
@@ -233,12 +180,15 @@ async def _ask(load: Load, at: Site) -> Row:
         load,
         at.register_s,
         at.register_cpu_s,
-        cpu_s / took_s,
-        load_cpu_s / took_s,
-        _memory_mb(at.pid),
+        used_s / took_s,
+        load_s / took_s,
+        memory_mb(at.pid),
         commits / took_s,
         _p50_p99(beats),
         _p50_p99(states),
+        _p50_p99(late)[1],
+        max(stalls, key=lambda each: each.cpu_ms, default=None),
+        max((each.wall_ms for each in stalls), default=0.0),
         _p50_p99(paged),
         _p50_p99(list_ms)[0],
         _p50_p99(scrape_ms)[0],
@@ -279,31 +229,32 @@ async def _commits(stub: Any) -> int:
     return sum(run.segment for run in runs)
 
 
-async def _latencies(call: Callable[[], Awaitable[object]], seconds: float) -> list[float]:
-    """Milliseconds of calls that are made at fixed times, one after another."""
+async def _latencies(
+    call: Callable[[], Awaitable[object]], seconds: float, late: list[float] | None = None
+) -> list[float]:
+    """Milliseconds of calls that are made at fixed times, one after another; late: gets how late
+    each one was made."""
     found: list[float] = []
     end_s = time.monotonic() + seconds
     while (began_s := time.monotonic()) < end_s or not found:
         await call()
         took_s = time.monotonic() - began_s
         found.append(1000 * took_s)
-        await asyncio.sleep(max(0.0, 1 / CALLS_PER_S - took_s))
+        pause_s = max(0.0, 1 / CALLS_PER_S - took_s)
+        due_s = time.monotonic() + pause_s
+        await asyncio.sleep(pause_s)
+        if late is not None:
+            late.append(1000 * (time.monotonic() - due_s))
     return found
 
 
-def _p50_p99(values: list[float]) -> tuple[float, float]:
+def _pair(values: tuple[float, float]) -> str:
+    return " / ".join(f"{each:.1f}" for each in values)
+
+
+def _p50_p99(values: Sequence[float]) -> tuple[float, float]:
     low, high = np.percentile(values, [50, 99])
     return float(low), float(high)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _memory_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
 # ---- one run with many members ----
@@ -312,9 +263,9 @@ def _memory_mb(pid: int) -> float:
 def rendezvous(num_members: int, num_hosts: int) -> None:
     """Have so many workers register at once, and a run form of all of them and finish a segment."""
     with site(num_members, num_hosts, "stream") as at:
-        cpu_s = _cpu_s(at.pid)
+        before_s = cpu_s(at.pid)
         took_s = asyncio.run(_meet(at, num_members))
-        cells = [num_members, at.register_s, at.register_cpu_s, took_s, _cpu_s(at.pid) - cpu_s]
+        cells = [num_members, at.register_s, at.register_cpu_s, took_s, cpu_s(at.pid) - before_s]
     print("members | register s | CPU s | until the first segment s | CPU s")
     print(" | ".join(f"{cell:.1f}" if isinstance(cell, float) else f"{cell}" for cell in cells))
 

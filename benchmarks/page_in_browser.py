@@ -50,9 +50,9 @@ def main() -> None:
         fill(folder / "coordinator" / "journal.sqlite", chosen.facts)
         cluster = stack.enter_context(LocalCluster(workers=0, data_dir=folder))
         client: Any = stack.enter_context(cluster.client())
-        script = str(ROOT / "benchmarks" / "load.py")
+        script = str(ROOT / "benchmarks" / "simulated_hosts.py")
         workers = stack.enter_context(
-            child(script, "--simulate", cluster.address, str(chosen.workers))
+            child(script, cluster.address, "--workers", str(chosen.workers))
         )
         assert workers.stdout is not None
         workers.stdout.readline()

@@ -198,14 +198,15 @@ class World:
     numerics: int = 0
     """Version of the numerics rules that the run follows; 0 where it is nobody's."""
     _under: dict[int, "World"] = field(default_factory=dict, repr=False, compare=False)
-    _whole: "World | None" = field(default=None, repr=False, compare=False)
-    """The world that this one was made of by `under`."""
+    _sorted: list[tuple[WorkerRecord, ...]] = field(default_factory=list, repr=False, compare=False)
+    """The usable workers once somebody has asked. Worlds made by `under` share the list and know
+    nothing of the one they were made of: a circle of thousands of workers, made with each change,
+    would wait for the garbage collector."""
 
     def under(self, numerics: int) -> "World":
         """Return the world as a run sees it that follows this version of the numerics rules."""
         if numerics not in self._under:
-            seen = replace(self, numerics=numerics, found={}, _under={}, _whole=self)
-            self._under[numerics] = seen
+            self._under[numerics] = replace(self, numerics=numerics, found={}, _under={})
         return self._under[numerics]
 
     def usable(self) -> list[WorkerRecord]:
@@ -224,14 +225,14 @@ class World:
     def _current(self) -> tuple[WorkerRecord, ...]:
         return tuple(record for record in self._usable if self._is_current(record))
 
-    @cached_property
+    @property
     def _usable(self) -> tuple[WorkerRecord, ...]:
         """The workers that are alive and not draining, sorted once for all runs that ask."""
-        if self._whole is not None:
-            return self._whole._usable
-        usable = [record for record in self.workers.values() if record.is_usable]
-        usable.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
-        return tuple(usable)
+        if not self._sorted:
+            usable = [record for record in self.workers.values() if record.is_usable]
+            usable.sort(key=lambda w: (self.load.get(w.member.worker_id, 0), w.member.worker_id))
+            self._sorted.append(tuple(usable))
+        return self._sorted[0]
 
     def holds(self, member: Member) -> bool:
         """Return True while exactly this start of the worker is alive and not draining."""

@@ -25,6 +25,7 @@ from stratagem.common.rpc.server import add_health, make_health_server, make_ser
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.listeners import CoordinatorSecurity, host_and_port
 from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor
+from stratagem.coordinator.runtime.garbage_collection import small_portions
 from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
@@ -68,7 +69,7 @@ async def _serve(settings: Settings) -> None:
     security = CoordinatorSecurity(settings)
     host, _ = host_and_port("listen", settings.listen)
     monitor = CoordinatorMonitor(settings)
-    async with monitor.served(host) as metrics:
+    async with small_portions(), monitor.served(host) as metrics:
         await _serve_calls(settings, security, monitor, metrics)
 
 
