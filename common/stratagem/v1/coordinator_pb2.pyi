@@ -1847,6 +1847,7 @@ class HeartbeatStreamResponse(_message.Message):
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     LEASE_TTL_S_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    RUN_UNKNOWN_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     time_s: _builtins.float
     """The coordinator's wall clock, in seconds since 1970; to compare times of workers, no more."""
@@ -1860,6 +1861,8 @@ class HeartbeatStreamResponse(_message.Message):
     """Without a beat for this long the worker is lost."""
     released: _builtins.bool
     """The run that it was started for has ended, or is not known: the worker may leave."""
+    run_unknown: _builtins.bool
+    """With `released`: the run is not known. It was deleted, or its id is misspelt."""
     def __init__(
         self,
         *,
@@ -1869,10 +1872,11 @@ class HeartbeatStreamResponse(_message.Message):
         interval_s: _builtins.float = ...,
         lease_ttl_s: _builtins.float = ...,
         released: _builtins.bool = ...,
+        run_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s", "lease_ttl_s", b"lease_ttl_s", "num_beats", b"num_beats", "released", b"released", "term", b"term", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s", "lease_ttl_s", b"lease_ttl_s", "num_beats", b"num_beats", "released", b"released", "run_unknown", b"run_unknown", "term", b"term", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,8 @@ from rich.cells import cell_len
 from stratagem.client.sdk.views import Event, Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.run_line import live_line, plain_line
-from stratagem.client.terminal.wording import bar_text, duration_text, number_text
+from stratagem.client.terminal.tables import metrics_text
+from stratagem.client.terminal.wording import MAX_METRICS, bar_text, duration_text, number_text
 from tests.client.terminal.items import (
     closed,
     fact,
@@ -233,6 +234,20 @@ def test_where_there_is_no_terminal_the_line_has_the_id_and_no_bar() -> None:
     run = followed(finished(1), steps(150))
     assert plain_line(run).startswith("mine-1  25%  step 150/600  loss 2.83  1,210 rows/s  test")
     assert plain_line(followed()) == "mine-1  PENDING"
+
+
+def test_of_many_metrics_a_line_has_a_few_and_says_how_many_more_there_are() -> None:
+    many = {f"test.metric_{n:02}": 0.5 for n in range(65)}
+    text = plain_line(followed(finished(1, metrics=many), steps(150, metrics=many)))
+    assert text.count("test.metric_") == 2 * MAX_METRICS
+    assert text.count("57 more metrics") == 2
+    assert len(text) < 600
+    one_more = dict(list(many.items())[: MAX_METRICS + 1])
+    assert plain_line(followed(finished(1, metrics=one_more), steps(150))).endswith("1 more metric")
+    found = metrics_text(many | {"test.worst": 0.1}, "test.worst", in_short=True)
+    assert found.startswith("test.worst 0.1  test.metric_00 0.5  ")
+    assert found.endswith("test.metric_06 0.5  58 more metrics")
+    assert metrics_text(many).count("test.metric_") == 65
 
 
 LONG = steps(143, 212, training_phase="PREDICT", metrics={"train.distance": 1.0, "ä漢": 2.0})

@@ -98,10 +98,11 @@ async def test_the_end_of_its_run_is_told_to_a_worker_at_once(tmp_path: Path) ->
         assert not (await said(call, hello)).released
         await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
         answer = await heard(call)
-        assert (answer.released, answer.num_beats) == (True, 1)
+        assert (answer.released, answer.num_beats, answer.run_unknown) == (True, 1, False)
         call.cancel()
         unknown = pb.HeartbeatStreamRequest(worker_id="w", incarnation="one", for_run="r-2")
-        assert (await said(stub.HeartbeatStream(), unknown)).released
+        answer = await said(stub.HeartbeatStream(), unknown)
+        assert (answer.released, answer.run_unknown) == (True, True)
 
 
 async def test_a_worker_that_leaves_is_known_to_no_stream(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Fake(CoordinatorServiceServicer):
         self.singles: list[pb.HeartbeatRequest] = []
         self.streams: list[list[pb.HeartbeatStreamRequest]] = []
         self.left: list[pb.LeaveRequest] = []
-        self.released = False
+        self.released = self.run_unknown = False
         self.changed = asyncio.Condition()
 
     async def wait(self, condition: Any) -> None:
@@ -86,7 +86,11 @@ class New(Fake):
                 return
             if self.answers:
                 yield pb.HeartbeatStreamResponse(
-                    term=2, num_beats=len(beats), interval_s=INTERVAL_S, released=self.released
+                    term=2,
+                    num_beats=len(beats),
+                    interval_s=INTERVAL_S,
+                    released=self.released,
+                    run_unknown=self.run_unknown,
                 )
 
 
@@ -260,3 +264,16 @@ async def test_a_registration_that_waits_is_given_more_time_each_time(
     async with served(fake) as address, beating(address):
         await fake.wait(lambda: fake.num_registered)
     assert left_s[0] < 0.3 < left_s[2] < 0.9
+
+
+@pytest.mark.parametrize("was_there", [False, True], ids=["never there", "deleted"])
+async def test_a_run_that_was_never_there_is_told_from_one_that_is_gone(was_there: bool) -> None:
+    fake, told = New(), asyncio.Queue[str]()
+    fake.released = fake.run_unknown = not was_there
+    async with served(fake) as address, beating(address) as agent:
+        agent.on_released = lambda: told.put_nowait("ended")
+        agent.on_unknown = lambda: told.put_nowait("unknown")
+        await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 3)
+        fake.released = fake.run_unknown = True
+        async with asyncio.timeout(PATIENCE_S):
+            assert await told.get() == ("ended" if was_there else "unknown")

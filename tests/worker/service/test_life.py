@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.common.process.process_exit import PREEMPTED
+from stratagem.common.process.process_exit import MISTAKEN, PREEMPTED
 from stratagem.common.rpc.channel import open_channel
 from stratagem.worker.process.shutdown import REPEAT_S, Stop
 from tests.jobs import user_model
@@ -132,6 +132,18 @@ def test_a_scheduler_preempts_and_a_person_does_not(
     stop.note(number, 100.0)
     stop.release("the end of run r")
     assert stop.is_preemption is is_preemption
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_who_was_started_for_a_run_that_is_not_there_has_not_done_its_work(
+    is_launched: bool,
+) -> None:
+    stop = Stop()
+    stop.refuse("no run is known")
+    assert (stop.told.is_set(), stop.status(is_launched)) == (True, MISTAKEN)
+    assert not stop.note(signal.SIGTERM, 100.0), "it ends already"
+    assert stop.status(is_launched) == MISTAKEN
 
 
 @pytest.mark.core

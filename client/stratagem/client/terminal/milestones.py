@@ -90,8 +90,7 @@ def _segment(run: FollowedRun, event: Event) -> Iterator[str]:
         yield count_text(run)
     if run.mean_loss is not None:
         yield f"mean loss {number_text(run.mean_loss)}"
-    found = evaluations_in(event.payload)
-    yield from (text for text in evaluation_texts(run) if text.rpartition(" ")[0] in found)
+    yield from evaluation_texts(run, evaluations_in(event.payload))
     seconds, num_rows = event.payload.get("seconds"), event.payload.get("num_rows")
     if seconds and num_rows and run.step:
         yield f"{num_rows / seconds:,.0f} rows/s"

@@ -6,7 +6,7 @@ left stay longest.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,13 @@ from rich.text import Text
 from stratagem.client.course.rounds import ClientState
 from stratagem.client.sdk.views import Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
-from stratagem.client.terminal.wording import bar_text, duration_text, number_text
+from stratagem.client.terminal.wording import (
+    bar_text,
+    duration_text,
+    few,
+    more_text,
+    number_text,
+)
 from stratagem.common.base.printable_text import printable
 from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
 
@@ -147,16 +153,21 @@ def loss_of(run: FollowedRun) -> float | None:
     return next(closed, None)
 
 
-def evaluation_texts(run: FollowedRun) -> list[str]:
+def evaluation_texts(run: FollowedRun, among: Container[str] | None = None) -> list[str]:
     """Return the numbers of the newest evaluation, the one that decides first; and what is spent of
-    a privacy budget."""
+    a privacy budget. Of many, MAX_METRICS and how many more there are.
+
+    among: of these metrics alone, unless None.
+    """
     known = without_spreads(run.metrics)
+    names = sorted(known, key=lambda name: (name != run.scored_by, name))
+    names = [name for name in names if among is None or name in among]
     texts = []
-    for name in sorted(known, key=lambda name: (name != run.scored_by, name)):
+    for name in few(names):
         ends = range_of(run.metrics, name)
         over = "" if ends is None else f" ({number_text(ends[0])} to {number_text(ends[1])})"
         texts.append(f"{name} {number_text(known[name])}{over}")
-    return texts
+    return [*texts, more_text(names)] if more_text(names) else texts
 
 
 def _is_counting(run: FollowedRun) -> bool:
@@ -186,8 +197,11 @@ def _fields(run: FollowedRun) -> Iterator[Field]:
         yield from _of_time(latest)
     if not run.is_population:  # its members' scores are shown already
         yield from (Field(printable(each, is_line=True)) for each in evaluation_texts(run))
-    for name, value in () if latest is None else sorted(latest.metrics.items()):
-        yield Field(printable(f"{name} {number_text(value)}", is_line=True))
+    of_step = {} if latest is None else latest.metrics
+    for name in few(sorted(of_step)):
+        yield Field(printable(f"{name} {number_text(of_step[name])}", is_line=True))
+    if more := more_text(sorted(of_step)):
+        yield Field(more)
 
 
 def _phases(run: FollowedRun) -> Iterator[str]:

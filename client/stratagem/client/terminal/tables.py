@@ -19,6 +19,7 @@ from rich.text import Text
 
 from stratagem.client.report.run_values import progress_text
 from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
+from stratagem.client.terminal.wording import few, more_text
 from stratagem.common.base.printable_text import printable
 from stratagem.common.base.wording import values_text
 from stratagem.common.diagnostics.findings import Finding, Level
@@ -67,15 +68,21 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
+def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: bool = False) -> str:
     """test.accuracy 0.9722 (0.91 to 0.99)  train.loss 0.0312: with the range over clients, where
-    there is one."""
+    there is one.
+
+    first: the metric that comes before the others; in_short: of many a few, and how many more.
+    """
+    known = without_spreads(metrics)
+    names = sorted(known, key=lambda name: (name != first, name))
     parts = []
-    for name, value in sorted(without_spreads(metrics).items()):
+    for name in few(names) if in_short else names:
         ends = range_of(metrics, name)
         over = "" if ends is None else f" ({ends[0]:.4g} to {ends[1]:.4g})"
-        parts.append(f"{name} {value:.4g}{over}")
-    return "  ".join(parts)
+        parts.append(f"{name} {known[name]:.4g}{over}")
+    more = more_text(names) if in_short else ""
+    return "  ".join(filter(None, (*parts, more)))
 
 
 def amount_text(status: RunStatus) -> str:
@@ -266,7 +273,9 @@ def _commits_table(status: RunStatus, *, with_states: bool) -> Table:
         ]
         where = [_state_text(commit)] if with_states else []
         measured = {n: v for n, v in commit.metrics.items() if n not in SIDE_METRICS}
-        metrics = metrics_text(measured) or _measured_elsewhere(status, commit)
+        chief = _chief_metric(status)
+        metrics = metrics_text(measured, chief, in_short=True)
+        metrics = metrics or _measured_elsewhere(status, commit)
         table.add_row(str(commit.segment), str(commit.step), ", ".join(kinds), metrics, *where)
     return table
 

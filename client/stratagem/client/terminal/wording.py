@@ -1,10 +1,15 @@
 """Numbers and times as short texts."""
 
 import math
+from collections.abc import Sequence
 from typing import Final
+
+from stratagem.common.base.wording import counted
 
 DIGITS: Final = 3
 """Significant digits of a number in a line."""
+MAX_METRICS: Final = 8
+"""Metrics in a line; with thirty and more it would fill half a screen."""
 FULL, HALF, EMPTY = "━", "╸", "─"
 
 
@@ -26,6 +31,17 @@ def duration_text(seconds: float) -> str:
     if hours >= 100:
         return f"{whole / 86_400:,.0f} days"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def few(names: Sequence[str]) -> Sequence[str]:
+    """Return those of the metrics that a line shows."""
+    return names[:MAX_METRICS]
+
+
+def more_text(names: Sequence[str]) -> str:
+    """Return how many metrics a line leaves out: "57 more metrics"; "" for none."""
+    num_more = len(names) - len(few(names))
+    return "" if num_more <= 0 else counted(num_more, "more metric")
 
 
 def bar_text(fraction: float, cells: int) -> str:

@@ -25,6 +25,9 @@ PREEMPTED: Final = 75
 """The exit status of a worker that a launcher started and a signal ended while it was wanted
 (EX_TEMPFAIL of sysexits.h): its launcher starts it again."""
 
+MISTAKEN: Final = 2
+"""The exit status of a program that was started with a value that cannot be right."""
+
 _libc: Final = ctypes.CDLL(None)  # loaded once, so that a fork has it
 
 

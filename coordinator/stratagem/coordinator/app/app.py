@@ -120,7 +120,9 @@ class App:
         self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
         self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
         self.leases = Leases(_pace_of(settings), loop.clock.now, self._lose, self._forget_stream)
-        self.heartbeats = HeartbeatStreams(self.leases, loop.term, self.is_over, self._drain)
+        self.heartbeats = HeartbeatStreams(
+            self.leases, loop.term, self.is_over, self._is_known, self._drain
+        )
         self.barriers = Barriers(self._membership)
         self.supervisor = RunSupervisor(
             lambda effect: perform(self.env, effect),
@@ -389,6 +391,9 @@ class App:
         self._chores.do(self._collecting.ask(), "collect blobs")
 
     # ---- what others ask ----
+
+    def _is_known(self, run_id: RunId) -> bool:
+        return self.loop.state.find(run_id) is not None
 
     def _is_usable(self, member: Member) -> bool:
         """Return True when this start of a worker is registered, as far as anybody knows."""

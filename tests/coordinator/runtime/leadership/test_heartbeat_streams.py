@@ -55,11 +55,17 @@ class Rig:
     def __init__(self, lasts_s: float = 3600.0) -> None:
         self.now_s = 0.0
         self.over: set[RunId] = set()
+        self.deleted: set[RunId] = set()
         self.drained: list[Member] = []
         self.revoked = False
         self.leases = Leases(RULE, lambda: self.now_s, self._lose, lambda m: self.streams.end(m))
         self.streams = HeartbeatStreams(
-            self.leases, 7, self.over.__contains__, self._drain, lasts_s=lasts_s
+            self.leases,
+            7,
+            self.over.__contains__,
+            lambda run_id: run_id not in self.deleted,
+            self._drain,
+            lasts_s=lasts_s,
         )
 
     async def open(self, who: Member, for_run: str = "") -> Worker:

@@ -69,9 +69,13 @@ class Agent:
     """The run that this process was started for."""
     on_released: Callable[[], None] = lambda: None
     """Called once that run has ended."""
+    on_unknown: Callable[[], None] = lambda: None
+    """Called in its place where the coordinator knows no such run, and never did in the time of
+    this process: one that is deleted after its end has just ended."""
     is_registered: asyncio.Event = field(default_factory=asyncio.Event)
     heard_s: float = field(default_factory=time.monotonic)
     """When the coordinator last answered; at first, the start."""
+    _has_known_run: bool = False
     _is_draining: bool = False
     _beat_now: asyncio.Event = field(default_factory=asyncio.Event)
     _has_said_drain: asyncio.Event = field(default_factory=asyncio.Event)
@@ -246,8 +250,10 @@ class Agent:
         if sent_s is not None and answer.time_s:  # an older coordinator does not say
             self.clock.note(sent_s, time.time(), answer.time_s)
         self._see(answer.term)
+        is_unknown = isinstance(answer, pb.HeartbeatStreamResponse) and answer.run_unknown
+        self._has_known_run = self._has_known_run or not is_unknown
         if answer.released:
-            self.on_released()
+            (self.on_released if self._has_known_run else self.on_unknown)()
 
     async def _pause(self, interval_s: float) -> None:
         try:

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.process.process_exit import PREEMPTED
+from stratagem.common.process.process_exit import MISTAKEN, PREEMPTED
 
 REPEAT_S: Final = 2.0
 """Signals that follow the first one within this are repeats of it."""
@@ -29,6 +29,8 @@ class Stop:
     reason: str = ""
     is_release: bool = False
     """True where the work is done, and no signal came before."""
+    is_mistaken: bool = False
+    """True where there is nothing that this process could be for: a person has to look at it."""
     is_replacement: bool = False
     """True where this process can compute no more and another one is to take its place."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,6 +40,12 @@ class Stop:
         """Take in that this process is not needed any more."""
         if not self.told.is_set():
             self.reason, self.is_release = reason, True
+            self.told.set()
+
+    def refuse(self, reason: str) -> None:
+        """Take in that this process was started for something that is not there."""
+        if not self.told.is_set():
+            self.reason, self.is_mistaken = reason, True
             self.told.set()
 
     def replace(self, reason: str) -> None:
@@ -60,12 +68,14 @@ class Stop:
     @property
     def is_preemption(self) -> bool:
         """True when a scheduler, and not a person, has ended a process that was still wanted."""
-        is_done = self.is_release or self.is_replacement
+        is_done = self.is_release or self.is_replacement or self.is_mistaken
         return self.told.is_set() and not is_done and self.reason != signal.SIGINT.name
 
     def status(self, is_launched: bool) -> int:
         """Return the exit status. Whatever starts a process again does so for those that are not 0;
-        launchers do for PREEMPTED."""
+        launchers do for PREEMPTED, and none takes MISTAKEN for work that is done."""
+        if self.is_mistaken:
+            return MISTAKEN
         if is_launched and (self.is_preemption or self.is_replacement):
             return PREEMPTED
         return 1 if self.is_replacement else 0

@@ -169,6 +169,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         agent.on_registered = host.last_words.registered
         agent.for_run = settings.for_run
         agent.on_released = partial(_released, stop, settings.for_run)
+        agent.on_unknown = partial(_unknown, stop, settings.for_run)
         monitor.agent = agent
         tunnel = _tunnel(settings, agent, server_socket(sockets)) if settings.tunnel else None
         tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
@@ -195,12 +196,17 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
 
 
 def _released(stop: Stop, run_id: str) -> None:
-    """Take in that the coordinator has no active run of that name, which this process was for."""
+    """Take in that the run has ended which this process was for."""
     if not stop.told.is_set():
-        log.warning(
-            "not needed: the run has ended, or the coordinator does not know it", run=run_id
-        )
+        log.warning("not needed: the run has ended", run=run_id)
     stop.release(f"the end of run {run_id}")
+
+
+def _unknown(stop: Stop, run_id: str) -> None:
+    """Take in that the coordinator knows no run of that name, which this process was for."""
+    if not stop.told.is_set():
+        log.error("no such run: its id is misspelt, or it was deleted", run=run_id)
+    stop.refuse(f"learning that no run {run_id} is known")
 
 
 def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault) -> None:

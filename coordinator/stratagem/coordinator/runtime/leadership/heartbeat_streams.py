@@ -73,13 +73,15 @@ class HeartbeatStreams:
         leases: Leases,
         term: int,
         is_over: Callable[[RunId], bool],
+        is_known: Callable[[RunId], bool],
         drain: Callable[[Member], Awaitable[object]],
         *,
         lasts_s: float = LASTS_S,
     ) -> None:
         """is_over: whether a run has ended, or is not known; drain: called once a worker says on a
         stream that it drains."""
-        self._leases, self._term, self._is_over, self._drain = leases, term, is_over, drain
+        self._leases, self._term, self._drain = leases, term, drain
+        self._is_over, self._is_known = is_over, is_known
         self._lasts_s = lasts_s
         self._streams: dict[Member, _Stream] = {}
         self._for_run: defaultdict[RunId, set[_Stream]] = defaultdict(set)
@@ -192,6 +194,7 @@ class HeartbeatStreams:
                     interval_s=stream.interval_s,
                     lease_ttl_s=self._leases.rule.pace(stream.interval_s).ttl_s,
                     released=released,
+                    run_unknown=released and not self._is_known(stream.for_run),
                 )
             )
 
