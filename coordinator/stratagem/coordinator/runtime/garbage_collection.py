@@ -3,7 +3,8 @@
 Python's own collector looks, now and then, at every object: with the standing calls of ten thousand
 workers that takes a second, in which nothing is answered, and finds nearly nothing. Here what is
 new is looked at several times a second and then set aside (`gc.freeze`): what no circle refers to
-is freed all the same. Only once the process has grown by half is everything looked at.
+is freed all the same. Only once the process has grown by half is everything looked at. What is
+there at the start is code for the most part, which a fork shares with its template until it looks.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ from typing import Final
 
 PAUSE_S: Final = 0.25
 GROWTH: Final = 1.5
-"""Everything is looked at when there are so many times the blocks that the last look has left."""
+"""Everything is looked at when there are so many times the blocks that the last look has left, or
+that were there at the start."""
 LEAST_BLOCKS: Final = 500_000
 """A smaller process counts as one of so many: it would grow by half with its first workers."""
 
@@ -26,7 +28,7 @@ class Portions:
     def __init__(self, num_blocks: Callable[[], int] = sys.getallocatedblocks) -> None:
         """num_blocks: how much memory Python's objects take now."""
         self._num_blocks = num_blocks
-        self._num_left = 0
+        self._num_left = num_blocks()
 
     def collect(self) -> None:
         """Collect what is new, or everything where much has become of it, and set it aside."""
@@ -41,13 +43,12 @@ class Portions:
 
 @asynccontextmanager
 async def small_portions(pause_s: float = PAUSE_S) -> AsyncIterator[None]:
-    """Collect in portions inside the context, and set nothing aside any more after it."""
+    """Collect in portions inside the context."""
     task = asyncio.create_task(_collect_in_portions(Portions(), pause_s))
     try:
         yield
     finally:
         task.cancel()
-        gc.unfreeze()
 
 
 async def _collect_in_portions(portions: Portions, pause_s: float) -> None:
