@@ -99,7 +99,7 @@ class WorkerSettings(BaseSettings):
     for_run: str = Field(
         "",
         description="id of the run that this worker is started for: once it has ended the worker "
-        "leaves, with exit status 0",
+        "leaves, with exit status 0; with 2 where no such run is known when it comes",
     )
     ephemeral: bool = Field(
         False,
