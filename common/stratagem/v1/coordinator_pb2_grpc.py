@@ -258,8 +258,9 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DownloadBlob(self, request, context):
-        """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
-        when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+        """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here and no run
+        needs it; DATA_LOSS, with the runs that need it, when it is damaged or missing; OUT_OF_RANGE when
+        offset is beyond the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -96,8 +96,9 @@ class CoordinatorServiceStub:
     while another backup is sent.
     """
     DownloadBlob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadBlobRequest, _coordinator_pb2.DownloadBlobResponse]
-    """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
-    when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+    """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here and no run
+    needs it; DATA_LOSS, with the runs that need it, when it is damaged or missing; OUT_OF_RANGE when
+    offset is beyond the end.
     """
     DownloadState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
@@ -213,8 +214,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     while another backup is sent.
     """
     DownloadBlob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadBlobRequest, _coordinator_pb2.DownloadBlobResponse]  # type: ignore[assignment]
-    """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
-    when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+    """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here and no run
+    needs it; DATA_LOSS, with the runs that need it, when it is damaged or missing; OUT_OF_RANGE when
+    offset is beyond the end.
     """
     DownloadState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DownloadStateRequest, _coordinator_pb2.DownloadStateResponse]  # type: ignore[assignment]
     """Streams a committed state of a run: a Manifest, then chunks from offset on.
@@ -387,8 +389,9 @@ class CoordinatorServiceServicer:
         request: _coordinator_pb2.DownloadBlobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.DownloadBlobResponse], _abc.AsyncIterator[_coordinator_pb2.DownloadBlobResponse]]:
-        """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here; DATA_LOSS
-        when the stored file is damaged; OUT_OF_RANGE when offset is beyond the end.
+        """Streams a blob: a Manifest, then chunks from offset on. NOT_FOUND when it is not here and no run
+        needs it; DATA_LOSS, with the runs that need it, when it is damaged or missing; OUT_OF_RANGE when
+        offset is beyond the end.
         """
 
     def DownloadState(

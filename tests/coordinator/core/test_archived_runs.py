@@ -34,7 +34,11 @@ from stratagem.coordinator.core.state_machine.archived_runs import (
     put_to_rest,
     recall,
 )
-from stratagem.coordinator.core.state_machine.blob_owners import has_brought, resting_with
+from stratagem.coordinator.core.state_machine.blob_owners import (
+    has_brought,
+    resting_with,
+    runs_with,
+)
 from stratagem.coordinator.core.state_machine.decide import decide, world_of
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.core.state_machine.retention import expire_runs
@@ -174,6 +178,7 @@ def test_the_blobs_of_an_archived_run_are_its_owners() -> None:
     assert has_brought(state, run.owner, blob)
     assert not has_brought(state, "token b", blob)
     assert resting_with(state, blob) == [RUN]
+    assert runs_with(state, blob) == [RUN]
     assert resting_with(state, digest("another")) == []
     (entry,) = decide(state, DeleteRun(RUN))  # type: ignore[misc]
     assert entry.run_id == RUN

@@ -96,6 +96,23 @@ async def test_a_damaged_backup_leaves_no_journal_and_can_be_mended(tmp_path: Pa
         restore(restore_settings(folder, tmp_path / "c"))
 
 
+@pytest.mark.parametrize("what", ["damaged", "missing"])
+async def test_a_blob_that_cannot_be_copied_is_told_with_its_run(tmp_path: Path, what: str) -> None:
+    async with served(tmp_path / "a") as (app, address), AsyncClient(address) as client:
+        await submitted(client, "sound", 1.0)
+        bad = await submitted(client, "bad", 2.0)
+        path = Path(app.blobs.location(bad))
+        whole = path.read_bytes()
+        if what == "damaged":
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        else:
+            path.unlink()
+        with pytest.raises(IntegrityError, match=rf"blob {bad} is .*\. It is of run bad: put"):
+            await client.back_up(tmp_path / "copy")
+        path.write_bytes(whole)
+        assert (await client.back_up(tmp_path / "copy")).num_blobs == 3
+
+
 def digests_of(folder: Path) -> str:
     found: dict[str, Any] = json.loads((folder / "backup.json").read_text())
     return json.dumps(found["digests"])

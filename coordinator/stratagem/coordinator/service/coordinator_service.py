@@ -189,8 +189,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def DownloadBlob(
         self, request: pb.DownloadBlobRequest, context: Context
     ) -> AsyncIterator[pb.DownloadBlobResponse]:
-        digest, make = check_digest(request.digest), pb.DownloadBlobResponse
-        async for response in stream_calls.download(self._app.blobs, digest, request.offset, make):
+        digest = check_digest(request.digest)
+        async for response in stream_calls.download_of_any(self._app, digest, request.offset):
             yield response
 
     async def DownloadState(

@@ -29,12 +29,17 @@ from stratagem.coordinator.core.state_machine.blob_owners import (
     has_brought,
     is_shared,
     resting_with,
+    runs_with,
 )
 from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.runtime.rendezvous import Arrival
 from stratagem.coordinator.service.failure_detector import look_into
 from stratagem.coordinator.service.request_limits import Keys, Places
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.blob_store import (
+    BlobStore,
+    DamagedBlobError,
+    MissingBlobError,
+)
 from stratagem.coordinator.store.blobs.durable_file import NoSpaceError
 from stratagem.v1 import coordinator_pb2 as pb
 
@@ -42,6 +47,9 @@ M = TypeVar("M", pb.DownloadStateResponse, pb.DownloadBlobResponse)
 
 DIGESTS_AT_ONCE: Final = 10_000
 """Digests in one message of a backup."""
+
+MAX_RUNS_NAMED: Final = 5
+"""Of the runs that need a damaged blob, in its error."""
 
 
 def which(run: RunView, name: str) -> Digest:
@@ -80,6 +88,25 @@ async def download(
         content = file.source()
         async for response in serve_get(make, manifest, content, offset, file.check):
             yield response
+
+
+async def download_of_any(
+    app: App, digest: Digest, offset: int
+) -> AsyncIterator[pb.DownloadBlobResponse]:
+    """Send a blob to who backs all up. Raises IntegrityError for one that is damaged or missing,
+    which names the runs that need it: a backup knows digests alone."""
+    try:
+        async for response in download(app.blobs, digest, offset, pb.DownloadBlobResponse):
+            yield response
+    except (DamagedBlobError, MissingBlobError) as error:
+        runs = runs_with(app.loop.state, digest)
+        if not runs:
+            raise
+        shown = "; ".join(runs[:MAX_RUNS_NAMED])
+        shown += f"; and {len(runs) - MAX_RUNS_NAMED} more" if len(runs) > MAX_RUNS_NAMED else ""
+        raise IntegrityError(
+            f"{error}. It is of run {shown}: put a sound copy in its place, or delete what needs it"
+        ) from error
 
 
 async def back_up(backups: Backups, by: str) -> AsyncIterator[pb.BackUpResponse]:

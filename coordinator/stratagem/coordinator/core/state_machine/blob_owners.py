@@ -1,4 +1,5 @@
-"""Rules for which blobs a caller may name in a job, as far as the state alone decides.
+"""Rules for which blobs a caller may name in a job, and whose a blob is, as far as the state alone
+decides.
 
 Knowing a blob's digest is not having its bytes: a blob belongs to the owners that have uploaded all
 of them, and to the owners of runs that name it. The states that a run has committed are shared with
@@ -35,3 +36,14 @@ def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
     """Return the archived runs that need the blob, as a state of theirs or as an input: only their
     summaries say which of the two."""
     return [run.run_id for run in state.ended.values() if digest in run.blobs]
+
+
+def runs_with(state: CoordinatorState, digest: Digest) -> list[str]:
+    """Return the runs that need a blob, the oldest first; of one that is in memory with the segment
+    whose commit it is."""
+    named: list[str] = []
+    for run in state.runs.values():
+        if digest in blobs_of(run):
+            commits = [each.segment for each in run.commits if each.digest == digest]
+            named.append(f"{run.run_id}, segment {commits[-1]}" if commits else run.run_id)
+    return [*resting_with(state, digest), *named]
