@@ -133,8 +133,11 @@ BY_WORKERS_THEMSELVES = {
     "worker.leaf.joined",
     "worker.leaf.unnamed",
     "worker.leaf.untold",
+    "worker.leaf.half_sent",
+    "worker.leaf.stored",
 }
-"""Reached where workers write states into a folder; see test_direct_states.py."""
+"""Reached where workers write states into a folder or an object store; see
+test_direct_states.py."""
 WITH_CLIENT_STATE = {
     "worker.client_state.before_sync",
     "worker.client_state.after_sync",

@@ -14,14 +14,17 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.state_folder import StateFolder, digest_and_upload
+from stratagem.common.tensors.state_leaves import LeafList, list_bytes
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.process.restore import RestoreSettings, restore
 from tests.cluster.jobs import Gates, assert_same_bits, gates_in, park
 from tests.common.observe.scrape import labelled
 from tests.common.observe.scrape import scrape_process as scraped
+from tests.coordinator.store.places import BUCKET
+from tests.coordinator.store.troubled import FORBIDDEN, HALF, UNAVAILABLE
 from tests.crash.failure_logs import LOGS
 from tests.crash.jobs import ALL_REDUCE, GOSSIP, LOCAL, PIPELINE, crash_job, slices
+from tests.crash.leaf_stores import InBucket, InFolder, LeafPlaceOutside, in_bucket
 from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, outcome_of, until
 from tests.crash.whole_runs import assert_nothing_was_trained_twice
 from tests.jobs import NOT_TRAINED
@@ -51,14 +54,29 @@ def lot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gates]:
         yield gates
 
 
+@pytest.fixture(scope="module", params=["folder", "bucket"])
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LeafPlaceOutside]:
+    if request.param == "folder":
+        yield InFolder(tmp_path_factory.mktemp("direct") / "coordinator" / "states")
+    else:
+        with in_bucket("direct") as bucket:
+            yield bucket
+
+
 @pytest.fixture(scope="module")
-def direct_rig(tmp_path_factory: pytest.TempPathFactory, lot: Gates) -> Iterator[Rig]:
-    folder = tmp_path_factory.mktemp("direct")
+def direct_rig(
+    tmp_path_factory: pytest.TempPathFactory, store: LeafPlaceOutside, lot: Gates
+) -> Iterator[Rig]:
+    data_dir = tmp_path_factory.mktemp("data")
+    if isinstance(store, InFolder):
+        data_dir = store.root.parent.parent
     cluster = LocalCluster(
         workers=NUM_WORKERS,
         threads=1,
         failpoints=True,
-        data_dir=folder,
+        data_dir=data_dir,
         import_path=(ROOT,),
         programs={
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
@@ -69,8 +87,7 @@ def direct_rig(tmp_path_factory: pytest.TempPathFactory, lot: Gates) -> Iterator
             "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
             "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",
             "STRATAGEM_COORDINATOR_METRICS_PORT": "0",
-            "STRATAGEM_COORDINATOR_STATE_PATH": "direct",
-            "STRATAGEM_WORKER_STATE_FOLDER": str(folder / "coordinator" / "states"),
+            **store.environment,
         },
     )
     with cluster, cluster.client() as client:
@@ -90,22 +107,10 @@ def undisturbed(direct_rig: Rig) -> Outcome:
     return direct_rig.outcome(JOB)
 
 
-def folder_of(rig: Rig) -> StateFolder:
-    return StateFolder(rig.cluster.folder / "coordinator" / "states")
-
-
-def uploads(rig: Rig) -> dict[Digest, str]:
-    """Which upload has written each leaf that is there."""
-    return dict(digest_and_upload(path.name) for path in folder_of(rig).leaves.glob("??/*"))
-
-
-def has_no_garbage(rig: Rig) -> bool:
+def has_no_garbage(store: LeafPlaceOutside) -> bool:
     """Whether each leaf that is there is once there, and named by the list of a state."""
-    folder = folder_of(rig)
-    lists = [folder.read_list(Digest(path.stem)) for path in folder.lists.glob("??/*")]
-    named = sorted({leaf for each in lists if each is not None for leaf in each.digests})
-    files = sorted(digest_and_upload(path.name)[0] for path in folder.leaves.glob("??/*"))
-    return files == named and not list(folder.temporary.iterdir())
+    named = sorted({leaf for each in store.lists() for leaf in each.digests})
+    return sorted(leaf for leaf, _ in store.uploads()) == named and not store.has_parts()
 
 
 def states(rig: Rig, direction: str) -> float:
@@ -115,9 +120,17 @@ def states(rig: Rig, direction: str) -> float:
 
 
 @contextmanager
-def unseen(rig: Rig) -> Iterator[None]:
-    """Is the time in which no worker knows the folder of states."""
-    name = folder_of(rig).root / "store-id"
+def nobody_can_write(store: LeafPlaceOutside) -> Iterator[None]:
+    """The folder has another name, or no signed request is carried out."""
+    if isinstance(store, InBucket):
+        store.server.always_of_signed = FORBIDDEN
+        try:
+            yield
+        finally:
+            store.server.always_of_signed = None
+        return
+    assert isinstance(store, InFolder)
+    name = store.root / "store-id"
     ours = name.read_text()
     name.write_text("of another coordinator")
     try:
@@ -135,7 +148,7 @@ def committed(run: RunHandle) -> list[str]:
 
 
 def test_any_number_of_workers_writes_the_same_state(
-    rig: Rig, undisturbed: Outcome, lot: Gates, tmp_path: Path
+    rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome, lot: Gates, tmp_path: Path
 ) -> None:
     before = states(rig, "received"), states(rig, "sent")
     runs = []
@@ -153,7 +166,7 @@ def test_any_number_of_workers_writes_the_same_state(
     runs[0].download(tmp_path / "direct.safetensors")
     content = (tmp_path / "direct.safetensors").read_bytes()
     assert hashlib.sha256(content).hexdigest() not in committed(runs[0])
-    assert len(set(uploads(rig).values())) > 1
+    assert len({upload for _, upload in store.uploads()}) > 1
 
 
 def test_the_file_is_the_one_that_is_relayed(
@@ -197,47 +210,72 @@ def test_slices_are_written_by_any_number_of_owners(
 
 
 @pytest.mark.parametrize("strategy", [SLICES, STAGES, GOSSIP], ids=["slices", "stages", "nodes"])
-def test_parts_are_put_together_by_those_that_hold_them(rig: Rig, strategy: dict[str, Any]) -> None:
+def test_parts_are_put_together_by_those_that_hold_them(
+    rig: Rig, store: LeafPlaceOutside, strategy: dict[str, Any]
+) -> None:
     job = {**JOB, "strategy": strategy}
     received = states(rig, "received")
     written = rig.outcome(job)
     assert states(rig, "received") == received
-    with unseen(rig):
+    with nobody_can_write(store):
         relayed = rig.outcome(job)
     assert states(rig, "received") > received
     assert written.digests == relayed.digests
-    until(lambda: has_no_garbage(rig), "leaves that were kept were not written again for long")
+    until(lambda: has_no_garbage(store), "leaves that were kept were not written again for long")
 
 
 def test_what_no_worker_can_write_is_relayed_and_is_the_same_state(
-    rig: Rig, undisturbed: Outcome
+    rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome
 ) -> None:
     received = states(rig, "received")
-    with unseen(rig):
+    with nobody_can_write(store):
         outcome = rig.outcome(JOB)
     assert outcome == undisturbed
     assert states(rig, "received") > received
-    until(lambda: has_no_garbage(rig), "leaves that were kept were not written again for long")
+    until(lambda: has_no_garbage(store), "leaves that were kept were not written again for long")
 
 
-def test_leaves_that_have_not_changed_are_not_written_again(rig: Rig) -> None:
+def test_leaves_that_have_not_changed_are_not_written_again(
+    rig: Rig, store: LeafPlaceOutside
+) -> None:
     frozen = {**crash_job(LOCAL, model="wide_middle", frozen=True), "seed": 99}
-    before = uploads(rig).keys()
+    before = {leaf for leaf, _ in store.uploads()}
     run = rig.client.submit(frozen)
     run.result()
-    folder = folder_of(rig)
-    lists = [folder.read_list(Digest(digest)) for digest in committed(run)]
-    leaves = [each.digests for each in lists if each is not None]
+    by_name = {state_of(each): each.digests for each in store.lists()}
+    leaves = [by_name[digest] for digest in committed(run)]
     assert len(leaves) == 7
     assert len({each[0] for each in leaves}) == 1
     assert len({each[-1] for each in leaves}) == 7
-    written = {leaf: name for leaf, name in uploads(rig).items() if leaf not in before}
+    written = {leaf: name for leaf, name in store.uploads() if leaf not in before}
     # The first upload has written the frozen layer, and each one a leaf of all else.
     assert len(written) == 8
     assert len(set(written.values())) == 7
 
 
-def test_states_go_on_into_other_runs_and_out_again(rig: Rig, tmp_path: Path) -> None:
+def state_of(listed: LeafList) -> str:
+    """The digest of a state, which is that of its list."""
+    return hashlib.sha256(list_bytes(listed.manifest, listed.digests)).hexdigest()
+
+
+def test_signed_requests_that_are_refused_are_asked_for_again(
+    rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome
+) -> None:
+    """As when their time is over, or the store is busy, or the connection breaks."""
+    if not isinstance(store, InBucket):
+        pytest.skip("nothing is signed for a folder")
+    received = states(rig, "received")
+    troubles: list[tuple[int | str, ...]] = [(FORBIDDEN, UNAVAILABLE), (HALF, FORBIDDEN)]
+    for each in troubles:  # fewer than are tried
+        store.server.of_signed = [*each]
+        assert rig.outcome(JOB) == undisturbed
+        assert store.server.of_signed == []
+    assert states(rig, "received") == received, "nothing was relayed"
+
+
+def test_states_go_on_into_other_runs_and_out_again(
+    rig: Rig, store: LeafPlaceOutside, tmp_path: Path
+) -> None:
     first = rig.client.submit(JOB)
     state = first.result().state_dict()
     sent = states(rig, "sent")
@@ -257,6 +295,8 @@ def test_states_go_on_into_other_runs_and_out_again(rig: Rig, tmp_path: Path) ->
     backup = tmp_path / "backup"
     rig.client.back_up(backup)
     made = coordinator_settings(data_dir=tmp_path / "restored")
+    if isinstance(store, InBucket):
+        made = made.model_copy(update={"blob_store": f"s3://{BUCKET}/restored"})
     restore(RestoreSettings.model_construct(**dict(made), folder=backup))
     blobs = Storage.open(made).blobs(1_000_000)
     first.download(tmp_path / "first.safetensors")
@@ -283,17 +323,36 @@ MORE = [
 ]
 
 
+IN_BUCKET = {
+    "worker.leaf.unnamed": "worker.leaf.half_sent",
+    "worker.leaf.untold": "worker.leaf.stored",
+    "coordinator.blobs.before_rename": "coordinator.objects.after_put",
+    "coordinator.blobs.after_rename": "coordinator.objects.after_put",
+}
+"""What stands in a bucket for a failpoint of the folder."""
+
+
+def placed(failpoint: str, store: LeafPlaceOutside) -> str:
+    """The failpoint that is reached where states are in this place."""
+    return IN_BUCKET.get(failpoint, failpoint) if isinstance(store, InBucket) else failpoint
+
+
 @pytest.mark.parametrize(
     ("process", "failpoint", "num_passed"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE)],
 )
 def test_a_crash_changes_no_bits_and_leaves_no_garbage(
-    rig: Rig, undisturbed: Outcome, process: str, failpoint: str, num_passed: int
+    rig: Rig,
+    store: LeafPlaceOutside,
+    undisturbed: Outcome,
+    process: str,
+    failpoint: str,
+    num_passed: int,
 ) -> None:
-    with rig.armed(process, failpoint, num_passed):
+    with rig.armed(process, placed(failpoint, store), num_passed):
         outcome = rig.outcome(JOB)
     assert outcome == undisturbed
-    until(lambda: has_no_garbage(rig), "all that nothing names is collected")
+    until(lambda: has_no_garbage(store), "all that nothing names is collected")
 
 
 OF_OWNERS = [
@@ -325,14 +384,20 @@ OF_MIRRORED = [
 
 @pytest.mark.parametrize(("process", "failpoint", "num_passed"), OF_MIRRORED)
 def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
-    rig: Rig, undisturbed: Outcome, process: str, failpoint: str, num_passed: int
+    rig: Rig,
+    store: LeafPlaceOutside,
+    undisturbed: Outcome,
+    process: str,
+    failpoint: str,
+    num_passed: int,
 ) -> None:
     job = {**JOB, "strategy": slices()}
-    with rig.armed(process, failpoint, num_passed), rig.running(job) as run:
+    with rig.armed(process, placed(failpoint, store), num_passed), rig.running(job) as run:
         outcome = outcome_of(run)
     assert outcome.digests == undisturbed.digests
-    assert_nothing_was_trained_twice(run)
-    until(lambda: has_no_garbage(rig), "all that nothing names is collected")
+    # To write into a bucket takes longer than the steps that are left.
+    assert_nothing_was_trained_twice(run, was_training=isinstance(store, InFolder))
+    until(lambda: has_no_garbage(store), "all that nothing names is collected")
 
 
 @pytest.mark.parametrize(
@@ -340,9 +405,14 @@ def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
     [*OF_OWNERS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_OF_OWNERS)],
 )
 def test_a_crash_of_owners_changes_no_bits_and_leaves_no_garbage(
-    rig: Rig, undisturbed: Outcome, process: str, failpoint: str, num_passed: int
+    rig: Rig,
+    store: LeafPlaceOutside,
+    undisturbed: Outcome,
+    process: str,
+    failpoint: str,
+    num_passed: int,
 ) -> None:
-    with rig.armed(process, failpoint, num_passed):
+    with rig.armed(process, placed(failpoint, store), num_passed):
         outcome = rig.outcome(SLICED)
     assert outcome.digests == undisturbed.digests
-    until(lambda: has_no_garbage(rig), "all that nothing names is collected")
+    until(lambda: has_no_garbage(store), "all that nothing names is collected")

@@ -106,6 +106,23 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
                 fence=fence, session=ref, upload=f"{1:010}-{'a' * 16}", num_ranks=1
             )
         ],
+        "PutLeaves": [
+            wpb.PutLeavesRequest(
+                header=wpb.WriteLeavesRequest(
+                    fence=fence, session=ref, upload=f"{1:010}-{'a' * 16}", num_ranks=1
+                )
+            ),
+            wpb.PutLeavesRequest(signed=_signed()),
+        ],
+        "FetchState": [
+            wpb.FetchStateRequest(
+                header=wpb.FetchStateHeader(
+                    fence=fence, run_id="nobody", digest="a" * 64, list_bytes=5
+                )
+            ),
+            wpb.FetchStateRequest(list=b"bytes"),
+            wpb.FetchStateRequest(signed=_signed()),
+        ],
         "SetState": _set_state(target, *upload_of(7000, seed, Purpose.STATE)),
         "GetGradients": [wpb.GetGradientsRequest(fence=fence, session=ref)],
         "ApplyGradients": _apply_gradients(target),
@@ -123,6 +140,11 @@ def samples(target: Target, seed: int = 0) -> Mapping[str, Messages]:
         "Describe": [wpb.DescribeRequest()],
         "Send": _send(target),
     }
+
+
+def _signed() -> wpb.SignedRequests:
+    request = wpb.SignedRequest(number=0, url="https://127.0.0.1:1/leaf?X-Amz-Signature=0")
+    return wpb.SignedRequests(requests=[request])
 
 
 def execute(target: Target, **plan: Any) -> wpb.ExecuteRequest:

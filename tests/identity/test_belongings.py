@@ -131,6 +131,8 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
     ),
     "Execute": (Row(W.ExecuteRequest(fence=FENCE, session=PARTY), COORDINATOR),),
     "WriteLeaves": (Row(W.WriteLeavesRequest(fence=FENCE), COORDINATOR),),
+    "PutLeaves": (Row(W.PutLeavesRequest(header=W.WriteLeavesRequest(fence=FENCE)), COORDINATOR),),
+    "FetchState": (Row(W.FetchStateRequest(header=W.FetchStateHeader()), COORDINATOR),),
     "SetState": (Row(W.SetStateRequest(header=W.SetStateHeader()), COORDINATOR),),
     "GetGradients": (Row(W.GetGradientsRequest(fence=FENCE), COORDINATOR),),
     "ApplyGradients": (Row(W.ApplyGradientsRequest(header=W.ApplyGradientsHeader()), COORDINATOR),),

@@ -5,8 +5,11 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from stratagem.common.diagnostics.findings import Level
 from stratagem.common.identity.certificates import Authority
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.http_proxy import check_proxy, proxy_for
+from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.rpc.tls_probe import explain
 from stratagem.tools.doctor.__main__ import examine
 from stratagem.worker.process.worker_settings import from_command_line
@@ -49,6 +53,29 @@ async def test_certificates_are_shown_through_a_proxy_that_wants_a_password(
             async with open_channel(ports.certificates, proof, proxy=url) as channel:
                 assert await asked(channel) == "client alice"
     assert proxy.said == [f"200 {ports.certificates}"]
+
+
+def test_signed_requests_go_through_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = tmp_path / "object"
+    content.write_bytes(b"state")
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with (
+        connect_proxy.running() as proxy,
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+    ):
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            monkeypatch.setenv("https_proxy", f"http://{proxy.address}")
+            address = f"127.0.0.1:{server.server_port}"
+            got = SignedObjects(allows_http=True).get(f"http://{address}/object?x", 5)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert bytes(got) == b"state"
+    assert proxy.said == [f"200 {address}"]
 
 
 async def test_a_proxy_that_refuses_is_named_without_the_password(authority: Authority) -> None:

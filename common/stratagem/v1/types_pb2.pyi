@@ -144,6 +144,7 @@ class Capability(_message.Message):
     KEEPS_NOTHING_FIELD_NUMBER: _builtins.int
     WRITES_STATES_FIELD_NUMBER: _builtins.int
     NUMERICS_RULES_FIELD_NUMBER: _builtins.int
+    TAKES_SIGNED_REQUESTS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu" or "cuda:0"."""
     device_name: _builtins.str
@@ -180,6 +181,8 @@ class Capability(_message.Message):
     """The newest version of the rules that decide a run's bits that it knows; it knows all before. 0
     when it does not say, as workers of 0.2, which know 2.
     """
+    takes_signed_requests: _builtins.bool
+    """It writes and reads states in an object store by requests that the coordinator signs."""
     @_builtins.property
     def local_data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Data sets of this worker that a job may name as worker_local."""
@@ -206,10 +209,11 @@ class Capability(_message.Message):
         keeps_nothing: _builtins.bool = ...,
         writes_states: _builtins.bool = ...,
         numerics_rules: _builtins.int = ...,
+        takes_signed_requests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code_policy", b"code_policy", "data_plane", b"data_plane", "device", b"device", "device_name", b"device_name", "ephemeral", b"ephemeral", "keeps_nothing", b"keeps_nothing", "local_data", b"local_data", "memory_bytes", b"memory_bytes", "num_threads", b"num_threads", "numerics_description", b"numerics_description", "numerics_fingerprint", b"numerics_fingerprint", "numerics_rules", b"numerics_rules", "tags", b"tags", "tunnelled", b"tunnelled", "writes_states", b"writes_states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code_policy", b"code_policy", "data_plane", b"data_plane", "device", b"device", "device_name", b"device_name", "ephemeral", b"ephemeral", "keeps_nothing", b"keeps_nothing", "local_data", b"local_data", "memory_bytes", b"memory_bytes", "num_threads", b"num_threads", "numerics_description", b"numerics_description", "numerics_fingerprint", b"numerics_fingerprint", "numerics_rules", b"numerics_rules", "tags", b"tags", "takes_signed_requests", b"takes_signed_requests", "tunnelled", b"tunnelled", "writes_states", b"writes_states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

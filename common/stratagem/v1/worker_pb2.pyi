@@ -1903,6 +1903,250 @@ class WrittenLeaf(_message.Message):
 Global___WrittenLeaf: _TypeAlias = WrittenLeaf  # noqa: Y015
 
 @_typing.final
+class PutLeavesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SIGNED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___WriteLeavesRequest:
+        """Its store_id is empty."""
+
+    @_builtins.property
+    def signed(self) -> Global___SignedRequests: ...
+    def __init__(
+        self,
+        *,
+        header: Global___WriteLeavesRequest | None = ...,
+        signed: Global___SignedRequests | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "message", b"message", "signed", b"signed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "message", b"message", "signed", b"signed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "signed"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PutLeavesRequest: _TypeAlias = PutLeavesRequest  # noqa: Y015
+
+@_typing.final
+class PutLeavesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    LEAF_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OF_MIRROR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Beside the manifest, as in WriteLeavesResponse."""
+    of_mirror: _builtins.bool
+    @_builtins.property
+    def manifest(self) -> _tensor_pb2.Manifest: ...
+    @_builtins.property
+    def leaf(self) -> Global___WrittenLeaf: ...
+    @_builtins.property
+    def asked(self) -> Global___AskedLeaves: ...
+    def __init__(
+        self,
+        *,
+        manifest: _tensor_pb2.Manifest | None = ...,
+        leaf: Global___WrittenLeaf | None = ...,
+        asked: Global___AskedLeaves | None = ...,
+        name: _builtins.str = ...,
+        of_mirror: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "leaf", b"leaf", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "leaf", b"leaf", "manifest", b"manifest", "message", b"message", "name", b"name", "of_mirror", b"of_mirror"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "leaf", "asked"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PutLeavesResponse: _TypeAlias = PutLeavesResponse  # noqa: Y015
+
+@_typing.final
+class AskedLeaves(_message.Message):
+    """Leaves for which the worker wants signed requests, at most 64 in a message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEAVES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leaves(self) -> _containers.RepeatedCompositeFieldContainer[Global___AskedLeaf]: ...
+    def __init__(
+        self,
+        *,
+        leaves: _abc.Iterable[Global___AskedLeaf] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaves", b"leaves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskedLeaves: _TypeAlias = AskedLeaves  # noqa: Y015
+
+@_typing.final
+class AskedLeaf(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number in the state."""
+    digest: _builtins.bytes
+    """SHA-256, of 32 bytes, of a leaf that is to be written; empty where one is to be read."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskedLeaf: _TypeAlias = AskedLeaf  # noqa: Y015
+
+@_typing.final
+class SignedRequests(_message.Message):
+    """The answer to AskedLeaves, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignedRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___SignedRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedRequests: _TypeAlias = SignedRequests  # noqa: Y015
+
+@_typing.final
+class SignedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the leaf."""
+    url: _builtins.str
+    """Whoever has it may make this one request: it stands in no log."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignedRequest: _TypeAlias = SignedRequest  # noqa: Y015
+
+@_typing.final
+class FetchStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    LIST_FIELD_NUMBER: _builtins.int
+    SIGNED_FIELD_NUMBER: _builtins.int
+    list: _builtins.bytes
+    """The next bytes of the list, at most 1 MiB."""
+    @_builtins.property
+    def header(self) -> Global___FetchStateHeader: ...
+    @_builtins.property
+    def signed(self) -> Global___SignedRequests: ...
+    def __init__(
+        self,
+        *,
+        header: Global___FetchStateHeader | None = ...,
+        list: _builtins.bytes = ...,
+        signed: Global___SignedRequests | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "list", b"list", "message", b"message", "signed", b"signed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "list", b"list", "message", b"message", "signed", b"signed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "list", "signed"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___FetchStateRequest: _TypeAlias = FetchStateRequest  # noqa: Y015
+
+@_typing.final
+class FetchStateHeader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    LIST_BYTES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    digest: _builtins.str
+    """Names the state: SHA-256 of its list."""
+    list_bytes: _builtins.int
+    """Size of the list."""
+    @_builtins.property
+    def fence(self) -> _types_pb2.Fence: ...
+    def __init__(
+        self,
+        *,
+        fence: _types_pb2.Fence | None = ...,
+        run_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        list_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "list_bytes", b"list_bytes", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchStateHeader: _TypeAlias = FetchStateHeader  # noqa: Y015
+
+@_typing.final
+class FetchStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKED_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    committed: _builtins.bool
+    """The last response: the state is in the cache."""
+    @_builtins.property
+    def asked(self) -> Global___AskedLeaves: ...
+    def __init__(
+        self,
+        *,
+        asked: Global___AskedLeaves | None = ...,
+        committed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "committed", b"committed", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "committed", b"committed", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["asked", "committed"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___FetchStateResponse: _TypeAlias = FetchStateResponse  # noqa: Y015
+
+@_typing.final
 class GetStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -49,6 +49,16 @@ class WorkerServiceStub(object):
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
                 response_deserializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
                 _registered_method=True)
+        self.PutLeaves = channel.stream_stream(
+                '/stratagem.v1.WorkerService/PutLeaves',
+                request_serializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesResponse.FromString,
+                _registered_method=True)
+        self.FetchState = channel.stream_stream(
+                '/stratagem.v1.WorkerService/FetchState',
+                request_serializer=stratagem_dot_v1_dot_worker__pb2.FetchStateRequest.SerializeToString,
+                response_deserializer=stratagem_dot_v1_dot_worker__pb2.FetchStateResponse.FromString,
+                _registered_method=True)
         self.SetState = channel.stream_stream(
                 '/stratagem.v1.WorkerService/SetState',
                 request_serializer=stratagem_dot_v1_dot_worker__pb2.SetStateRequest.SerializeToString,
@@ -119,6 +129,32 @@ class WorkerServiceServicer(object):
         other members hold are asked of these (GetState.pieces).
         Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
         this folder; UNAVAILABLE when it cannot write there now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutLeaves(self, request_iterator, context):
+        """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
+        request carries the header; the worker answers with the Manifest of the snapshot. It takes the
+        SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
+        with a signed request (a URL that is valid for a while), and the worker says when the leaf is
+        there. A worker whose request was refused, such as one that came too late, asks again.
+        Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
+        worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchState(self, request_iterator, context):
+        """Has the worker read a state in leaves from an object store into its cache of a run, as SetState
+        would bring it. The first request carries the header, then comes the list of the state; the
+        worker asks for leaves, the caller answers with signed requests, and the worker ends with
+        committed = true once every leaf had its digest.
+        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for bytes with
+        another digest; ABORTED when the blob is coming another way; PERMISSION_DENIED from a worker that
+        takes no signed requests; UNAVAILABLE when it cannot read there now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,6 +245,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WriteLeaves,
                     request_deserializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.FromString,
                     response_serializer=stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.SerializeToString,
+            ),
+            'PutLeaves': grpc.stream_stream_rpc_method_handler(
+                    servicer.PutLeaves,
+                    request_deserializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_worker__pb2.PutLeavesResponse.SerializeToString,
+            ),
+            'FetchState': grpc.stream_stream_rpc_method_handler(
+                    servicer.FetchState,
+                    request_deserializer=stratagem_dot_v1_dot_worker__pb2.FetchStateRequest.FromString,
+                    response_serializer=stratagem_dot_v1_dot_worker__pb2.FetchStateResponse.SerializeToString,
             ),
             'SetState': grpc.stream_stream_rpc_method_handler(
                     servicer.SetState,
@@ -327,6 +373,60 @@ class WorkerService(object):
             '/stratagem.v1.WorkerService/WriteLeaves',
             stratagem_dot_v1_dot_worker__pb2.WriteLeavesRequest.SerializeToString,
             stratagem_dot_v1_dot_worker__pb2.WriteLeavesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutLeaves(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stratagem.v1.WorkerService/PutLeaves',
+            stratagem_dot_v1_dot_worker__pb2.PutLeavesRequest.SerializeToString,
+            stratagem_dot_v1_dot_worker__pb2.PutLeavesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchState(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stratagem.v1.WorkerService/FetchState',
+            stratagem_dot_v1_dot_worker__pb2.FetchStateRequest.SerializeToString,
+            stratagem_dot_v1_dot_worker__pb2.FetchStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

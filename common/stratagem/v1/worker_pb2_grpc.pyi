@@ -72,6 +72,24 @@ class WorkerServiceStub:
     Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
     this folder; UNAVAILABLE when it cannot write there now.
     """
+    PutLeaves: _grpc.StreamStreamMultiCallable[_worker_pb2.PutLeavesRequest, _worker_pb2.PutLeavesResponse]
+    """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
+    request carries the header; the worker answers with the Manifest of the snapshot. It takes the
+    SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
+    with a signed request (a URL that is valid for a while), and the worker says when the leaf is
+    there. A worker whose request was refused, such as one that came too late, asks again.
+    Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
+    worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+    """
+    FetchState: _grpc.StreamStreamMultiCallable[_worker_pb2.FetchStateRequest, _worker_pb2.FetchStateResponse]
+    """Has the worker read a state in leaves from an object store into its cache of a run, as SetState
+    would bring it. The first request carries the header, then comes the list of the state; the
+    worker asks for leaves, the caller answers with signed requests, and the worker ends with
+    committed = true once every leaf had its digest.
+    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for bytes with
+    another digest; ABORTED when the blob is coming another way; PERMISSION_DENIED from a worker that
+    takes no signed requests; UNAVAILABLE when it cannot read there now.
+    """
     SetState: _grpc.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]
     """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
     The first request carries the header, the worker answers with the offset from which it wants
@@ -137,6 +155,24 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     other members hold are asked of these (GetState.pieces).
     Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
     this folder; UNAVAILABLE when it cannot write there now.
+    """
+    PutLeaves: _aio.StreamStreamMultiCallable[_worker_pb2.PutLeavesRequest, _worker_pb2.PutLeavesResponse]  # type: ignore[assignment]
+    """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
+    request carries the header; the worker answers with the Manifest of the snapshot. It takes the
+    SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
+    with a signed request (a URL that is valid for a while), and the worker says when the leaf is
+    there. A worker whose request was refused, such as one that came too late, asks again.
+    Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
+    worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+    """
+    FetchState: _aio.StreamStreamMultiCallable[_worker_pb2.FetchStateRequest, _worker_pb2.FetchStateResponse]  # type: ignore[assignment]
+    """Has the worker read a state in leaves from an object store into its cache of a run, as SetState
+    would bring it. The first request carries the header, then comes the list of the state; the
+    worker asks for leaves, the caller answers with signed requests, and the worker ends with
+    committed = true once every leaf had its digest.
+    Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for bytes with
+    another digest; ABORTED when the blob is coming another way; PERMISSION_DENIED from a worker that
+    takes no signed requests; UNAVAILABLE when it cannot read there now.
     """
     SetState: _aio.StreamStreamMultiCallable[_worker_pb2.SetStateRequest, _worker_pb2.SetStateResponse]  # type: ignore[assignment]
     """Stores a blob in the worker's cache of a run, keyed by its digest; sessions load from there.
@@ -215,6 +251,34 @@ class WorkerServiceServicer:
         other members hold are asked of these (GetState.pieces).
         Also answers: NOT_FOUND when the session or the snapshot is not here, or the worker does not see
         this folder; UNAVAILABLE when it cannot write there now.
+        """
+
+    def PutLeaves(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.PutLeavesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.PutLeavesResponse], _abc.AsyncIterator[_worker_pb2.PutLeavesResponse]]:
+        """Writes leaves of a snapshot into an object store for which the worker has no keys. The first
+        request carries the header; the worker answers with the Manifest of the snapshot. It takes the
+        SHA-256 of each leaf of its share and asks for those that are not there, the caller answers each
+        with a signed request (a URL that is valid for a while), and the worker says when the leaf is
+        there. A worker whose request was refused, such as one that came too late, asks again.
+        Also answers: NOT_FOUND when the session or the snapshot is not here; PERMISSION_DENIED from a
+        worker that takes no signed requests; UNAVAILABLE when it cannot write there now.
+        """
+
+    def FetchState(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.FetchStateRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.FetchStateResponse], _abc.AsyncIterator[_worker_pb2.FetchStateResponse]]:
+        """Has the worker read a state in leaves from an object store into its cache of a run, as SetState
+        would bring it. The first request carries the header, then comes the list of the state; the
+        worker asks for leaves, the caller answers with signed requests, and the worker ends with
+        committed = true once every leaf had its digest.
+        Also answers: NOT_FOUND when the worker holds no session of the run; DATA_LOSS for bytes with
+        another digest; ABORTED when the blob is coming another way; PERMISSION_DENIED from a worker that
+        takes no signed requests; UNAVAILABLE when it cannot read there now.
         """
 
     def SetState(

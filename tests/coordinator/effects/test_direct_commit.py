@@ -12,17 +12,23 @@ import grpc
 import pytest
 import torch
 
-from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.errors import LimitError, UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
 from stratagem.coordinator.core.facts import ROOT, Capability, Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.effects.execution.leaf_signing import (
+    MAX_ASKED,
+    MAX_SIGNED,
+    LeafSigning,
+)
 from stratagem.coordinator.effects.execution.state_writing import reads_by_itself
 from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
 from stratagem.v1 import types_pb2, worker_pb2
 from stratagem.worker.session.session_states import Frozen, freeze
@@ -70,6 +76,16 @@ async def lying(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> 
         yield message
 
 
+async def cutting(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
+    """Has less on the disk than it says, of one leaf."""
+    async for message in honest(folder, request):
+        if message.WhichOneof("message") == "leaf" and message.leaf.number == request.rank:
+            digest = message.leaf.digest.hex()
+            path = folder.leaves / digest[:2] / f"{digest}-{request.upload}"
+            path.write_bytes(path.read_bytes()[:-1])
+        yield message
+
+
 async def meddling(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
     """Says what it was not asked."""
     async for message in honest(folder, request):
@@ -105,7 +121,9 @@ class Party:
         self.asked: list[str] = []
         self.folder = StateFolder(root / "states")
         whole = DirectoryBlobs(root / "blobs")
-        self.blobs = LeafBlobs(whole, root / "states", 1, writes_leaves=True, limits=DEFAULT_LIMITS)
+        self.blobs = LeafBlobs(
+            whole, in_folder(root / "states"), 1, writes_leaves=True, limits=DEFAULT_LIMITS
+        )
         by_member = dict(zip(self.members, answers, strict=True))
 
         def link(member: Member, _state: object) -> Any:
@@ -182,6 +200,46 @@ async def test_what_a_liar_has_written_is_written_again(
     assert party.asked == ["w0 0/2", "w1 1/2", "w1 0/1"]
 
 
+async def test_what_is_too_short_is_found_without_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "choice", max)  # of w1, which is honest
+    expected = await Party(tmp_path / "alone", honest).written()
+    party = Party(tmp_path / "party", cutting, honest)
+    assert await party.written() == expected
+    assert party.asked == ["w0 0/2", "w1 1/2", "w1 0/1"]
+
+
+class SentCall:
+    """What was written into a call."""
+
+    def __init__(self) -> None:
+        self.sent: list[worker_pb2.PutLeavesRequest] = []
+        self._cython_call = self
+
+    async def send_serialized_message(self, raw: bytes) -> None:
+        self.sent.append(worker_pb2.PutLeavesRequest.FromString(raw))
+
+
+async def test_requests_are_signed_within_limits() -> None:
+    call = SentCall()
+    digests = [Digest(f"{number:064x}") for number in range(MAX_ASKED + 1)]
+
+    def sign(leaves: Sequence[Digest]) -> list[str]:
+        return [f"https://store/{leaf}" for leaf in leaves]
+
+    signing = LeafSigning(call, worker_pb2.PutLeavesRequest, sign)
+    for _ in range(MAX_SIGNED):
+        await signing.answer([7, 3], digests[:2])
+    signed = [(each.number, each.url) for each in call.sent[-1].signed.requests]
+    assert signed == [(7, f"https://store/{digests[0]}"), (3, f"https://store/{digests[1]}")]
+    with pytest.raises(LimitError, match="at most 64 leaves in a message, and each 16 times"):
+        await signing.answer([3], digests[:1])
+    with pytest.raises(LimitError, match="asked"):
+        await signing.answer([*range(100, 101 + MAX_ASKED)], digests)
+    assert len(call.sent) == MAX_SIGNED
+
+
 async def test_where_nobody_can_write_it_is_pulled(tmp_path: Path) -> None:
     party = Party(tmp_path, dying, dying)
     assert await party.written() is None
@@ -219,7 +277,7 @@ def test_a_coordinator_that_writes_files_reads_leaves(tmp_path: Path) -> None:
         whole = DirectoryBlobs(tmp_path / "blobs")
         blobs = LeafBlobs(
             whole,
-            tmp_path / "states",
+            in_folder(tmp_path / "states"),
             term,
             writes_leaves=writes_leaves,
             limits=DEFAULT_LIMITS,

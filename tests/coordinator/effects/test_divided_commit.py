@@ -28,6 +28,7 @@ from stratagem.coordinator.effects.synchronous.snapshot import PartHolder
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
 from stratagem.v1 import types_pb2, worker_pb2
 from stratagem.worker.session.session_states import Frozen, freeze
@@ -140,7 +141,9 @@ class Owners:
         self.asked: list[str] = []
         self.folder = StateFolder(root / "states")
         whole = DirectoryBlobs(root / "blobs")
-        self.blobs = LeafBlobs(whole, root / "states", 1, writes_leaves=True, limits=DEFAULT_LIMITS)
+        self.blobs = LeafBlobs(
+            whole, in_folder(root / "states"), 1, writes_leaves=True, limits=DEFAULT_LIMITS
+        )
         self._held, self._answers = held, answers
         self._addresses: list[str] = []
 

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.coordinator.store.places import BUCKET, Bucket, Folder, LeafFolder, Place, environ_of
+from tests.coordinator.store.places import (
+    BUCKET,
+    Bucket,
+    Folder,
+    LeafBucket,
+    LeafFolder,
+    Place,
+    environ_of,
+)
 from tests.worker.pipeline.s3_server import s3_server
 
 
@@ -23,13 +31,18 @@ def bucket(tmp_path: Path, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) ->
     return Bucket(tmp_path, environ)
 
 
-@pytest.fixture(params=["folder", "leaves", "bucket"])
+@pytest.fixture
+def leaf_bucket(bucket: Bucket) -> LeafBucket:
+    return LeafBucket(bucket.root, bucket.environ)
+
+
+@pytest.fixture(params=["folder", "leaves", "bucket", "leaf_bucket"])
 def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "folder":
         return Folder(tmp_path)
     if request.param == "leaves":
         return LeafFolder(tmp_path)
-    found: Place = request.getfixturevalue("bucket")
+    found: Place = request.getfixturevalue(request.param)
     return found
 
 

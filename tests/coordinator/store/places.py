@@ -20,6 +20,7 @@ from stratagem.coordinator.store.blobs.object_store import Objects
 from stratagem.coordinator.store.blobs.s3 import open_s3
 from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves.state_places import in_folder, in_objects
 from stratagem.coordinator.updates.shared_spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 from tests.coordinator.updates.updates import flip_bit
@@ -81,8 +82,8 @@ class LeafFolder(Folder):
     """With states in leaves beside whole files."""
 
     def blobs(self, monotonic: Monotonic = time.monotonic) -> BlobStore:  # type: ignore[override]
-        whole, root = super().blobs(monotonic), self.root / "states"
-        return LeafBlobs(whole, root, 1, writes_leaves=True, limits=DEFAULT_LIMITS)
+        whole, place = super().blobs(monotonic), in_folder(self.root / "states")
+        return LeafBlobs(whole, place, 1, writes_leaves=True, limits=DEFAULT_LIMITS)
 
     def damage(self, digest: Digest, at: int) -> None:
         Folder(self.root).damage(digest, at)
@@ -145,3 +146,14 @@ class Bucket:
             content = bytearray(b"".join(objects.read(each)))
             content[at] ^= 1
             obstore.put(objects._store, each.name, bytes(content))
+
+
+class LeafBucket(Bucket):
+    """The same in a bucket."""
+
+    def blobs(  # type: ignore[override]
+        self, monotonic: Monotonic = time.monotonic, cache: BlobCache | None = None
+    ) -> LeafBlobs:
+        whole, term = super().blobs(monotonic, cache), self.num_coordinators
+        place = in_objects(self.objects(), whole, self.root / secrets.token_hex(4), term)
+        return LeafBlobs(whole, place, term, writes_leaves=True, limits=DEFAULT_LIMITS)

@@ -1,6 +1,5 @@
 """States in leaves are read as the files that they make, and leaves stay while they are needed."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,18 @@ import pytest
 from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
 from stratagem.common.base.ids import Digest
 from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest, Purpose, build_manifest
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, header_of
 from stratagem.common.tensors.state_leaves import SMALL_BYTES, leaves_of, pieces_of, state_digest
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves import leaf_blobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves.state_places import in_folder
+from tests.coordinator.store.leaf_states import state
 from tests.coordinator.store.places import digest_of, put
 
-SIZES = (SMALL_BYTES + 5, 3, 2 * SMALL_BYTES, 0, 7)
 Open = Callable[[], LeafBlobs]
-
-
-def state(seed: int, changed: int = 0) -> tuple[Manifest, bytes]:
-    """Two large tensors and three small ones; `changed` alone makes the second large one."""
-    named = [(f"t{number}", "uint8", (size,)) for number, size in enumerate(SIZES)]
-    manifest = build_manifest(named, Purpose.STATE, metadata={"step": str(changed)})
-    parts = [random.Random(f"{seed} {number}").randbytes(size) for number, size in enumerate(SIZES)]
-    parts[2] = random.Random(f"{seed} 2 {changed}").randbytes(SIZES[2])
-    return manifest, b"".join(parts)
 
 
 @pytest.fixture
@@ -38,9 +29,8 @@ def opened(tmp_path: Path) -> Open:
 
     def open_next() -> LeafBlobs:
         whole = DirectoryBlobs(tmp_path / "blobs")
-        return LeafBlobs(
-            whole, tmp_path / "states", next(terms), writes_leaves=True, limits=DEFAULT_LIMITS
-        )
+        place = in_folder(tmp_path / "states")
+        return LeafBlobs(whole, place, next(terms), writes_leaves=True, limits=DEFAULT_LIMITS)
 
     return open_next
 
@@ -173,7 +163,7 @@ def test_an_upload_that_ends_while_leaves_are_collected_loses_none(
     upload = store.upload((first,))
     of = state(1, changed)
     leaves = written_leaves(folder, upload.name, of, upload.have)
-    delete, committed = store.files.collect, list[Digest]()
+    delete, committed = store.leaves.collect, list[Digest]()
 
     def late(*known: Any) -> None:
         """After it was found out what is needed, and before anything is deleted."""
@@ -181,7 +171,7 @@ def test_an_upload_that_ends_while_leaves_are_collected_loses_none(
             committed.append(upload.commit(of[0], leaves))
         delete(*known)
 
-    monkeypatch.setattr(store.files, "collect", late)
+    monkeypatch.setattr(store.leaves, "collect", late)
     collect(store)
     monkeypatch.undo()
     with store.open(committed[0]) as file:

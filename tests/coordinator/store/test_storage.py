@@ -9,6 +9,7 @@ from stratagem.coordinator.app.app import App
 from stratagem.coordinator.runtime.settings import Settings
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.store.places import Bucket
+from tests.coordinator.store.troubled import FORBIDDEN, troubled
 from tests.settings import coordinator_settings
 
 
@@ -38,3 +39,21 @@ async def test_a_prefix_is_that_of_one_journal(tmp_path: Path, bucket: Bucket) -
             await App.lead(other, entrance())
     await lead_once(settings(tmp_path / "b", f"{bucket.url}/elsewhere"))
     await lead_once(mine)
+
+
+async def test_a_store_that_takes_no_signed_requests_ends_the_start_of_direct_states(
+    tmp_path: Path, bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        found = coordinator_settings(data_dir=tmp_path, blob_store=bucket.url, state_path="direct")
+        server.always_of_signed = FORBIDDEN
+        refused = r"requests that are signed for workers are not carried out: .* 403: Invalid"
+        with pytest.raises(InvalidInputError, match=rf"blob_store: {bucket.url}: {refused}"):
+            await App.lead(found, entrance())
+        assert bucket.names("trial") == []
+        server.always_of_signed = None
+        await lead_once(found)
+        assert server.num_signed > 2
+        server.always_of_signed = FORBIDDEN
+        await lead_once(settings(tmp_path, bucket.url))

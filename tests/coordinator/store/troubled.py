@@ -26,6 +26,10 @@ class Troubled(ThreadingHTTPServer):
         self.behind = urlparse(behind).netloc
         self.troubles: dict[str, list[int | str]] = {}
         self.always: int | None = None
+        self.of_signed: list[int | str] = []
+        """What becomes of the next requests that have no keys but a signature in their URL."""
+        self.always_of_signed: int | None = None
+        self.num_signed = 0
         self.lock = threading.Lock()
         self.last_authorization = ""
         self.num_refused = 0
@@ -34,9 +38,13 @@ class Troubled(ThreadingHTTPServer):
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def next_trouble(self, method: str) -> int | str:
+    def next_trouble(self, method: str, path: str) -> int | str:
         with self.lock:
-            waiting = self.troubles.get(method)
+            if "X-Amz-Signature=" in path:
+                self.num_signed += 1
+                waiting = self.of_signed
+                return self.always_of_signed or (waiting.pop(0) if waiting else OK)
+            waiting = self.troubles.get(method, [])
             return self.always or (waiting.pop(0) if waiting else OK)
 
 
@@ -51,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.server.last_authorization = self.headers.get("Authorization", "")
-        trouble = self.server.next_trouble(self.command)
+        trouble = self.server.next_trouble(self.command, self.path)
         if isinstance(trouble, int) and trouble != OK:
             self.server.num_refused += 1
             self._answer(trouble, {}, _DENIED if trouble == FORBIDDEN else b"")

@@ -78,6 +78,8 @@ FAILPOINTS: Final = (
     "worker.leaf.joined",
     "worker.leaf.unnamed",
     "worker.leaf.untold",
+    "worker.leaf.half_sent",
+    "worker.leaf.stored",
     "worker.blob.committed",
     "worker.code.unpacked",
     "worker.build.done",

@@ -21,10 +21,13 @@ from stratagem.coordinator.store.blobs.durable_file import MakeRoom, no_room
 from stratagem.coordinator.store.blobs.object_store import Objects
 from stratagem.coordinator.store.blobs.s3 import SETTING, open_s3
 from stratagem.coordinator.store.blobs.shared_blobs import SharedBlobs
-from stratagem.coordinator.store.leaves.leaf_blobs import FOLDER, LeafBlobs
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves.state_places import LISTS, in_folder, in_objects
 from stratagem.coordinator.updates.shared_spool import SharedSpool
 from stratagem.coordinator.updates.spool import Spool
 
+FOLDER: Final = "states"
+"""Below the data folder, of states in leaves."""
 _OWNER: Final = "journal"
 
 _log = structlog.get_logger(__name__)
@@ -49,7 +52,9 @@ class Storage:
     def open(cls, settings: Settings) -> Self:
         """Open the storage that the settings name. Raises InvalidInputError, with a remedy, for an
         object store that cannot be used."""
-        objects = open_s3(settings.blob_store, os.environ) if settings.blob_store else None
+        writes_leaves, objects = settings.state_path == "direct", None
+        if settings.blob_store:
+            objects = open_s3(settings.blob_store, os.environ, signs=writes_leaves)
         if objects is not None:
             _log.info("blobs and updates are in an object store", url=objects.url)
         data_dir = settings.data_dir
@@ -58,7 +63,7 @@ class Storage:
             objects,
             settings.blob_cache_bytes,
             settings.max_spool_bytes,
-            settings.state_path == "direct",
+            writes_leaves,
             Limits(
                 max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
             ),
@@ -84,23 +89,30 @@ class Storage:
 
     def blobs(self, term: int) -> BlobStore:
         """Return the blob store for the leader of a term."""
+        if self.writes_leaves or self._has_leaves():
+            return self.leaves(term)
+        return self._whole(term)
+
+    def leaves(self, term: int) -> LeafBlobs:
+        """Return the blob store that has states in leaves, too."""
+        whole = self._whole(term)
+        if self.objects is not None and isinstance(whole, SharedBlobs):
+            place = in_objects(self.objects, whole, self.data_dir / "list-cache", term)
+        else:
+            place = in_folder(self.data_dir / FOLDER)
+        return LeafBlobs(whole, place, term, writes_leaves=self.writes_leaves, limits=self.limits)
+
+    def _has_leaves(self) -> bool:
         if self.objects is None:
-            if self.writes_leaves or (self.data_dir / FOLDER).is_dir():
-                return self.leaves(term)
+            return (self.data_dir / FOLDER).is_dir()
+        return bool(self.objects.list(LISTS))
+
+    def _whole(self, term: int) -> DirectoryBlobs | SharedBlobs:
+        if self.objects is None:
             return DirectoryBlobs(self.data_dir / "blobs")
         limit_bytes = self.cache_bytes or default_limit_bytes(self.data_dir)
         cache = BlobCache(self.data_dir / "blob-cache", limit_bytes)
         return SharedBlobs(self.objects, cache, term)
-
-    def leaves(self, term: int) -> LeafBlobs:
-        """Return the blob store that has states in leaves, too. Raises InvalidInputError for an
-        object store, which has none."""
-        if self.objects is not None:
-            text = f"{self.objects.url} is an object store, in which no state is in leaves"
-            raise InvalidInputError.at(SETTING, text)
-        whole = DirectoryBlobs(self.data_dir / "blobs")
-        root, writes = self.data_dir / FOLDER, self.writes_leaves
-        return LeafBlobs(whole, root, term, writes_leaves=writes, limits=self.limits)
 
     def spool(self, term: int, make_room: MakeRoom = no_room) -> Spool:
         """Return the spool of the updates of open rounds, for the leader of a term; make_room frees

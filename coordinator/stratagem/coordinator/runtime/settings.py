@@ -71,8 +71,9 @@ class Settings(BaseSettings):
     state_path: Literal["direct", "relayed"] = Field(
         default="relayed",
         description="how states of synchronous runs come into the store: relayed through this "
-        "process as one file each, or direct as leaves in DATA-DIR/states, which workers with "
-        "--state-folder and --data-plane trusted write by themselves",
+        "process as one file each, or direct as leaves that workers write by themselves: in "
+        "DATA-DIR/states those with --state-folder and --data-plane trusted, in a --blob-store all "
+        "but those of sites, by requests that this process signs",
     )
     blob_cache_bytes: int | None = Field(
         default=None,
@@ -190,11 +191,6 @@ class Settings(BaseSettings):
         at_least(self, "max_calls", "max_watchers", 2, why)
         at_least(self, "max_calls", "max_uploads", 2, "else uploads could keep all others out")
         at_least(self, "max_spool_bytes", "max_state_bytes", 1, "else a state could never arrive")
-        if self.state_path == "direct" and self.blob_store:
-            raise ValueError(
-                "--state-path direct is for states below --data-dir, which workers see too: leaves "
-                "in an object store are not there yet. Leave --blob-store out, or --state-path"
-            )
         if self.max_job_bytes > MAX_JOB_BYTES:
             raise ValueError(
                 f"--max-job-bytes is {self.max_job_bytes} and must be at most {MAX_JOB_BYTES}: a "

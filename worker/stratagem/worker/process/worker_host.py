@@ -10,6 +10,7 @@ from stratagem.common.base.ids import new_incarnation
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.rpc.channel import Proof
+from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.tensors.manifest import Limits
 from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.host.client_state_store import ClientStateStore
@@ -45,11 +46,13 @@ NO_SECRET: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The address of this process, its proof of identity, and its stub of the coordinator."""
+    """The address of this process, its proof of identity, its stub of the coordinator, and whether
+    the network between workers is "trusted" or protected by "tls"."""
 
     address: str
     proof: Proof
     coordinator: "CoordinatorServiceAsyncStub"
+    data_plane: str
 
 
 def host_of(
@@ -96,6 +99,7 @@ def host_of(
         build_dir=settings.build_dir,
         kept=KeptReplicas(settings.data_dir and settings.data_dir / f"kept-{settings.worker_id}"),
         states=_states(settings),
+        objects=_objects(settings, reach.data_plane),
     )
 
 
@@ -106,6 +110,14 @@ def _states(settings: WorkerSettings) -> DirectStates | None:
         max_tensors=settings.max_state_tensors, max_total_bytes=settings.max_state_bytes
     )
     return DirectStates(StateFolder(settings.state_folder), limits)
+
+
+def _objects(settings: WorkerSettings, data_plane: str) -> SignedObjects | None:
+    """Return what carries out signed requests; None for a site, whose states go through the
+    coordinator alone."""
+    if not settings.takes_signed_requests:
+        return None
+    return SignedObjects(allows_http=data_plane == "trusted")
 
 
 def _privacy_secret(settings: WorkerSettings) -> PrivacySecret:

@@ -131,6 +131,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
     capability.tunnelled, capability.ephemeral = settings.tunnel, settings.ephemeral
     capability.keeps_nothing = settings.data_dir is None
     capability.writes_states = settings.state_folder is not None
+    capability.takes_signed_requests = settings.takes_signed_requests
     process = process_stats(settings)
     limits = CallLimits(
         settings.stream_idle_timeout_s, settings.max_calls, unhurried=WAITS_FOR_OTHERS
@@ -144,7 +145,8 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         open_one = partial(open_channel, proof=security.proof, proxy=settings.proxy)
         channel = CoordinatorChannel(coordinators, open_one)
         await opened.enter_async_context(channel)
-        reach = Reach(address, security.proof, CoordinatorServiceStub(channel))
+        stub = CoordinatorServiceStub(channel)
+        reach = Reach(address, security.proof, stub, security.data_plane)
         secure = secure_rounds_of(settings, security, site)
         host = host_of(settings, thread, mesh, reach, site, secure)
         host.last_words.explain_faults()

@@ -191,6 +191,12 @@ class WorkerSettings(BaseSettings):
         "--state-path direct, to write states there and to read them; needs --data-plane trusted, "
         "and the rights to write there",
     )
+    signed_states: bool = Field(
+        True,
+        description="write and read states in the object store of a coordinator with --state-path "
+        "direct, by requests that it signs; a worker of a --site never does; turn it off where the "
+        "store is not reached",
+    )
     previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
         "",
         description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
@@ -359,6 +365,11 @@ class WorkerSettings(BaseSettings):
                 text = f"is said by the file of --site, {self.site}; leave {flag(name)} out"
                 raise ValueError(f"{flag(name)} {text}")
         return self
+
+    @property
+    def takes_signed_requests(self) -> bool:
+        """Return whether states may go to an object store and come from there."""
+        return self.signed_states and self.site is None
 
     @property
     def data_roots(self) -> tuple[Path, ...]:

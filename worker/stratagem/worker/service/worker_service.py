@@ -39,6 +39,8 @@ from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
+from stratagem.worker.host.signed_states import fetch_state, received_list
+from stratagem.worker.host.signed_stream import SignedStream
 from stratagem.worker.host.worker_blob_cache import BlobUpload
 from stratagem.worker.service.plan_checks import check_plan
 from stratagem.worker.service.session_table import Session, Sessions
@@ -47,6 +49,7 @@ from stratagem.worker.session.context import Host
 from stratagem.worker.session.joined_leaves import sent_pieces
 from stratagem.worker.session.sent_state import SentState, without_same
 from stratagem.worker.session.session_states import Frozen
+from stratagem.worker.session.signed_leaves import put_leaves
 from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -173,6 +176,43 @@ class WorkerServicer(WorkerServiceServicer):
             async with aclosing(written_leaves(folder, state, request, proof)) as messages:
                 async for message in messages:
                     yield message
+
+    async def PutLeaves(
+        self, request_iterator: AsyncIterator[pb.PutLeavesRequest], context: Context
+    ) -> AsyncIterator[pb.PutLeavesResponse]:
+        idle_timeout_s = self._limits.idle_timeout_s
+        header = (await receive_header(request_iterator, idle_timeout_s)).header
+        check_request(header)
+        session = await self._session(header.fence, header.session)
+        objects = self._host.signed_objects()
+        stream = SignedStream(request_iterator, pb.PutLeavesResponse, idle_timeout_s)
+        with session.states.reading(header.snapshot) as state:
+            work = put_leaves(stream, objects, state, header, self._host.hub.proof)
+            async with aclosing(stream.responses(work)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def FetchState(
+        self, request_iterator: AsyncIterator[pb.FetchStateRequest], context: Context
+    ) -> AsyncIterator[pb.FetchStateResponse]:
+        idle_timeout_s, blobs = self._limits.idle_timeout_s, self._host.blobs
+        header = (await receive_header(request_iterator, idle_timeout_s)).header
+        run_id = check_run_id(header.run_id)
+        if not _DIGEST.fullmatch(header.digest):
+            raise InvalidInputError.at("header.digest", "must be 64 lower-case hex digits")
+        await self.sessions.fences.check_term(header.fence.term)
+        self.sessions.check_run(run_id)
+        objects = self._host.signed_objects()
+        if blobs.find(run_id, header.digest) is not None:
+            yield pb.FetchStateResponse(committed=True)
+            return
+        limits = self._limits.tensors
+        listed = await received_list(request_iterator, header, limits, idle_timeout_s)
+        stream = SignedStream(request_iterator, pb.FetchStateResponse, idle_timeout_s)
+        work = fetch_state(stream, objects, blobs, header, listed)
+        async with aclosing(stream.responses(work)) as responses:
+            async for response in responses:
+                yield response
 
     async def SetState(
         self, request_iterator: AsyncIterator[pb.SetStateRequest], context: Context

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError, PermissionDeniedError
 from stratagem.common.code import bundle
 from stratagem.common.history import Recorder
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import check_numerics
 from stratagem.common.privacy.privacy_secret import PrivacySecret
+from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.strategy import local_steps_of
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.data.data_sources import DataSources
@@ -129,6 +130,15 @@ class Host:
     """What only this worker has of the commits of its runs."""
     states: DirectStates | None = None
     """The coordinator's folder of states, where this worker sees it."""
+    objects: SignedObjects | None = None
+    """Writes and reads states by requests that the coordinator signs; None: this worker does
+    not."""
+
+    def signed_objects(self) -> SignedObjects:
+        """Return what carries out signed requests. Raises PermissionDeniedError where none is."""
+        if self.objects is None:
+            raise PermissionDeniedError("this worker takes no signed requests")
+        return self.objects
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from stratagem.worker.session.session_states import Frozen
 NUM_AT_ONCE: Final = 2
 """Leaves that are hashed and written at once: one on its way to the disk, one in the processor."""
 _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
-_DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
+DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
 """The number of a leaf, and what gathers its bytes."""
 
 
@@ -64,7 +64,7 @@ async def written_leaves(
         return
     writer = _Writer(folder, request)
     async with LeafPieces(state, request, proof) as pieces:
-        due = _joined(pieces, request) if request.leaves else _share(state, request)
+        due = due_leaves(pieces, state, request)
         waiting: deque[asyncio.Task[pb.WrittenLeaf]] = deque()
         try:
             while due or waiting:
@@ -80,7 +80,12 @@ async def written_leaves(
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[_DueLeaf]:
+def due_leaves(pieces: LeafPieces, state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
+    """Return the leaves that a request asks for."""
+    return _joined(pieces, request) if request.leaves else _share(state, request)
+
+
+def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
     """Return the leaves of a state that is here as a whole."""
     leaves = leaves_of(state.manifest)
     numbers = range(request.rank, len(leaves), request.num_ranks)
@@ -91,7 +96,7 @@ def _share(state: Frozen, request: pb.WriteLeavesRequest) -> deque[_DueLeaf]:
     return deque((number, partial(gather, number)) for number in numbers)
 
 
-def _joined(pieces: LeafPieces, request: pb.WriteLeavesRequest) -> deque[_DueLeaf]:
+def _joined(pieces: LeafPieces, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
     """Return the leaves of a state of which a part is here."""
     return deque((leaf.number, partial(pieces.gather, leaf)) for leaf in request.leaves)
 

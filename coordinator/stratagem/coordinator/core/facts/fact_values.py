@@ -49,6 +49,7 @@ class Capability(Value):
     keeps_nothing: bool = False
     writes_states: bool = False
     numerics_rules: int = 0
+    takes_signed_requests: bool = False
 
 
 class Setting(Value):

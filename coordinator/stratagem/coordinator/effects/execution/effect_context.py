@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import structlog
 from google.protobuf.message import Message
 
-from stratagem.common.base.errors import StaleError
+from stratagem.common.base.errors import StaleError, StratagemError
 from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
@@ -28,6 +28,7 @@ from stratagem.coordinator.core.secret_draws import draws_in_secret
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
 from stratagem.coordinator.effects.execution.reported_errors import Told
+from stratagem.coordinator.effects.execution.signed_reads import fetch
 from stratagem.coordinator.observe.event_feed import Feed
 from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
@@ -39,6 +40,7 @@ from stratagem.coordinator.runtime.tasks.chores import Chores
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.v1 import worker_pb2
@@ -260,6 +262,30 @@ class EffectContext:
             self.say("blob not brought", key[1], worker_id=worker_id, reason=told(error))
 
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
+        if not await self._is_fetched(member, run_id, digest):
+            await self._send(member, run_id, digest)
+        self.brought[member, run_id] = digest
+
+    async def _is_fetched(self, member: Member, run_id: RunId, digest: Digest) -> bool:
+        """Have a worker read a state from the object store by itself; False where it must be
+        sent."""
+        blobs, record = self.blobs, self.state.workers.get(member.worker_id)
+        if not isinstance(blobs, LeafBlobs) or blobs.signs is None or record is None:
+            return False
+        if not record.capability.takes_signed_requests:
+            return False
+        if not await asyncio.to_thread(blobs.is_in_leaves, digest):
+            return False
+        link, stall_s = self.links.to(member, self.state), 4 * self.settings.stream_idle_timeout_s
+        try:
+            await fetch(link.stub, link.fence(0), run_id, digest, blobs, stall_s)
+        except StratagemError as error:
+            worker_id, reason = member.worker_id, str(error)
+            self.say("a state is relayed", run_id, worker_id=worker_id, reason=reason)
+            return False
+        return True
+
+    async def _send(self, member: Member, run_id: RunId, digest: Digest) -> None:
         link = self.links.to(member, self.state)
         manifest, _ = await self.header(digest)
         manifest = replace(manifest, digest=digest)
@@ -276,7 +302,6 @@ class EffectContext:
                 made = SharedFrames(file.source(), manifest.total_bytes, file.check)
             shared = self.frames.setdefault(digest, made)
         await push_frames(link.stub.SetState, header, manifest, shared)
-        self.brought[member, run_id] = digest
 
     def _read_header(self, digest: Digest) -> tuple[Manifest, int]:
         with self.blobs.open(digest) as file:

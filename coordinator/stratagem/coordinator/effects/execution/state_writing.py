@@ -26,18 +26,23 @@ def kept_states(env: EffectContext, run_id: RunId) -> list[Digest]:
     return [*commits, *sorted(kept - {*commits})]
 
 
-def may_see_leaves(env: EffectContext, member: Member) -> bool:
-    """Return whether a worker has said that it sees the folder of states, on a trusted network."""
+def may_write_leaves(env: EffectContext, leaves: LeafBlobs, member: Member) -> bool:
+    """Return whether a worker may be asked for leaves: it has said that it sees the folder of
+    states, on a trusted network; or in an object store, that it takes signed requests."""
     record = env.state.workers.get(member.worker_id)
     if record is None:
         return False
+    if leaves.signs is not None:
+        return record.capability.takes_signed_requests
     return record.capability.writes_states and record.capability.data_plane == "trusted"
 
 
 async def reads_by_itself(env: EffectContext, member: Member, digest: Digest) -> bool:
-    """Return whether a state is in leaves that a worker can read: it asks for it if it cannot."""
+    """Return whether a state is in leaves that a worker sees: it asks for it if it does not."""
     blobs = env.blobs
-    if not isinstance(blobs, LeafBlobs) or not may_see_leaves(env, member):
+    if not isinstance(blobs, LeafBlobs) or blobs.signs is not None:
+        return False
+    if not may_write_leaves(env, blobs, member):
         return False
     return await env.in_thread(lambda: blobs.is_in_leaves(digest))
 

@@ -7,7 +7,7 @@ from functools import partial
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Limits, Manifest
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.state_writing import leaves_in, may_see_leaves
+from stratagem.coordinator.effects.execution.state_writing import leaves_in, may_write_leaves
 from stratagem.coordinator.effects.synchronous.leaf_orders import (
     LeafOrder,
     ToldLeaves,
@@ -28,8 +28,10 @@ async def written_by_members(
     Raises ContradictionError where members hold other tensors than others.
     """
     leaves = leaves_in(env)
-    writers = [at for at in sessions if may_see_leaves(env, at.member)]
-    if leaves is None or not writers:
+    if leaves is None:
+        return None
+    writers = [at for at in sessions if may_write_leaves(env, leaves, at.member)]
+    if not writers:
         return None
     with await begun_upload(env, leaves, sessions[0]) as upload:
         told = ToldLeaves(Limits(max_total_bytes=env.settings.max_state_bytes))

@@ -17,7 +17,7 @@ from stratagem.common.base.ids import Digest, WorkerId
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Limits, Manifest
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.state_writing import leaves_in, may_see_leaves
+from stratagem.coordinator.effects.execution.state_writing import leaves_in, may_write_leaves
 from stratagem.coordinator.effects.synchronous.leaf_orders import (
     DescribedPart,
     LeafOrder,
@@ -58,15 +58,19 @@ async def written_by_owners(
     make no whole.
     """
     leaves = leaves_in(env)
-    seeing = [[each for each in part if may_see_leaves(env, each.at.member)] for part in parts]
-    if leaves is None or not all(seeing):
+    if leaves is None:
         return None
-    sessions = {each.at.member.worker_id: each.at for part in seeing for each in part}
-    with await begun_upload(env, leaves, seeing[0][0].at) as upload:
+    able = [
+        [each for each in part if may_write_leaves(env, leaves, each.at.member)] for part in parts
+    ]
+    if not all(able):
+        return None
+    sessions = {each.at.member.worker_id: each.at for part in able for each in part}
+    with await begun_upload(env, leaves, able[0][0].at) as upload:
         order = partial(order_of, env, store_id=leaves.store_id, upload=upload, segment=segment)
         asked = (_described(env, order(at)) for at in sessions.values())
         said = dict(zip(sessions, await asyncio.gather(*asked), strict=True))
-        held = [_part_of(holders, said) for holders in seeing]
+        held = [_part_of(holders, said) for holders in able]
         known = [part for part in held if part is not None]
         if len(known) < len(held):
             return None

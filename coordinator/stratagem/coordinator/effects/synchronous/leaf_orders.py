@@ -3,14 +3,16 @@
 Each writes those that it is asked for, and says the digest of each leaf when it is durable. When
 all leaves are there the coordinator makes the list of them durable, and with it the state is there:
 whoever dies before that leaves files that nothing names. What a member cannot do any more, the
-others do. One leaf is read again: a wrong one shows a worker that writes other bytes than it has.
+others do. Their sizes are compared, and one leaf is read again: a wrong one shows a worker that
+writes other bytes than it has. A folder is seen by members; for a leaf of an object store a member
+asks inside its call for a signed request.
 """
 
 import asyncio
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import grpc.aio
 import structlog
@@ -24,9 +26,8 @@ from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_pr
 from stratagem.common.tensors.state_leaves import leaves_of
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.execution.state_writing import (
-    kept_states,
-)
+from stratagem.coordinator.effects.execution.leaf_call import LeafCall, LeafMessage
+from stratagem.coordinator.effects.execution.state_writing import kept_states, leaves_in
 from stratagem.coordinator.runtime.tasks.task_group import task_group
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
@@ -47,7 +48,8 @@ class ToldLeaves:
 
     limits: Limits
     manifest: Manifest | None = None
-    num_leaves: int = 0
+    sizes: Sequence[int] = ()
+    """Of the leaves, in order."""
     digests: dict[int, Digest] = field(default_factory=dict)
     written: dict[WorkerId, dict[int, Digest]] = field(default_factory=dict)
     """What each member has written now, of what has not been read again."""
@@ -55,7 +57,11 @@ class ToldLeaves:
     @classmethod
     def of(cls, manifest: Manifest, limits: Limits) -> Self:
         """Begin with a state that is known, of which members hold parts."""
-        return cls(limits, manifest, len(leaves_of(manifest)))
+        return cls(limits, manifest, [leaf.size for leaf in leaves_of(manifest)])
+
+    @property
+    def num_leaves(self) -> int:
+        return len(self.sizes)
 
     @property
     def is_complete(self) -> bool:
@@ -70,16 +76,22 @@ class ToldLeaves:
 
     def begin(self, manifest: Manifest, worker_id: WorkerId) -> None:
         if self.manifest is None:
-            self.manifest, self.num_leaves = manifest, len(leaves_of(manifest))
+            self.manifest, self.sizes = manifest, [leaf.size for leaf in leaves_of(manifest)]
         elif manifest != self.manifest:
             raise ContradictionError(f"worker {worker_id} has other tensors than other members")
 
     def add(self, leaf: worker_pb2.WrittenLeaf, asked: Collection[int]) -> Digest:
         """Check and take in one leaf; return its digest."""
-        if leaf.number not in asked or len(leaf.digest) != _DIGEST_BYTES:
-            raise InvalidInputError.at("leaf", f"{leaf.number} was not asked of this worker")
+        _check_leaf(leaf, asked)
         digest = self.digests[leaf.number] = Digest(leaf.digest.hex())
         return digest
+
+
+def _check_leaf(
+    leaf: worker_pb2.WrittenLeaf | worker_pb2.AskedLeaf, asked: Collection[int]
+) -> None:
+    if leaf.number not in asked or len(leaf.digest) != _DIGEST_BYTES:
+        raise InvalidInputError.at("leaf", f"{leaf.number} was not asked of this worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +197,7 @@ async def _ask(env: EffectContext, order: LeafOrder, told: ToldLeaves) -> None:
     written = told.written.setdefault(member.worker_id, {})
     num_told = 0
 
-    def take(message: worker_pb2.WriteLeavesResponse) -> None:
+    def take(message: LeafMessage) -> None:
         nonlocal num_told
         if message.WhichOneof("message") == "manifest":
             if order.numbers is None:
@@ -197,7 +209,7 @@ async def _ask(env: EffectContext, order: LeafOrder, told: ToldLeaves) -> None:
         if message.leaf.written:
             written[message.leaf.number] = digest
 
-    await _call(env, member, order.request, take)
+    await _call(env, member, order.request, take, lambda: order.asked(told.num_leaves))
     if num_told != len(order.asked(told.num_leaves)):
         raise UnavailableError(f"worker {member.worker_id} has not written all of its leaves")
 
@@ -218,12 +230,12 @@ async def described_parts(
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
     found: list[DescribedPart] = []
 
-    def take(message: worker_pb2.WriteLeavesResponse) -> None:
+    def take(message: LeafMessage) -> None:
         manifest = from_proto(message.manifest, limits, Purpose.STATE)
         if message.name and len(found) < 2:
             found.append(DescribedPart(manifest, message.name, message.of_mirror))
 
-    await _call(env, member, request, take)
+    await _call(env, member, request, take, tuple)
     return found
 
 
@@ -231,30 +243,32 @@ async def _call(
     env: EffectContext,
     member: Member,
     request: worker_pb2.WriteLeavesRequest,
-    take: Callable[[worker_pb2.WriteLeavesResponse], None],
+    take: Callable[[LeafMessage], None],
+    asked: Callable[[], Collection[int]],
 ) -> None:
+    """Make a call to its end; asked: which leaves are asked for, of which requests are signed."""
     stall_s = NUM_IDLE_TIMEOUTS * env.settings.stream_idle_timeout_s
-    call: Any = env.links.to(member, env.state).stub.WriteLeaves(request)
+    leaves = leaves_in(env)
+    signs = None if leaves is None else leaves.signs
+    call = LeafCall(env.links.to(member, env.state).stub, request, signs)
     try:
         async with StallTimeout(stall_s, _is_silent(member)) as peer:
+            await call.begin()
             while True:
                 with peer.waiting():
                     message = await call.read()
-                if message is grpc.aio.EOF:
+                if message is None:
                     break
-                take(message)
-        await _end_of(call)
+                if message.WhichOneof("message") != "asked":
+                    take(message)
+                    continue
+                for leaf in message.asked.leaves:
+                    _check_leaf(leaf, asked())
+                await call.sign(message.asked.leaves)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     finally:
         call.cancel()
-
-
-async def _end_of(call: Any) -> None:
-    """Raise UnavailableError where a stream has not ended well."""
-    code = await call.code()
-    if code is not grpc.StatusCode.OK:
-        raise UnavailableError(f"{code.name}: {await call.details()}")
 
 
 def _is_silent(member: Member) -> Callable[[float], Exception]:
@@ -264,17 +278,22 @@ def _is_silent(member: Member) -> Callable[[float], Exception]:
 
 
 def _wrong(upload: DirectUpload, told: ToldLeaves) -> list[WorkerId]:
-    """Read one of the leaves that were written now; where it has other bytes, forget all that its
-    worker has written, and return the worker."""
+    """Compare the sizes of the leaves that were written now, and read one of them; where one has
+    other bytes, forget all that its worker has written, and return such workers."""
     written = [(who, number) for who, leaves in told.written.items() for number in leaves]
     if not written:
         return []
+    sizes = {told.written[who][number]: told.sizes[number] for who, number in written}
+    lacking = upload.lacking(sizes)
     worker_id, number = secrets.choice(written)
-    leaves = told.written[worker_id]
-    is_right = upload.check(leaves[number])
-    if not is_right:
-        log.error("a leaf has other bytes", worker_id=worker_id, leaf=leaves[number])
-        for each in leaves:
+    leaf = told.written[worker_id][number]
+    if leaf not in lacking and not upload.check(leaf):
+        lacking.add(leaf)
+    wrong = [who for who, leaves in told.written.items() if lacking & {*leaves.values()}]
+    for who in wrong:
+        leaf = min(lacking & {*told.written[who].values()})
+        log.error("a leaf has other bytes", worker_id=who, leaf=leaf)
+        for each in told.written[who]:
             told.digests.pop(each, None)
     told.written.clear()
-    return [] if is_right else [worker_id]
+    return wrong

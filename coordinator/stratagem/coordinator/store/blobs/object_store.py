@@ -14,11 +14,12 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from datetime import timedelta
+from typing import Any, Final, Literal
 
 from stratagem.common.base.errors import NotFoundError, UnavailableError
 from stratagem.common.process.failpoints import failpoint
@@ -37,10 +38,12 @@ _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object in the store: its name below the prefix, and its size."""
+    """An object in the store: its name below the prefix, its size, and what the store calls its
+    bytes: of two objects with the same tag and size the bytes are equal."""
 
     name: str
     num_bytes: int
+    tag: str = ""
 
 
 class Objects:
@@ -92,11 +95,33 @@ class Objects:
         """Return all objects below a folder, by name."""
         with _translated(f"listing {folder}"):
             listed = [
-                StoredObject(entry["path"], entry["size"])
+                StoredObject(entry["path"], entry["size"], entry["e_tag"] or "")
                 for page in self._obstore.list(self._store, prefix=folder)
                 for entry in page
             ]
         return sorted(listed, key=lambda stored: stored.name)
+
+    def find(self, name: str) -> StoredObject | None:
+        """Return the object of a name; None where there is none."""
+        try:
+            with _translated(f"looking for {name}"):
+                entry = self._obstore.head(self._store, name)
+        except NotFoundError:
+            return None
+        return StoredObject(name, entry["size"], entry["e_tag"] or "")
+
+    def copy(self, name: str, copied: str) -> None:
+        """Make an object of the same bytes inside the store. Raises NotFoundError."""
+        with _translated(f"copying {name}"):
+            self._obstore.copy(self._store, name, copied)
+
+    def signed(
+        self, method: Literal["GET", "PUT"], names: Sequence[str], valid: timedelta
+    ) -> Sequence[str]:
+        """Return URLs by which somebody without keys may make that kind of request about one object
+        each, for so long at most. Raises UnavailableError where nothing can be signed now."""
+        with _translated(f"signing a {method}"):
+            return self._obstore.sign(self._store, method, list(names), expires_in=valid)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""

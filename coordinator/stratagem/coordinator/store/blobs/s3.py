@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final
 
-from stratagem.common.base.errors import InvalidInputError, NotFoundError, UnavailableError
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.coordinator.store.blobs.object_store import Objects, brief, unique_name
 from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file, describe
 
@@ -43,8 +49,9 @@ def check_url(url: str) -> None:
         raise InvalidInputError.at(SETTING, f"{url!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
 
 
-def open_s3(url: str, environ: Mapping[str, str]) -> Objects:
-    """Open the objects below a URL, after a trial that writes, lists, reads and deletes one.
+def open_s3(url: str, environ: Mapping[str, str], *, signs: bool = False) -> Objects:
+    """Open the objects below a URL, after a trial that writes, lists, reads and deletes one; signs:
+    also by requests that workers could make.
 
     Raises InvalidInputError that says what is wrong, with which setting, and what to do.
     """
@@ -55,6 +62,8 @@ def open_s3(url: str, environ: Mapping[str, str]) -> Objects:
     except (UnavailableError, NotFoundError) as error:
         advice = _advice(f"{error.__cause__}", environ) or f"the trial of it failed: {error}"
         raise InvalidInputError.at(SETTING, f"{url}: {advice}") from error
+    if signs:
+        _try_signed(objects)
     return objects
 
 
@@ -85,6 +94,24 @@ def _try(objects: Objects) -> None:
     if not trials or b"".join(objects.read(trials[0])) != _TRIAL:
         raise UnavailableError("an object that was just written is not listed, or has other bytes")
     objects.delete([name])
+
+
+def _try_signed(objects: Objects) -> None:
+    """Write and read an object as a worker does, who has a signed request and no keys."""
+    name, valid = f"trial/{unique_name(0)}.txt", timedelta(minutes=1)
+    by_hand = SignedObjects(allows_http=True)
+    try:
+        (put,) = objects.signed("PUT", [name], valid)
+        by_hand.put(put, [memoryview(_TRIAL)], len(_TRIAL))
+        (get,) = objects.signed("GET", [name], valid)
+        if bytes(by_hand.get(get, len(_TRIAL))) != _TRIAL:
+            raise UnavailableError("it has other bytes")
+    except (UnavailableError, IntegrityError, InvalidInputError) as error:
+        text = f"{objects.url}: requests that are signed for workers are not carried out: {error}"
+        remedy = "--state-path direct needs a store that takes them; leave it out, or correct that"
+        raise InvalidInputError.at(SETTING, f"{text}. {remedy}") from error
+    finally:
+        objects.delete([name])
 
 
 def _advice(text: str, environ: Mapping[str, str]) -> str:

@@ -27,6 +27,7 @@ from stratagem.coordinator.store.blobs.blob_store import (
     DamagedBlobError,
     MissingBlobError,
 )
+from stratagem.coordinator.store.blobs.directory_blobs import SUFFIX
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES, DurableFile
 from stratagem.coordinator.store.blobs.object_store import (
     Objects,
@@ -41,8 +42,7 @@ from stratagem.coordinator.store.blobs.unsettled_blobs import Claims
 from stratagem.coordinator.store.blobs.verified_file import BlobFile, Sums
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_FOLDER: Final = "blobs"
-_SUFFIX: Final = ".safetensors"
+FOLDER: Final = "blobs"
 
 _log = structlog.get_logger(__name__)
 
@@ -57,8 +57,12 @@ class SharedBlobs:
         term: int,
         *,
         monotonic: Callable[[], float] = time.monotonic,
+        folder: str = FOLDER,
+        suffix: str = SUFFIX,
     ) -> None:
+        """folder, suffix: of the names of its objects."""
         self._objects, self._cache, self._term = objects, cache, term
+        self._folder, self._suffix = folder, suffix
         self._claims = Claims(monotonic)
         self._writing: Counter[Digest] = Counter()
         self._lock = threading.Lock()  # a blob is not collected while it is being named
@@ -140,9 +144,15 @@ class SharedBlobs:
         finally:
             self._collecting.release()
 
+    def digests(self) -> list[Digest]:
+        """Return the digests of all blobs that are in the object store."""
+        listed = self._objects.list(self._folder)
+        named = {each.name.split("/")[1] for each in listed if term_of(each.name) is not None}
+        return [Digest(each) for each in sorted(named) if _DIGEST.fullmatch(each)]
+
     def _all(self) -> list[tuple[Digest, list[StoredObject]]]:
         """Return the objects that this coordinator may delete, by blob, the newest last."""
-        listed = deletable(self._objects.list(_FOLDER), mark(self._term))
+        listed = deletable(self._objects.list(self._folder), mark(self._term))
         groups = groupby(listed, key=lambda stored: stored.name.split("/")[1])
         return [(Digest(digest), list(group)) for digest, group in groups]
 
@@ -156,7 +166,7 @@ class SharedBlobs:
 
     def _copies_of(self, digest: Digest) -> list[StoredObject]:
         """Return the objects of a blob, the newest last."""
-        folder = f"{_FOLDER}/{_check(digest)}"
+        folder = f"{self._folder}/{_check(digest)}"
         return [stored for stored in self._objects.list(folder) if term_of(stored.name) is not None]
 
     def _fetch(self, digest: Digest) -> BlobFile:
@@ -211,7 +221,7 @@ class SharedBlobs:
         self._cache.adopt(digest, file, temporary, sums)
 
     def _put(self, digest: Digest, pieces: Iterator[bytes], num_bytes: int) -> None:
-        name = f"{_FOLDER}/{digest}/{unique_name(self._term)}{_SUFFIX}"
+        name = f"{self._folder}/{digest}/{unique_name(self._term)}{self._suffix}"
         with self._naming(digest):
             self._objects.put(name, pieces, num_bytes)
 

@@ -35,6 +35,13 @@ class Scratch:
         """Yield a range of what was written, in pieces that share one buffer."""
         yield from pieces(self._descriptor, num_bytes, offset)
 
+    def kept(self) -> int:
+        """Return the descriptor of what was written, which the caller closes; it has no name any
+        more."""
+        self._temporary.unlink(missing_ok=True)
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
     def close(self) -> None:
         """Delete what was written; no error after the first time."""
         if self._descriptor >= 0:

@@ -7,8 +7,8 @@ from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.state_leaves import LeafList, leaves_of, places_of
-from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError
-from stratagem.coordinator.store.leaves.leaf_files import OpenLeaf
+from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
+from stratagem.coordinator.store.leaves.leaf_store import LeafBytes
 
 _NUM_OPEN: Final = 4
 
@@ -19,13 +19,13 @@ class JoinedState:
     is_in_leaves = True
 
     def __init__(
-        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], OpenLeaf]
+        self, digest: Digest, listed: LeafList, open_leaf: Callable[[Digest], LeafBytes]
     ) -> None:
         self._digest, self._listed, self._open_leaf = digest, listed, open_leaf
         self._places = places_of(leaves_of(listed.manifest))
         self._at = 0
         """The place that was read last: the next one is near."""
-        self._open: dict[int, OpenLeaf] = {}
+        self._open: dict[int, LeafBytes] = {}
         self.num_bytes = len(listed.header) + listed.manifest.total_bytes
 
     def read_into(self, view: memoryview, offset: int) -> None:
@@ -60,15 +60,16 @@ class JoinedState:
         while offset >= self._places[self._at].offset + self._places[self._at].size:
             self._at += 1
 
-    def _leaf(self, number: int) -> OpenLeaf:
+    def _leaf(self, number: int) -> LeafBytes:
         leaf = self._open.get(number)
         if leaf is None:
             named = self._listed.digests[number]
             try:
                 leaf = self._open_leaf(named)
             except IntegrityError as error:
-                why = f"its leaf leaves/{named[:2]}/{named}-* has other bytes than were written"
-                raise DamagedBlobError(self._digest, why) from error
+                raise DamagedBlobError(self._digest, str(error)) from error
+            except MissingBlobError as error:
+                raise DamagedBlobError(self._digest, f"its leaf {named} is not there") from error
             while len(self._open) >= _NUM_OPEN:
                 del self._open[next(iter(self._open))]
             self._open[number] = leaf

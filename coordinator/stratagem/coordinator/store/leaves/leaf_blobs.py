@@ -1,4 +1,4 @@
-"""A blob store that has states in leaves beside whole files, below one data folder.
+"""A blob store that has states in leaves beside whole files, below a data folder or in a bucket.
 
 The name of a state in leaves is the digest of its list, which is a blob like any other: it becomes
 durable after all its leaves, and with it the state is there. Lists are collected as blobs are; a
@@ -6,63 +6,78 @@ leaf goes when no list that is left names it, no upload relies on it, and no rea
 opens such a state reads the safetensors file that its leaves make.
 """
 
-import secrets
 import weakref
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Final
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import structlog
 
 from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
 from stratagem.common.base.ids import Digest
-from stratagem.common.files.atomic_file import whole_file
-from stratagem.common.files.state_folder import LIST_SUFFIX, StateFolder
 from stratagem.common.tensors.manifest import Limits, Manifest
 from stratagem.common.tensors.state_leaves import LeafList, list_bytes, read_list
 from stratagem.coordinator.store.blobs.blob_store import (
+    BlobStore,
     BlobWriter,
     DamagedBlobError,
     MissingBlobError,
 )
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.blobs.durable_file import make_folder
 from stratagem.coordinator.store.blobs.object_store import unique_name
 from stratagem.coordinator.store.blobs.temporary_files import Scratch
 from stratagem.coordinator.store.blobs.verified_file import BlobFile
 from stratagem.coordinator.store.leaves.joined_state import JoinedState
 from stratagem.coordinator.store.leaves.leaf_claims import LeafClaims
-from stratagem.coordinator.store.leaves.leaf_files import LeafFiles
+from stratagem.coordinator.store.leaves.leaf_objects import LeafObjects
+from stratagem.coordinator.store.leaves.leaf_store import LeafStore
 from stratagem.coordinator.store.leaves.leaf_upload import DirectUpload
 from stratagem.coordinator.store.leaves.leaf_writer import LeafWriter
 
-FOLDER: Final = "states"
 MAX_HAVE: Final = 2**16
 """Leaves that a worker is told to be there: 2 MiB of digests, in a message of at most 4 MiB."""
 
 _log = structlog.get_logger(__name__)
 
 
+class Lists(BlobStore, Protocol):
+    """The blobs that are lists of leaves."""
+
+    def digests(self) -> Iterable[Digest]:
+        """Return the digests of all that are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where states in leaves are.
+
+    store_id: the name of the folder, which workers see, too; "" for an object store.
+    """
+
+    lists: Lists
+    leaves: LeafStore
+    claims: LeafClaims = field(default_factory=LeafClaims)
+    store_id: str = ""
+
+
 class LeafBlobs:
-    """The blobs below a data folder, with states in leaves. See blob_store.py for the rules."""
+    """The blobs of a coordinator, with states in leaves. See blob_store.py for the rules."""
 
     def __init__(
-        self, whole: DirectoryBlobs, root: Path, term: int, *, writes_leaves: bool, limits: Limits
+        self, whole: BlobStore, place: StatePlace, term: int, *, writes_leaves: bool, limits: Limits
     ) -> None:
-        """writes_leaves: states that come to the coordinator become leaves, too."""
+        """whole: of what is one file. writes_leaves: states that come to the coordinator become
+        leaves, too."""
         self._whole, self._term, self.limits = whole, term, limits
         self.writes_leaves = writes_leaves
-        make_folder(root)
-        self._folder = StateFolder(root)
-        self.claims = LeafClaims()
-        self.files = LeafFiles(self._folder, self.claims)
-        self._lists = DirectoryBlobs(root / "lists", suffix=LIST_SUFFIX)
+        self.claims, self.leaves, self.store_id = place.claims, place.leaves, place.store_id
+        self._lists = place.lists
         self._known: dict[Digest, tuple[Digest, ...]] = {}
         """The leaves of each list that is there."""
-        if not self._folder.store_id():
-            with whole_file(root / "store-id", mode=0o600) as file:
-                file.write(secrets.token_hex(16).encode())
-        self.store_id = self._folder.store_id()
+
+    @property
+    def signs(self) -> LeafObjects | None:
+        """Return what signs requests for leaves; None where workers see a folder of them."""
+        return self.leaves if isinstance(self.leaves, LeafObjects) else None
 
     def writer(self, total_bytes: int) -> BlobWriter:
         """Return a writer for a blob of exactly total_bytes, as one file."""
@@ -71,7 +86,7 @@ class LeafBlobs:
     def state_writer(self, manifest: Manifest, kept: Sequence[Digest]) -> LeafWriter:
         """Return a writer for the data of a state, which become leaves, but for those that the
         states have that are kept."""
-        return LeafWriter(self._folder, manifest, self.upload(kept))
+        return LeafWriter(self.leaves, manifest, self.upload(kept))
 
     def upload(self, kept: Sequence[Digest]) -> DirectUpload:
         """Begin an upload, which need not write the leaves of the states that are kept, of so many
@@ -83,9 +98,9 @@ class LeafBlobs:
                 leaves |= dict.fromkeys(self._leaves_of(state) or ())
                 if len(leaves) >= MAX_HAVE:
                     break
-            have = frozenset(list(leaves)[:MAX_HAVE])
+            have = frozenset(list(self.leaves.reliable(leaves))[:MAX_HAVE])
             self.claims.begin(name, have)
-        return DirectUpload(name, have, self.files, self.claims, self.write_list)
+        return DirectUpload(name, have, self.leaves, self.claims, self.write_list)
 
     def write_list(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
         """Make the list of a state's leaves durable, and return its digest, which names the
@@ -107,9 +122,14 @@ class LeafBlobs:
                 self.claims.use(listed.digests)
         if listed is None:
             return self._whole.open(digest)
-        state = JoinedState(digest, listed, self.files.open)
+        state = JoinedState(digest, listed, self.leaves.open)
         weakref.finalize(state, self.claims.release, listed.digests)
         return BlobFile(state)
+
+    def list_of(self, digest: Digest) -> bytes:
+        """Return the list of a state in leaves. Raises MissingBlobError."""
+        with self._lists.open(digest) as file:
+            return file.read()
 
     def is_in_leaves(self, digest: Digest) -> bool:
         """Return True when a state is here in leaves."""
@@ -121,7 +141,10 @@ class LeafBlobs:
 
     def keep(self, digest: Digest) -> bool:
         """Return True when the blob is in the store; it then counts as just written."""
-        return self._lists.keep(digest) or self._whole.keep(digest)
+        if self._lists.keep(digest):
+            leaves = self._leaves_of(digest)
+            return leaves is not None and self.leaves.keep(leaves)
+        return self._whole.keep(digest)
 
     def settle(self, digest: Digest) -> None:
         """Note that the event that names the blob is durable; see BlobStore."""
@@ -129,11 +152,12 @@ class LeafBlobs:
         self._whole.settle(digest)
 
     def make_room(self) -> bool:
-        """Return False: every blob here is needed."""
-        return False
+        """Delete a local copy of a blob; see BlobStore."""
+        return self._whole.make_room()
 
     def keep_room(self) -> None:
-        """Do nothing: every blob here is needed."""
+        """Delete local copies while the disk has little room; see BlobStore."""
+        self._whole.keep_room()
 
     def location(self, digest: Digest) -> str:
         """Return the path of the blob's file; "" of a state in leaves, which has none."""
@@ -145,7 +169,9 @@ class LeafBlobs:
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
         # In this order: what is written meanwhile is not found; and of each upload that has written
         # what is found either the list is there by now, or it is one of those under way.
-        found = self.files.files()
+        found = self.leaves.found()
+        for digest in self._lists.digests():  # read what is new without the lock
+            self._leaves_of(digest)
         with self.claims.lock:
             under_way, used = self.claims.present()
             named = set(used)
@@ -156,7 +182,7 @@ class LeafBlobs:
                     return collected
                 named.update(leaves)
             self._known = {digest: self._known[digest] for digest in present}
-        self.files.collect(found, named, under_way)
+        self.leaves.collect(found, named, under_way)
         return collected
 
     def _leaves_of(self, digest: Digest) -> tuple[Digest, ...] | None:
@@ -174,11 +200,9 @@ class LeafBlobs:
     def _list(self, digest: Digest) -> LeafList | None:
         """Read the list of a state; None where there is none."""
         try:
-            file = self._lists.open(digest)
+            content = self.list_of(digest)
         except MissingBlobError:
             return None
-        with file:
-            content = file.read()
         try:
             return read_list(content, digest, self.limits)
         except (InvalidInputError, LimitError) as error:

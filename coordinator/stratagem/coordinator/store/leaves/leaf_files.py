@@ -7,12 +7,13 @@ a coordinator that was frozen and replaced cannot delete what its successor reli
 
 import hashlib
 import os
+import secrets
 import weakref
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
 from stratagem.common.base.ids import Digest
@@ -21,7 +22,13 @@ from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import crc32c
 from stratagem.coordinator.store.blobs.blob_store import MissingBlobError
 from stratagem.coordinator.store.blobs.directory_blobs import new_bin
-from stratagem.coordinator.store.blobs.durable_file import make_folder, open_regular, sync_folder
+from stratagem.coordinator.store.blobs.durable_file import (
+    DurableFile,
+    make_folder,
+    open_regular,
+    space_needed,
+    sync_folder,
+)
 from stratagem.coordinator.store.leaves.leaf_claims import LeafClaims
 
 _NUM_FOLDERS: Final = 256
@@ -37,6 +44,16 @@ class OpenLeaf:
         self._digest, self._descriptor, self._sums = digest, descriptor, sums
         self._newest: tuple[int, memoryview] = (-1, memoryview(b""))
 
+    @classmethod
+    def of(cls, digest: Digest, descriptor: int, size: int) -> Self | None:
+        """Open a file of so many bytes, taking the descriptor over; None where it has another
+        digest."""
+        sums = sums_of(digest, descriptor, size)
+        if sums is None:
+            os.close(descriptor)
+            return None
+        return cls(digest, descriptor, sums)
+
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill a view with the bytes from an offset on. Raises UnavailableError where they have
         changed since the leaf was opened."""
@@ -50,19 +67,44 @@ class OpenLeaf:
             done += len(piece)
 
     def _chunk(self, number: int) -> memoryview:
-        if self._newest[0] != number:
+        newest = self._newest  # several threads may read
+        if newest[0] != number:
             data = os.pread(self._descriptor, CHUNK_BYTES, number * CHUNK_BYTES)
             if number >= len(self._sums) or crc32c(data) != self._sums[number]:
                 self._fail()
-            self._newest = number, memoryview(data)
-        return self._newest[1]
+            newest = self._newest = number, memoryview(data)
+        return newest[1]
 
     def _fail(self) -> None:
         raise UnavailableError(f"leaf {self._digest} has changed where it is stored")
 
 
+class _NewFile:
+    """A leaf that comes to the coordinator, as a file that is not whole yet."""
+
+    def __init__(self, folder: StateFolder, upload: str) -> None:
+        self._folder = folder
+        self._path = folder.temporary / f"{upload}-{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with space_needed():
+            self._file = DurableFile(os.open(self._path, flags, 0o600))
+        self.write = self._file.write
+
+    def keep(self, digest: Digest, upload: str) -> None:
+        self._file.sync()
+        self._file.close()
+        path = self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+        with space_needed():
+            self._path.rename(path)
+            sync_folder(path.parent)
+
+    def drop(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
 class LeafFiles:
-    """The leaves below one folder, which is made if absent; for any thread."""
+    """The leaves below one folder, which is made if absent; see LeafStore."""
 
     def __init__(self, folder: StateFolder, claims: LeafClaims) -> None:
         self._folder, self._claims = folder, claims
@@ -74,9 +116,25 @@ class LeafFiles:
         sync_folder(folder.leaves)
         self._bin = new_bin(folder.leaves / "bins")
 
-    def exists(self, digest: Digest) -> bool:
-        """Return True when there is a file of the leaf, whole or damaged."""
-        return bool(self._folder.copies(digest))
+    def new(self, upload: str) -> _NewFile:
+        """Begin a leaf of an upload; see LeafStore."""
+        return _NewFile(self._folder, upload)
+
+    def reliable(self, leaves: Collection[Digest]) -> Collection[Digest]:
+        """Return all leaves: a coordinator that was replaced cannot delete."""
+        return leaves
+
+    def keep(self, leaves: Sequence[Digest]) -> bool:
+        """Return True: what a list names stays; see LeafStore."""
+        return True
+
+    def lacking(self, upload: str, sizes: Mapping[Digest, int]) -> set[Digest]:
+        """Return what an upload has not written; see LeafStore."""
+        return {digest for digest, size in sizes.items() if self._size(digest, upload) != size}
+
+    def missing(self, leaves: Sequence[Digest]) -> list[Digest]:
+        """Return the leaves of which there is no file, whole or damaged."""
+        return [leaf for leaf in leaves if not self._folder.copies(leaf)]
 
     def open(self, digest: Digest) -> OpenLeaf:
         """Open a sound copy of a leaf. Raises MissingBlobError, IntegrityError where no copy has
@@ -93,14 +151,15 @@ class LeafFiles:
                 return OpenLeaf(digest, descriptor, sums)
             os.close(descriptor)
         if is_there:
-            raise IntegrityError(f"leaf {digest} is damaged: its bytes have another digest")
+            name = f"leaves/{digest[:2]}/{digest}-*"
+            raise IntegrityError(f"its leaf {name} has other bytes than were written")
         raise MissingBlobError(digest)
 
     def check(self, digest: Digest, upload: str) -> bool:
         """Read what an upload has written of a leaf; True where it has its digest."""
-        return self._is_sound(self._folder.leaves / digest[:2] / f"{digest}-{upload}", digest)
+        return self._is_sound(self._path(digest, upload), digest)
 
-    def files(self) -> list[Path]:
+    def found(self) -> list[Path]:
         """Return the files of all leaves, also of those that are not whole yet."""
         return [
             path
@@ -112,12 +171,7 @@ class LeafFiles:
     def collect(
         self, found: Collection[Path], named: Collection[Digest], under_way: Collection[str]
     ) -> None:
-        """Delete those of the files that neither a list nor a claim needs, and equal copies but for
-        the newest sound one.
-
-        found: before it was known which leaves are `named`, or in use, and which uploads are under
-        way; what has begun since counts, too.
-        """
+        """Delete the files that nothing needs; see LeafStore."""
         copies: dict[Digest, list[Path]] = {}
         for path in sorted(found, reverse=True):  # of a leaf, the newest first
             if path.parent == self._folder.temporary:
@@ -136,6 +190,15 @@ class LeafFiles:
                     is_needed = digest in named or self._claims.is_used(digest)
                     if not is_needed or path != kept:
                         self._discard(path)
+
+    def _path(self, digest: Digest, upload: str) -> Path:
+        return self._folder.leaves / digest[:2] / f"{digest}-{upload}"
+
+    def _size(self, digest: Digest, upload: str) -> int:
+        try:
+            return self._path(digest, upload).stat().st_size
+        except OSError:
+            return -1
 
     def _is_sound(self, path: Path, digest: Digest) -> bool:
         try:
@@ -167,12 +230,19 @@ class LeafFiles:
         known = self._verified.get(digest)
         if known is not None and known[0] == identity:
             return known[1]
-        hasher, sums = hashlib.sha256(), array("I")
-        for offset in range(0, status.st_size, CHUNK_BYTES):
-            data = os.pread(descriptor, CHUNK_BYTES, offset)
-            hasher.update(data)
-            sums.append(crc32c(data))
-        if hasher.hexdigest() != digest:
+        sums = sums_of(digest, descriptor, status.st_size)
+        if sums is None:
             return None
         self._verified[digest] = identity, sums
         return sums
+
+
+def sums_of(digest: Digest, descriptor: int, size: int) -> Sequence[int] | None:
+    """Return the checksum of each chunk of a file that has the digest; None where it has another
+    one."""
+    hasher, sums = hashlib.sha256(), array("I")
+    for offset in range(0, size, CHUNK_BYTES):
+        data = os.pread(descriptor, CHUNK_BYTES, offset)
+        hasher.update(data)
+        sums.append(crc32c(data))
+    return sums if hasher.hexdigest() == digest else None

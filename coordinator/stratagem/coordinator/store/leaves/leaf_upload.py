@@ -1,13 +1,13 @@
 """An upload of leaves that is under way: what it writes is spared until it ends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.store.leaves.leaf_claims import LeafClaims
-from stratagem.coordinator.store.leaves.leaf_files import LeafFiles
+from stratagem.coordinator.store.leaves.leaf_store import LeafStore
 
 WriteList = Callable[[Manifest, Sequence[Digest]], Digest]
 """Makes the list of a state's leaves durable, and returns its digest."""
@@ -20,13 +20,13 @@ class DirectUpload:
         self,
         name: str,
         have: frozenset[Digest],
-        files: LeafFiles,
+        leaves: LeafStore,
         claims: LeafClaims,
         write_list: WriteList,
     ) -> None:
         """have: leaves that are in the store, and stay there until the upload ends."""
         self.name, self.have = name, have
-        self._files, self._claims, self._write_list = files, claims, write_list
+        self._leaves, self._claims, self._write_list = leaves, claims, write_list
         self._is_over = False
 
     def __enter__(self) -> Self:
@@ -43,12 +43,16 @@ class DirectUpload:
 
     def check(self, leaf: Digest) -> bool:
         """Read a leaf that this upload has written; True where it has its digest."""
-        return self._files.check(leaf, self.name)
+        return self._leaves.check(leaf, self.name)
+
+    def lacking(self, sizes: Mapping[Digest, int]) -> set[Digest]:
+        """Return those of the leaves, given with their sizes, that this upload has not written."""
+        return self._leaves.lacking(self.name, sizes)
 
     def commit(self, manifest: Manifest, leaves: Sequence[Digest]) -> Digest:
         """Make the list of the state durable, and return the state's digest. Raises IntegrityError
         where a leaf is not there."""
-        missing = [leaf for leaf in leaves if not self._files.exists(leaf)]
+        missing = self._leaves.missing(leaves)
         if missing:
             raise IntegrityError(f"{len(missing)} leaves of a state are not there: {missing[0]}")
         return self._write_list(manifest, leaves)

@@ -1,0 +1,191 @@
+"""Leaves in a bucket: what one term has written another does not rely on, and workers have no keys.
+
+What states in leaves promise in any place is in test_leaf_blobs.py.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.base.ids import Digest
+from stratagem.common.rpc.signed_objects import SignedObjects
+from stratagem.common.tensors.manifest import Manifest
+from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
+from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from stratagem.coordinator.store.leaves.leaf_objects import LeafObjects
+from tests.coordinator.store.leaf_states import state
+from tests.coordinator.store.places import LeafBucket, digest_of
+
+WORKER = SignedObjects(allows_http=True)
+
+
+def signs(store: LeafBlobs) -> LeafObjects:
+    assert store.signs is not None
+    return store.signs
+
+
+def leaves(of: tuple[Manifest, bytes]) -> dict[Digest, bytes]:
+    manifest, data = of
+    view = memoryview(data)
+    buffers = [view[each.offset : each.offset + each.size_bytes] for each in manifest.stored()]
+    contents = [b"".join(pieces_of(leaf, manifest, buffers)) for leaf in leaves_of(manifest)]
+    return {digest_of(content): content for content in contents}
+
+
+def direct(
+    store: LeafBlobs, of: tuple[Manifest, bytes], kept: Sequence[Digest] = ()
+) -> tuple[Digest, int]:
+    """What members and coordinator do: the digest, and how many leaves were written."""
+    with store.upload(kept) as upload:
+        made = leaves(of)
+        new = {leaf: content for leaf, content in made.items() if leaf not in upload.have}
+        urls = signs(store).signed_puts([*new], upload.name)
+        for url, content in zip(urls, new.values(), strict=True):
+            WORKER.put(url, [memoryview(content)], len(content))
+        assert upload.lacking({leaf: len(content) for leaf, content in new.items()}) == set()
+        return upload.commit(of[0], [*made]), len(new)
+
+
+def content_of(store: LeafBlobs, digest: Digest) -> bytes:
+    with store.open(digest) as file:
+        return file.read()
+
+
+def collect(store: LeafBlobs, *live: Digest) -> None:
+    store.collect(live, -1.0)
+
+
+def late_collection(store: LeafBlobs) -> Callable[[], None]:
+    """What a coordinator deletes that has looked at all leaves, finds that nothing names them, and
+    freezes then."""
+    found = store.leaves.found()
+    return lambda: store.leaves.collect(found, (), ())
+
+
+def test_a_leaf_is_written_and_read_by_signed_requests(leaf_bucket: LeafBucket) -> None:
+    store, of = leaf_bucket.blobs(), state(1)
+    digest, _ = direct(store, of)
+    listed = leaves(of)
+    urls = signs(store).signed_gets([*listed])
+    for url, content in zip(urls, listed.values(), strict=True):
+        assert WORKER.get(url, len(content)) == content
+        assert "X-Amz-Expires=900" in url
+    assert content_of(leaf_bucket.blobs(), digest).endswith(of[1])
+    with pytest.raises(MissingBlobError):
+        signs(store).signed_gets([digest_of(b"another")])
+
+
+def test_what_an_earlier_term_has_written_is_written_again(leaf_bucket: LeafBucket) -> None:
+    first = leaf_bucket.blobs()
+    digest, num_first = direct(first, state(1))
+    assert direct(first, state(1, changed=1), [digest])[1] == 1
+    second = leaf_bucket.blobs()
+    assert direct(second, state(1, changed=2), [digest])[1] == num_first
+    assert direct(second, state(1, changed=3), [digest])[1] == 1
+
+
+def test_a_replaced_coordinator_deletes_nothing_that_its_successor_relies_on(
+    leaf_bucket: LeafBucket,
+) -> None:
+    frozen = leaf_bucket.blobs()
+    direct(frozen, state(1))
+    delete = late_collection(frozen)
+    after = leaf_bucket.blobs()
+    digest, _ = direct(after, state(1))
+    assert len(leaf_bucket.names("leaves")) == 6
+    delete()
+    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert len(leaf_bucket.names("leaves")) == 3
+
+
+def test_a_state_that_a_fact_will_name_is_copied_under_the_own_term(
+    leaf_bucket: LeafBucket,
+) -> None:
+    frozen = leaf_bucket.blobs()
+    digest, num = direct(frozen, state(1))
+    delete = late_collection(frozen)
+    after = leaf_bucket.blobs()
+    assert after.keep(digest)
+    assert len(leaf_bucket.names("leaves")) == 2 * num
+    assert after.keep(digest), "and it is there now"
+    assert len(leaf_bucket.names("leaves")) == 2 * num
+    delete()
+    assert len(leaf_bucket.names("leaves")) == num
+    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert direct(after, state(1), [digest])[1] == 0
+    direct(after, state(1))
+    assert len(leaf_bucket.names("leaves")) == 2 * num
+    collect(after, digest)
+    assert len(leaf_bucket.names("leaves")) == num, "of equal copies one stays"
+    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert direct(after, state(1), [digest])[1] == 0, "which is relied on"
+    assert not after.keep(digest_of(b"another"))
+    leaf_bucket.objects().delete(leaf_bucket.names("leaves")[:1])
+    assert not leaf_bucket.blobs().keep(digest), "a leaf is missing"
+
+
+def test_what_an_upload_writes_stays_until_it_ends(leaf_bucket: LeafBucket) -> None:
+    store = leaf_bucket.blobs()
+    kept, num = direct(store, state(1))
+    with store.upload([kept]) as upload:
+        (url,) = signs(store).signed_puts([digest_of(b"new")], upload.name)
+        WORKER.put(url, [memoryview(b"new")], 3)
+        collect(store)
+        assert len(leaf_bucket.names("leaves")) == num + 1, "and what it relies on"
+    WORKER.put(url, [memoryview(b"new")], 3)  # a worker that is late
+    collect(store)
+    assert leaf_bucket.names("leaves") == []
+
+
+def test_a_leaf_that_is_not_there_with_its_size_is_lacking(leaf_bucket: LeafBucket) -> None:
+    store, of = leaf_bucket.blobs(), state(1)
+    made = leaves(of)
+    first, *others = made
+    with store.upload(()) as upload:
+        urls = signs(store).signed_puts([*made], upload.name)
+        for url, content in list(zip(urls, made.values(), strict=True))[:-1]:
+            sent = content[:-1] if content is made[first] else content
+            WORKER.put(url, [memoryview(sent)], len(sent))
+        lacking = upload.lacking({leaf: len(content) for leaf, content in made.items()})
+        assert lacking == {first, others[-1]}
+        assert not upload.check(first)
+        assert upload.check(others[0])
+        assert not upload.check(others[-1])
+        with pytest.raises(IntegrityError, match="2 leaves of a state are not there"):
+            upload.commit(of[0], [*made])
+
+
+def test_of_copies_a_sound_one_is_read_and_stays(leaf_bucket: LeafBucket) -> None:
+    store = leaf_bucket.blobs()
+    digest, num = direct(store, state(1))
+    with store.upload(()) as upload:  # by which a worker writes other bytes
+        (url,) = signs(store).signed_puts([next(iter(leaves(state(1))))], upload.name)
+        WORKER.put(url, [memoryview(b"other")], 5)
+    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    collect(store, digest)
+    assert len(leaf_bucket.names("leaves")) == num
+    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+
+
+def test_a_damaged_leaf_is_named_and_a_missing_one(leaf_bucket: LeafBucket) -> None:
+    digest, _ = direct(leaf_bucket.blobs(), state(1))
+    leaf, *_ = leaves(state(1))
+    leaf_bucket.damage_objects(f"leaves/{leaf}", 0)
+    text = rf"{digest} is damaged: its leaf leaves/{leaf}/\* has other bytes"
+    with pytest.raises(DamagedBlobError, match=text):
+        content_of(leaf_bucket.blobs(), digest)
+    leaf_bucket.objects().delete([each for each in leaf_bucket.names("leaves") if leaf in each])
+    with pytest.raises(DamagedBlobError, match=f"{digest} is damaged: its leaf {leaf} is not"):
+        content_of(leaf_bucket.blobs(), digest)
+
+
+def test_states_that_were_in_leaves_are_read_by_a_coordinator_that_writes_files(
+    leaf_bucket: LeafBucket,
+) -> None:
+    digest, _ = direct(leaf_bucket.blobs(), state(1))
+    store = leaf_bucket.blobs()
+    store.writes_leaves = False
+    assert content_of(store, digest).endswith(state(1)[1])
+    assert store.is_in_leaves(digest)
