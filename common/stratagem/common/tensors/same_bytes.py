@@ -49,7 +49,7 @@ def same_bytes(
             continue
         for start in range(0, spec.size_bytes, block_bytes):
             end = min(start + block_bytes, spec.size_bytes)
-            if _are_equal(buffer[start:end], older[start:end]):
+            if are_equal(buffer[start:end], older[start:end]):
                 at = SameBytes(spec.offset + start, base_offset + start, end - start)
                 if not _joined(ranges, at):
                     if len(ranges) == MAX_RANGES:
@@ -69,7 +69,8 @@ def _joined(ranges: list[SameBytes], at: SameBytes) -> bool:
     return True
 
 
-def _are_equal(one: memoryview, other: memoryview) -> bool:
+def are_equal(one: memoryview, other: memoryview) -> bool:
+    """Return whether two blocks have the same bytes."""
     left, right = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
     if not np.array_equal(left[:_GLANCE_BYTES], right[:_GLANCE_BYTES]):
         return False

@@ -41,6 +41,7 @@ from stratagem.worker.session.context import (
     SessionKey,
     SessionState,
 )
+from stratagem.worker.session.known_leaves import KnownLeaves
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
@@ -59,6 +60,11 @@ class Session:
     states: StateStore = field(default_factory=StateStore)
     gradients: GradientPort = field(default_factory=GradientPort)
     executions: OrderedDict[Key, PlanExecution] = field(default_factory=OrderedDict)
+    leaves: KnownLeaves = field(init=False)
+    """What is known of the leaves that were written last."""
+
+    def __post_init__(self) -> None:
+        self.leaves = KnownLeaves(self.states.reading_base)
 
     @property
     def latest(self) -> PlanExecution:

@@ -50,7 +50,12 @@ from stratagem.worker.session.joined_leaves import sent_pieces
 from stratagem.worker.session.sent_state import SentState, without_same
 from stratagem.worker.session.session_states import Frozen
 from stratagem.worker.session.signed_leaves import put_leaves
-from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
+from stratagem.worker.session.written_leaves import (
+    check_folder,
+    check_request,
+    hasher_of,
+    written_leaves,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -172,8 +177,9 @@ class WorkerServicer(WorkerServiceServicer):
         states = self._host.states
         folder = check_folder(None if states is None else states.folder, request.store_id)
         with session.states.reading(request.snapshot) as state:
-            proof = self._host.hub.proof
-            async with aclosing(written_leaves(folder, state, request, proof)) as messages:
+            proof, hasher = self._host.hub.proof, hasher_of(session.leaves, state, request)
+            messages = written_leaves(folder, state, request, proof, hasher)
+            async with aclosing(messages):
                 async for message in messages:
                     yield message
 
@@ -187,7 +193,8 @@ class WorkerServicer(WorkerServiceServicer):
         objects = self._host.signed_objects()
         stream = SignedStream(request_iterator, pb.PutLeavesResponse, idle_timeout_s)
         with session.states.reading(header.snapshot) as state:
-            work = put_leaves(stream, objects, state, header, self._host.hub.proof)
+            proof, hasher = self._host.hub.proof, hasher_of(session.leaves, state, header)
+            work = put_leaves(stream, objects, state, header, proof, hasher)
             async with aclosing(stream.responses(work)) as responses:
                 async for response in responses:
                     yield response

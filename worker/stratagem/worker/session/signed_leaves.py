@@ -5,8 +5,7 @@ then it is sent, some at once. What is here is sent from the memory of the snaps
 """
 
 import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
@@ -23,8 +22,9 @@ from stratagem.common.tensors.manifest import to_proto
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.signed_stream import SignedStream
 from stratagem.worker.session.joined_leaves import LeafPieces
+from stratagem.worker.session.known_leaves import LeafHasher
 from stratagem.worker.session.session_states import Frozen
-from stratagem.worker.session.written_leaves import due_leaves
+from stratagem.worker.session.written_leaves import TakeDigest, digest_by, due_leaves
 
 NUM_AT_ONCE: Final = 8
 """Leaves that are hashed or sent at once: one connection alone gets a fraction of what an object
@@ -46,11 +46,12 @@ async def put_leaves(
     state: Frozen,
     request: pb.WriteLeavesRequest,
     proof: Proof = PLAINTEXT,
+    hasher: LeafHasher | None = None,
 ) -> None:
     """Write the leaves that a request asks for; say the manifest, then each when it is there.
 
-    proof: shown to members that have pieces of them. When this ends, however it ends, nothing reads
-    the state any more.
+    proof: shown to members that have pieces of them. hasher: of leaves of the whole state. When
+    this ends, however it ends, nothing reads the state any more.
     """
     stream.say(pb.PutLeavesResponse(manifest=to_proto(state.manifest), name=state.name))
     if request.describe:
@@ -59,7 +60,8 @@ async def put_leaves(
             mirror = pb.PutLeavesResponse(manifest=told, name=state.mirror.name, of_mirror=True)
             stream.say(mirror)
         return
-    share = _Share(stream, objects, {Digest(digest.hex()) for digest in request.have})
+    have = {Digest(digest.hex()) for digest in request.have}
+    share = _Share(stream, objects, have, digest_by(hasher))
     async with LeafPieces(state, request, proof) as pieces:
         due = due_leaves(pieces, state, request)
 
@@ -84,8 +86,9 @@ class _Share:
         stream: SignedStream[pb.PutLeavesResponse],
         objects: SignedObjects,
         have: set[Digest],
+        digest: TakeDigest,
     ) -> None:
-        self._stream, self._objects, self._have = stream, objects, have
+        self._stream, self._objects, self._have, self._digest = stream, objects, have, digest
         self._threads = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="leaves")
         self._hashing = asyncio.Semaphore(_NUM_HASHED)
         self._is_over = False
@@ -94,7 +97,7 @@ class _Share:
         """Gather the bytes of a leaf, write it, unless the store has it, and say so."""
         pieces = await gather()
         async with self._hashing:
-            sha256 = await self._in_thread(lambda: _hashed(pieces))
+            sha256 = await self._in_thread(partial(self._digest, number, pieces))
         digest = Digest(sha256.hex())
         is_new = digest not in self._have
         if is_new:
@@ -129,13 +132,6 @@ class _Share:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-
-def _hashed(pieces: Iterable[memoryview]) -> bytes:
-    sha256 = hashlib.sha256()
-    for piece in pieces:
-        sha256.update(piece)
-    return sha256.digest()
 
 
 def _half_sent() -> None:

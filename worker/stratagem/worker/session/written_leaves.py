@@ -1,7 +1,6 @@
 """Writes leaves of a snapshot into the folder of states, some at once, beside the training."""
 
 import asyncio
-import hashlib
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -17,6 +16,7 @@ from stratagem.common.tensors.manifest import to_proto
 from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves
+from stratagem.worker.session.known_leaves import KnownLeaves, LeafHasher, hashed
 from stratagem.worker.session.session_states import Frozen
 
 NUM_AT_ONCE: Final = 2
@@ -24,6 +24,9 @@ NUM_AT_ONCE: Final = 2
 _UPLOAD: Final = re.compile(r"[0-9]{10}-[0-9a-f]{16}")
 DueLeaf = tuple[int, Callable[[], Awaitable[list[memoryview]]]]
 """The number of a leaf, and what gathers its bytes."""
+
+
+TakeDigest = Callable[[int, Sequence[memoryview]], bytes]
 
 
 def check_request(request: pb.WriteLeavesRequest) -> None:
@@ -49,12 +52,16 @@ def check_folder(folder: StateFolder | None, store_id: str) -> StateFolder:
 
 
 async def written_leaves(
-    folder: StateFolder, state: Frozen, request: pb.WriteLeavesRequest, proof: Proof = PLAINTEXT
+    folder: StateFolder,
+    state: Frozen,
+    request: pb.WriteLeavesRequest,
+    proof: Proof = PLAINTEXT,
+    hasher: LeafHasher | None = None,
 ) -> AsyncGenerator[pb.WriteLeavesResponse, None]:
     """Write the leaves that a request asks for; yield the manifest, then each when it is durable.
 
-    proof: shown to members that have pieces of them. When this ends, however it ends, nothing reads
-    the state any more.
+    proof: shown to members that have pieces of them. hasher: of leaves of the whole state. When
+    this ends, however it ends, nothing reads the state any more.
     """
     yield pb.WriteLeavesResponse(manifest=to_proto(state.manifest), name=state.name)
     if request.describe:
@@ -62,7 +69,7 @@ async def written_leaves(
             told = to_proto(state.mirror.manifest)
             yield pb.WriteLeavesResponse(manifest=told, name=state.mirror.name, of_mirror=True)
         return
-    writer = _Writer(folder, request)
+    writer = _Writer(folder, request, digest_by(hasher))
     async with LeafPieces(state, request, proof) as pieces:
         due = due_leaves(pieces, state, request)
         waiting: deque[asyncio.Task[pb.WrittenLeaf]] = deque()
@@ -78,6 +85,19 @@ async def written_leaves(
             for task in waiting:  # what is in a thread goes on, and is waited for
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def hasher_of(
+    known: KnownLeaves, state: Frozen, request: pb.WriteLeavesRequest
+) -> LeafHasher | None:
+    """Return what hashes the leaves of a request; None where it is about none of the state alone:
+    what several parts make is no snapshot here."""
+    return None if request.leaves or request.describe else known.hasher(state)
+
+
+def digest_by(hasher: LeafHasher | None) -> TakeDigest:
+    """Return what takes the digest of a leaf, by its number and its pieces."""
+    return hasher.digest if hasher is not None else lambda _, pieces: hashed(pieces)
 
 
 def due_leaves(pieces: LeafPieces, state: Frozen, request: pb.WriteLeavesRequest) -> deque[DueLeaf]:
@@ -102,8 +122,10 @@ def _joined(pieces: LeafPieces, request: pb.WriteLeavesRequest) -> deque[DueLeaf
 
 
 class _Writer:
-    def __init__(self, folder: StateFolder, request: pb.WriteLeavesRequest) -> None:
-        self._folder, self._upload = folder, request.upload
+    def __init__(
+        self, folder: StateFolder, request: pb.WriteLeavesRequest, digest: TakeDigest
+    ) -> None:
+        self._folder, self._upload, self._digest = folder, request.upload, digest
         self._have = {Digest(digest.hex()) for digest in request.have}
 
     async def write(
@@ -121,15 +143,13 @@ class _Writer:
 
     def _write(self, number: int, pieces: Sequence[memoryview]) -> pb.WrittenLeaf:
         """Write one leaf, unless the folder has it."""
-        sha256 = hashlib.sha256()
-        for piece in pieces:
-            sha256.update(piece)
-        digest = Digest(sha256.hexdigest())
+        sha256 = self._digest(number, pieces)
+        digest = Digest(sha256.hex())
         is_new = digest not in self._have
         if is_new:
             self._folder.write_leaf(digest, self._upload, pieces, _written)
             self._have.add(digest)  # of equal leaves one is enough
-        return pb.WrittenLeaf(number=number, digest=sha256.digest(), written=is_new)
+        return pb.WrittenLeaf(number=number, digest=sha256, written=is_new)
 
 
 def _written() -> None:
