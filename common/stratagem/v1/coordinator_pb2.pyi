@@ -1515,9 +1515,12 @@ class DiagnoseResponse(_message.Message):
     TIME_S_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     time_s: _builtins.float
     """Wall clock, in seconds since 1970."""
     term: _builtins.int
+    store_id: _builtins.str
+    """As RegisterWorkerResponse has it."""
     @_builtins.property
     def environment(self) -> _types_pb2.Environment: ...
     @_builtins.property
@@ -1529,10 +1532,11 @@ class DiagnoseResponse(_message.Message):
         time_s: _builtins.float = ...,
         term: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerDiagnosis] | None = ...,
+        store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "term", b"term", "time_s", b"time_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "store_id", b"store_id", "term", b"term", "time_s", b"time_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1729,21 +1733,27 @@ class RegisterWorkerResponse(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     LEASE_TTL_S_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     heartbeat_interval_s: _builtins.float
     """The worker beats this often, until the answers of HeartbeatStream say otherwise."""
     lease_ttl_s: _builtins.float
     """Without a beat for this long the worker is lost."""
+    store_id: _builtins.str
+    """Name of the folder of states that workers may write to (its file `store-id`); empty where there
+    is none.
+    """
     def __init__(
         self,
         *,
         term: _builtins.int = ...,
         heartbeat_interval_s: _builtins.float = ...,
         lease_ttl_s: _builtins.float = ...,
+        store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "lease_ttl_s", b"lease_ttl_s", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "lease_ttl_s", b"lease_ttl_s", "store_id", b"store_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

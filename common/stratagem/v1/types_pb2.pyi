@@ -258,6 +258,8 @@ class Environment(_message.Message):
     CERTIFICATE_PROBLEM_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     CUDA_DEVICES_FIELD_NUMBER: _builtins.int
+    STATE_FOLDER_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
     open_files_limit: _builtins.int
     malloc: _builtins.str
     """What was done to the allocator."""
@@ -273,6 +275,11 @@ class Environment(_message.Message):
     """Whose certificate it shows, until when (seconds since 1970), or why it cannot be used."""
     certificate_expires_s: _builtins.float
     certificate_problem: _builtins.str
+    state_folder: _builtins.str
+    """Where it sees the coordinator's folder of states, and the name of what is there (its file
+    `store-id`); empty where it has no such setting, or where there is no name.
+    """
+    store_id: _builtins.str
     @_builtins.property
     def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Versions of installed packages, and of "python"."""
@@ -301,10 +308,12 @@ class Environment(_message.Message):
         certificate_problem: _builtins.str = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         cuda_devices: _abc.Iterable[_builtins.str] | None = ...,
+        state_folder: _builtins.str = ...,
+        store_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "certificate", b"certificate", "certificate_expires_s", b"certificate_expires_s", "certificate_problem", b"certificate_problem", "cuda_devices", b"cuda_devices", "data_dir", b"data_dir", "data_free_bytes", b"data_free_bytes", "data_total_bytes", b"data_total_bytes", "fsync_s", b"fsync_s", "malloc", b"malloc", "open_files_limit", b"open_files_limit", "packages", b"packages", "shared_memory_bytes", b"shared_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "certificate", b"certificate", "certificate_expires_s", b"certificate_expires_s", "certificate_problem", b"certificate_problem", "cuda_devices", b"cuda_devices", "data_dir", b"data_dir", "data_free_bytes", b"data_free_bytes", "data_total_bytes", b"data_total_bytes", "fsync_s", b"fsync_s", "malloc", b"malloc", "open_files_limit", b"open_files_limit", "packages", b"packages", "shared_memory_bytes", b"shared_memory_bytes", "state_folder", b"state_folder", "store_id", b"store_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
 """What the doctor says about what was measured, and the command on a coordinator that is away."""
 
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,7 +47,10 @@ def worker(name: str = "w0", **changes: Any) -> pb.WorkerDiagnosis:
     alive, device = changes.pop("is_alive", True), changes.pop("device", "cpu")
     numerics = changes.pop("numerics", "abc")
     capability = types_pb2.Capability(
-        device=device, numerics_fingerprint=numerics, numerics_description=f"torch on {numerics}"
+        device=device,
+        numerics_fingerprint=numerics,
+        numerics_description=f"torch on {numerics}",
+        data_plane=changes.pop("data_plane", "trusted"),
     )
     info = pb.WorkerInfo(worker_id=name, address="h:1", is_alive=alive, capability=capability)
     well: dict[str, Any] = {"environment": environment(), "round_trip_s": 0.001}
@@ -197,3 +201,37 @@ def test_the_command_fails_where_nobody_answers() -> None:
     assert found["check"] == "connection"
     assert "connection refused" in found["found"]
     assert "stratagem health" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "found", "meant", "data_plane", "said"),
+    [
+        ("", "", "", "trusted", None),
+        ("", "", "ours", "tls", None),
+        ("/states", "ours", "ours", "trusted", (Level.OK, "sees the coordinator's at /states")),
+        ("", "", "ours", "trusted", (Level.WARN, "no --state-folder: .* (store-id ours)")),
+        ("/states", "theirs", "ours", "trusted", (Level.WARN, "store-id theirs, and .* has ours")),
+        (
+            "/states",
+            "",
+            "ours",
+            "trusted",
+            (Level.WARN, "/states has no store-id, .* has ours"),
+        ),
+        ("/states", "ours", "", "trusted", (Level.WARN, "the coordinator has no folder")),
+    ],
+)
+def test_a_worker_that_sees_another_folder_of_states_is_named(
+    folder: str, found: str, meant: str, data_plane: str, said: tuple[Level, str] | None
+) -> None:
+    there = environment(state_folder=folder, store_id=found)
+    all_of_it = measured(worker(environment=there, data_plane=data_plane))
+    all_of_it.answer.store_id = meant
+    told = [each for each in judge("h:1", all_of_it) if each.check == "states"]
+    if said is None:
+        assert told == []
+        return
+    (one,) = told
+    assert (one.about, one.level) == ("w0", said[0])
+    assert re.search(said[1].replace("(", r"\(").replace(")", r"\)"), one.found)
+    assert bool(one.advice) == (one.level is Level.WARN)

@@ -7,13 +7,14 @@ import grpc
 import pytest
 
 from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.channel import open_channel
 from stratagem.coordinator.core.commands import LeaveWorker, RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.coordinator.service import worker_queries
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.coordinator.service.serving import refused, served
+from tests.coordinator.service.serving import refused, served, worker
 
 NAMES = [f"w{n:02}" for n in range(7)]
 
@@ -71,3 +72,21 @@ async def test_a_page_is_no_larger_than_a_message(
             await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
         assert await pages(stub, 5) == [[name] for name in NAMES]
         assert await pages(stub, 0) == [NAMES]
+
+
+@pytest.mark.parametrize("state_path", ["relayed", "direct"])
+async def test_workers_are_told_the_name_of_the_folder_of_states(
+    tmp_path: Path, state_path: str
+) -> None:
+    async with (
+        worker("one") as at,
+        served(tmp_path, state_path=state_path) as (_, address),
+        open_channel(address) as channel,
+    ):
+        stub = CoordinatorServiceStub(channel)
+        request = pb.RegisterWorkerRequest(worker_id="w", incarnation="one", address=at)
+        told = (await stub.RegisterWorker(request)).store_id
+        asked = await stub.Diagnose(pb.DiagnoseRequest(without_workers=True))
+        found = StateFolder(tmp_path / "states").store_id()
+    assert told == asked.store_id == found
+    assert bool(found) == (state_path == "direct")

@@ -47,7 +47,9 @@ class Fake(CoordinatorServiceServicer):
     async def RegisterWorker(self, request: Any, context: Any) -> pb.RegisterWorkerResponse:
         self.num_registered += 1
         await self.note()
-        return pb.RegisterWorkerResponse(term=1, heartbeat_interval_s=INTERVAL_S)
+        return pb.RegisterWorkerResponse(
+            term=1, heartbeat_interval_s=INTERVAL_S, store_id=f"store {self.num_registered}"
+        )
 
     async def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         self.left.append(request)
@@ -147,6 +149,15 @@ async def test_the_first_message_names_the_worker_and_no_other_does() -> None:
     assert beats[0] == first
     assert set(map(str, beats[1:])) == {""}
     assert fake.num_registered == 1
+
+
+async def test_each_registration_tells_the_name_of_the_folder_of_states() -> None:
+    fake, told = New(), list[str]()
+    fake.ends_after = [(1, grpc.StatusCode.NOT_FOUND)]
+    async with served(fake) as address, beating(address) as agent:
+        agent.on_store = told.append
+        await fake.wait(lambda: len(fake.streams) == 2 and fake.streams[1])
+    assert told == ["store 1", "store 2"]
 
 
 async def test_a_drain_and_the_leaving_are_said_at_once() -> None:

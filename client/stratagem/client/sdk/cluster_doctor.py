@@ -83,11 +83,11 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
         advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log says what it meets"
         yield Finding("workers", "coordinator", Level.WARN, "no worker is registered", advice)
     for worker in answer.workers:
-        yield from _worker(worker, measured.now_s)
+        yield from _worker(worker, answer.store_id, measured.now_s)
     yield from _numerics(answer)
 
 
-def _worker(worker: pb.WorkerDiagnosis, now_s: float) -> Iterator[Finding]:
+def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator[Finding]:
     name = worker.info.worker_id
     if not worker.info.is_alive:
         advice = "start it again, or forget it: runs go on without it"
@@ -109,6 +109,8 @@ def _worker(worker: pb.WorkerDiagnosis, now_s: float) -> Iterator[Finding]:
     yield from findings.limits(name, worker.environment)
     yield from findings.disk(name, worker.environment)
     yield from findings.torch(name, worker.environment, worker.info.capability)
+    may_see = worker.info.capability.data_plane == "trusted"
+    yield from findings.states(name, worker.environment, store_id, may_see=may_see)
     yield from _peers(worker)
 
 

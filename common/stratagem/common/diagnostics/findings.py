@@ -18,6 +18,7 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.protocol_version import PROTOCOL_VERSION
+from stratagem.common.files.state_folder import folder_mismatch
 from stratagem.v1 import types_pb2
 
 SLOW_ROUND_TRIP_S: Final = 0.25
@@ -141,6 +142,24 @@ def torch(
         advice = "ours needs none, but torch's data loaders do: compose's shm_size, an emptyDir"
         found = f"{free / 2**20:.0f} MiB free in /dev/shm"
         yield Finding("shared memory", name, Level.WARN, found, advice)
+
+
+def states(
+    name: str, environment: types_pb2.Environment, store_id: str, *, may_see: bool = True
+) -> Iterator[Finding]:
+    """Yield whether a worker sees the coordinator's folder of states, where one of them has such a
+    folder. may_see: whether it could: it is on a trusted network."""
+    folder = environment.state_folder
+    problem = folder_mismatch(folder, environment.store_id, store_id)
+    if not problem:
+        if folder:
+            yield Finding("states", name, Level.OK, f"sees the coordinator's at {folder}")
+    elif folder:
+        advice = "mount DATA-DIR/states of this coordinator there, or name where it is"
+        yield Finding("states", name, Level.WARN, f"{problem}; states are relayed", advice)
+    elif may_see:
+        advice = "mount DATA-DIR/states and name it, so that it writes and reads states by itself"
+        yield Finding("states", name, Level.WARN, f"{problem}; states are relayed", advice)
 
 
 def clock(about: str, offset_s: float, round_trip_s: float) -> Finding:

@@ -125,6 +125,24 @@ def digest_and_upload(name: str) -> tuple[Digest, str]:
     return Digest(name[:_DIGEST_CHARS]), name[_DIGEST_CHARS + 1 :]
 
 
+def folder_mismatch(folder: str, found_id: str, meant_id: str) -> str:
+    """Return why a worker does not see the folder of states that its coordinator means; "" where it
+    does, and where neither has one.
+
+    folder: as the worker was told, and found_id: what is there; both "" without. meant_id: that of
+    the coordinator, "" where it has none that workers may write to.
+    """
+    if not folder:
+        ours = f"the coordinator's folder of states (store-id {meant_id})"
+        return f"no --state-folder: {ours} is not seen from here" if meant_id else ""
+    if not meant_id:
+        return f"--state-folder {folder}: the coordinator has no folder of states for workers"
+    if found_id == meant_id:
+        return ""
+    found = f"store-id {found_id}" if found_id else "no store-id"
+    return f"--state-folder {folder} has {found}, and the coordinator's has {meant_id}"
+
+
 def _write(descriptor: int, view: memoryview) -> None:
     while view:
         written = os.write(descriptor, view[:_WRITEBACK_BYTES])

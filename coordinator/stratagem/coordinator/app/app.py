@@ -86,6 +86,7 @@ from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead import Lead
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.strategies.client_parties.regional import rounds_inside
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 
@@ -196,6 +197,12 @@ class App:
             await self.heartbeats.close()
             await self.relay.close()
             self.logs.close()
+
+    @property
+    def store_id(self) -> str:
+        """Return the name of the folder of states that workers may write to; "" for none."""
+        blobs = self.blobs
+        return blobs.store_id if isinstance(blobs, LeafBlobs) and blobs.writes_leaves else ""
 
     def path_of(self, digest: Digest) -> str:
         """Return where a blob is stored, for display."""

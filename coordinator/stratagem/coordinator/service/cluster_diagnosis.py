@@ -39,7 +39,11 @@ async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseRespons
         _workers(app, with_workers),
     )
     return pb.DiagnoseResponse(
-        environment=environment, time_s=time.time(), term=app.loop.term, workers=diagnosed
+        environment=environment,
+        time_s=time.time(),
+        term=app.loop.term,
+        workers=diagnosed,
+        store_id=app.store_id,
     )
 
 

@@ -264,6 +264,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             term=self._app.loop.term,
             heartbeat_interval_s=pace.shortest_s,
             lease_ttl_s=pace.ttl_s,
+            store_id=self._app.store_id,
         )
 
     async def Heartbeat(

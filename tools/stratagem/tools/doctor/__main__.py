@@ -22,6 +22,7 @@ from stratagem.common.base.errors import InvalidInputError, StandbyError, Strata
 from stratagem.common.base.host_port import is_loopback, split_address
 from stratagem.common.diagnostics import findings
 from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.observe.scrape_guard import Guard
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.channel import Proof, open_channel
@@ -61,7 +62,9 @@ async def examine(settings: WorkerSettings) -> list[Finding]:
     except InvalidInputError as error:
         own = await asyncio.to_thread(surroundings, settings.data_dir, Proof())
         return [_bad_settings(str(error)), *await asyncio.to_thread(local_findings, settings, own)]
-    own = await asyncio.to_thread(surroundings, settings.data_dir, security.proof)
+    root = settings.state_folder
+    folder = None if root is None else StateFolder(root)
+    own = await asyncio.to_thread(surroundings, settings.data_dir, security.proof, folder)
     report = [
         *findings.certificate(name, own, time.time()),
         *await asyncio.to_thread(local_findings, settings, own),
@@ -107,10 +110,12 @@ async def _coordinator(
     round_trip_s = received_s - sent_s
     # The answer's time was read at its end, half a round trip ago at most.
     offset_s = answer.time_s + round_trip_s / 2 - received_s
+    may_see = security.data_plane == "trusted" and settings.site is None
     return [
         findings.connection(address, round_trip_s, answer.term),
         *findings.versions({name: own, "coordinator": answer.environment}),
         findings.clock(name, offset_s, round_trip_s),
+        *findings.states(name, own, answer.store_id, may_see=may_see),
     ]
 
 

@@ -65,6 +65,8 @@ class Agent:
     proof: Proof = PLAINTEXT
     proxy: str = ""
     on_registered: Callable[[], None] = lambda: None
+    on_store: Callable[[str], None] = lambda _: None
+    """Told the name of the coordinator's folder of states, "" for none, at each registration."""
     for_run: str = ""
     """The run that this process was started for."""
     on_released: Callable[[], None] = lambda: None
@@ -94,6 +96,7 @@ class Agent:
                 answer = await self._register(stub)
                 self._see(answer.term)
                 self.on_registered()
+                self.on_store(answer.store_id)
                 self.is_registered.set()
                 await self._beat(stub, answer.heartbeat_interval_s)
                 if self._why_leaving:

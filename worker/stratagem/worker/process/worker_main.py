@@ -54,7 +54,9 @@ from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
 from stratagem.worker.process.worker_security import WorkerSecurity, server_socket
 from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
 from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.service.worker_diagnosis import say_mismatch
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
+from stratagem.worker.session.context import Host
 from stratagem.worker.site.site_gate import SiteGate
 from stratagem.worker.user_code import bundle_import, output_capture
 
@@ -169,6 +171,8 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         agent.proxy = settings.proxy
         sessions.fences.ask_with(agent.beat)
         agent.on_registered = host.last_words.registered
+        if security.data_plane == "trusted" and site is None:  # others see no folder of states
+            agent.on_store = partial(_look_at_states, host)
         agent.for_run = settings.for_run
         agent.on_released = partial(_released, stop, settings.for_run)
         agent.on_unknown = partial(_unknown, stop, settings.for_run)
@@ -209,6 +213,13 @@ def _unknown(stop: Stop, run_id: str) -> None:
     if not stop.told.is_set():
         log.error("no such run: its id is misspelt, or it was deleted", run=run_id)
     stop.refuse(f"learning that no run {run_id} is known")
+
+
+def _look_at_states(host: Host, store_id: str) -> None:
+    """Compare the folder of states with that of the coordinator; a file system may take its
+    time."""
+    folder = None if host.states is None else host.states.folder
+    host.loop.run_in_executor(None, say_mismatch, folder, store_id)
 
 
 def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Final
 
 import grpc
+import structlog
 import torch
 import torch.distributed as dist
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.diagnostics.environment import environment_of
+from stratagem.common.files.state_folder import StateFolder, folder_mismatch
 from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.v1 import types_pb2
 from stratagem.v1 import worker_pb2 as pb
@@ -23,6 +25,8 @@ from stratagem.v1.worker_pb2_grpc import WorkerServiceStub
 from stratagem.worker.session.context import Host
 
 PROBE_TIMEOUT_S: Final = 3.0
+log = structlog.get_logger(__name__)
+
 _ANSWERS: Final = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -30,15 +34,18 @@ async def diagnosis(
     host: Host, probes: Iterable[types_pb2.PeerProbe]
 ) -> tuple[types_pb2.Environment, list[types_pb2.PeerProbe]]:
     """Return the environment, and the answer to each probe."""
-    proof = host.hub.proof
+    proof, folder = host.hub.proof, None if host.states is None else host.states.folder
     return await asyncio.gather(
-        asyncio.to_thread(surroundings, host.blobs.data_dir, proof),
+        asyncio.to_thread(surroundings, host.blobs.data_dir, proof, folder),
         asyncio.gather(*(probe(proof, peer.worker_id, peer.address) for peer in probes)),
     )
 
 
-def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
-    """Return the environment, with torch's backends and CUDA devices. Blocking."""
+def surroundings(
+    data_dir: Path | None, proof: Proof, folder: StateFolder | None = None
+) -> types_pb2.Environment:
+    """Return the environment, with torch's backends and CUDA devices, and the folder of states as
+    this worker sees it. Blocking."""
     environment = environment_of(data_dir, ("torch", "safetensors"), proof.tls)
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     if dist.is_available():
@@ -46,7 +53,17 @@ def surroundings(data_dir: Path | None, proof: Proof) -> types_pb2.Environment:
     if torch.cuda.is_available():
         names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         environment.cuda_devices.extend(names)
+    if folder is not None:
+        environment.state_folder, environment.store_id = str(folder.root), folder.store_id()
     return environment
+
+
+def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
+    """Say in the log where this worker does not see the folder of states that the coordinator
+    means: that would show in how long commits take, and in the coordinator's log. Blocking."""
+    root, found_id = ("", "") if folder is None else (str(folder.root), folder.store_id())
+    if problem := folder_mismatch(root, found_id, store_id):
+        log.warning("states are relayed", reason=problem)
 
 
 async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:

@@ -1,0 +1,44 @@
+"""A worker says at its registration that it does not see the coordinator's folder of states."""
+
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from stratagem.common.files.state_folder import StateFolder
+from stratagem.common.rpc.channel import PLAINTEXT
+from stratagem.worker.service.worker_diagnosis import say_mismatch, surroundings
+
+
+@pytest.mark.parametrize(
+    ("found", "meant", "said"),
+    [
+        ("ours", "ours", ""),
+        (None, "", ""),
+        (None, "ours", "no --state-folder: the coordinator's folder of states (store-id ours) is"),
+        ("theirs", "ours", "--state-folder {} has store-id theirs, and the coordinator's has ours"),
+        ("", "ours", "--state-folder {} has no store-id, and the coordinator's has ours"),
+        ("ours", "", "--state-folder {}: the coordinator has no folder of states for workers"),
+    ],
+)
+def test_a_folder_that_is_not_the_coordinators_is_named(
+    tmp_path: Path, found: str | None, meant: str, said: str
+) -> None:
+    folder = None if found is None else StateFolder(tmp_path)
+    if found:
+        (tmp_path / "store-id").write_text(f"{found}\n")
+    with capture_logs() as lines:
+        say_mismatch(folder, meant)
+    if not said:
+        assert lines == []
+        return
+    (line,) = lines
+    assert (line["log_level"], line["event"]) == ("warning", "states are relayed")
+    assert line["reason"].startswith(said.format(tmp_path))
+
+
+def test_the_doctor_is_told_what_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "store-id").write_text("theirs\n")
+    seen = surroundings(None, PLAINTEXT, StateFolder(tmp_path))
+    assert (seen.state_folder, seen.store_id) == (str(tmp_path), "theirs")
+    assert surroundings(None, PLAINTEXT).state_folder == ""
