@@ -1,4 +1,4 @@
-"""Workers that each keep a slice of the optimizer's state have the bits of those that keep all."""
+"""Workers that each keep a slice of the state have the bits of those that keep all of it."""
 
 from typing import Any
 
@@ -31,9 +31,12 @@ def partitioned(num_replicas: int, **options: Any) -> dict[str, Any]:
     return {**data_parallel(num_replicas), "options": given}
 
 
-def test_slices_have_the_bits_and_the_blobs_of_replicas(client: Client) -> None:
-    sections = {"optimizer": ADAMW, "data": user_data("classes", num_rows=55), "steps": 6}
-    spec = job(WIDE, **sections, strategy=partitioned(3))
+@pytest.mark.parametrize("state", ["optimizer", "full"])
+def test_slices_have_the_bits_and_the_blobs_of_replicas(client: Client, state: str) -> None:
+    evaluation = {"split": "test", "every": "1 epoch", "metrics": ["accuracy"], "batch_size": 3}
+    data = user_data("classes", num_rows=55)
+    sections = {"optimizer": ADAMW, "data": data, "evaluation": evaluation, "steps": 6}
+    spec = job(WIDE, **sections, strategy=partitioned(3, partition_state=state))
     outcome = train(client, spec)
     assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 3).state)
     assert outcome.status.engine == "shm"
@@ -49,9 +52,11 @@ def test_slices_have_the_bits_and_the_blobs_of_replicas(client: Client) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("state", ["optimizer", "full"])
 def test_four_replicas_with_slices_on_four_three_two_one_workers(
-    exact_cluster: LocalCluster, client: Client, lot: Gates
+    exact_cluster: LocalCluster, client: Client, lot: Gates, state: str
 ) -> None:
+    further = {"weight_average": {"decay": 0.9}} if state == "optimizer" else {}
     spec = job(
         "everything",
         optimizer={
@@ -60,8 +65,8 @@ def test_four_replicas_with_slices_on_four_three_two_one_workers(
             "initial_accumulator_value": 0.1,
             "clip_norm": 0.5,
         },
-        weight_average={"decay": 0.9},
-        strategy=partitioned(4),
+        strategy=partitioned(4, partition_state=state),
+        **further,
     )
     expected = sharded_loop(spec, ALLOWED, 4)
     digests = set()
@@ -75,15 +80,18 @@ def test_four_replicas_with_slices_on_four_three_two_one_workers(
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("mirror", [None, 0])
+@pytest.mark.parametrize(
+    "options", [{}, {"mirror": 0}, {"partition_state": "full"}], ids=["mirror", "alone", "full"]
+)
 def test_a_worker_is_killed_in_the_middle_of_a_segment(
-    exact_cluster: LocalCluster, client: Client, gates: Gates, mirror: int | None
+    exact_cluster: LocalCluster, client: Client, gates: Gates, options: dict[str, Any]
 ) -> None:
     """With a mirror the others go on with the step; the worker that comes back gets a slice."""
     data = user_data("gated", folder=str(gates.folder))
-    options = {} if mirror is None else {"mirror": mirror}
     sections = {"optimizer": ADAMW, "checkpoint": {"every": "5 steps"}, "data": data}
-    spec = job(WIDE, **sections, weight_average={"decay": 0.9}, strategy=partitioned(4, **options))
+    if options.get("partition_state") != "full":
+        sections["weight_average"] = {"decay": 0.9}
+    spec = job(WIDE, **sections, strategy=partitioned(4, **options))
     gates.close("worker-2-batch-9")
     run = client.submit(spec)
     gates.wait_reached("worker-2-batch-9")
@@ -95,7 +103,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_segment(
     expected = sharded_loop(spec, ALLOWED, 4)
     assert_same_bits(outcome.state, expected.state)
     (lost,) = [each.sentence for each in outcome.of("MembersFormed") if " lost" in each.sentence]
-    assert ("each slice of the state is left with one of them" in lost) == (mirror is None)
+    assert ("each slice of the state is left with one of them" in lost) == (not options)
     assert not outcome.of("SoleCopiesLost")
     undisturbed = train(client, spec)
     assert outcome.digests == undisturbed.digests

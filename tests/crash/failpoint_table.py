@@ -7,7 +7,7 @@ NESTED = (*SYNCHRONOUS, "Population", "Silos")
 WITH_PHASES = ("Phases", "Phases-server")
 WITH_TURNS = ("Turns", "Turns-clients", "Turns-population")
 WITH_LOCAL_STEPS = ("DiLoCo", "DiLoCo-server", "DiLoCo-streaming")
-SOLE_COPIES = ("Gossip", "Pipeline", "Slices", *WITH_LOCAL_STEPS)
+SOLE_COPIES = ("Gossip", "Pipeline", "Slices", "Full", *WITH_LOCAL_STEPS)
 """Return to the last commit; so does Coded."""
 EACH_KIND_OF_THEM = ("Gossip", "Pipeline", "DiLoCo-streaming")
 """The jobs with local steps differ in their exchange alone."""
@@ -69,6 +69,8 @@ REACHED_BY = {
     "worker.step.before_apply": (*SYNCHRONOUS, "Coded", "Mirrors"),
     "worker.step.after_apply": (*NESTED, "Coded", "Scheduled", "Mirrors"),
     "worker.slices.updated": ("Slices", "Mirrors"),
+    "worker.parameters.gathered": ("Full",),
+    "worker.parameters.updated": ("Full",),
     "worker.turns.after_turn": WITH_TURNS,
     "worker.phases.predicted": WITH_PHASES,
     "worker.gossip.loaded": ("Gossip",),
@@ -100,7 +102,7 @@ REACHED_BY = {
     "worker.rendezvous.joined": (*SYNCHRONOUS, "Gossip", *WITH_LOCAL_STEPS, "Mirrors"),
     "worker.state.received": SYNCHRONOUS,
     "worker.segment.finished": (*NESTED, *EACH_KIND_OF_THEM, "Mirrors"),
-    "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns", "Mirrors"),
+    "worker.snapshot.taken": (*NESTED, *EACH_KIND_OF_THEM, "Turns", "Mirrors", "Full"),
     "worker.snapshot.compared": ("Frozen",),
     "worker.snapshot.asked": ("AllReduce", "Gossip", "Slices", "Mirrors"),
     "worker.round.trained": (
@@ -165,6 +167,8 @@ LATER_HITS = {
     "worker.step.before_apply": (1, 5),
     "worker.step.after_apply": (1, 11),
     "worker.slices.updated": (5, 8),
+    "worker.parameters.gathered": (1, 30),
+    "worker.parameters.updated": (5, 8),
     "worker.turns.after_turn": (1, 7),
     "worker.phases.predicted": (5,),
     "worker.local_step.before_backward": (6,),

@@ -38,6 +38,7 @@ PARKABLE_WORKER = ROOT / "tests" / "cluster" / "parkable_worker.py"
 JOB = crash_job(ALL_REDUCE, model="wide_middle", every=4)
 """Its state has three leaves: of the large layer, of its momentum, and of all else."""
 SLICES = slices(mirror=0)
+FULL = slices(partition_state="full")
 SLICED = {**JOB, "strategy": SLICES}
 STAGES = {
     **PIPELINE,
@@ -209,7 +210,9 @@ def test_slices_are_written_by_any_number_of_owners(
     assert content == (tmp_path / "whole.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("strategy", [SLICES, STAGES, GOSSIP], ids=["slices", "stages", "nodes"])
+@pytest.mark.parametrize(
+    "strategy", [SLICES, FULL, STAGES, GOSSIP], ids=["slices", "full", "stages", "nodes"]
+)
 def test_parts_are_put_together_by_those_that_hold_them(
     rig: Rig, store: LeafPlaceOutside, strategy: dict[str, Any]
 ) -> None:

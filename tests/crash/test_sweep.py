@@ -88,6 +88,7 @@ SAMPLE = (
     Case("Evaluation", "worker-0", "worker.metrics.measured"),
     Case("Mirrors", "worker-2", "worker.slices.updated", 5),
     Case("Mirrors", "worker-2", "worker.step.after_apply", 11),
+    Case("Full", "worker-2", "worker.parameters.gathered", 30),
     Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
     Case("FedAvg", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "worker-0", "worker.round.trained"),

@@ -11,7 +11,11 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
 from stratagem.common.job.optimizer.partition_rules import BY_ELEMENT
-from stratagem.common.strategy import partitions_state
+from stratagem.common.strategy import (
+    fewest_mirrored,
+    partitions_parameters,
+    partitions_state,
+)
 from tests.gan_jobs import TURNS
 from tests.jobs import SGD, document
 
@@ -76,8 +80,24 @@ PIPELINE = {
             "strategy.options.partition_state: ModelParallel",
         ),
         (
-            {"strategy": strategy(partition_state="full")},
-            "strategy.options.partition_state: 'full' is not one of none, optimizer",
+            {"strategy": strategy(partition_state="parameters")},
+            "strategy.options.partition_state: 'parameters' is not one of none, optimizer, full",
+        ),
+        (
+            {"strategy": strategy(partition_state="full", mirror=1)},
+            "strategy.options.mirror: 1, but no worker mirrors parameters; 0 (the default) with",
+        ),
+        (
+            {"strategy": strategy(partition_state="full"), "weight_average": {}},
+            "weight_average: is not allowed with strategy.options.partition_state: full: it is an",
+        ),
+        (
+            {"strategy": strategy(partition_state="full"), "execution": {"mode": "Lazy"}},
+            "execution.mode: is not allowed with strategy.options.partition_state: full: compiled",
+        ),
+        (
+            {"strategy": strategy(partition_state="full"), "execution": {"precision": "Half"}},
+            "execution.precision: is not allowed with strategy.options.partition_state: full: Half",
         ),
         ({"compression": "int8"}, "compression: is not allowed with strategy.options.partition_s"),
         (
@@ -126,6 +146,15 @@ def test_only_optimizers_that_are_known_to_go_by_element_are_allowed(name: str) 
         return
     with pytest.raises(InvalidInputError, match=f'"{name}" is not known to have the same bits'):
         parsed(**section)
+
+
+def test_only_slices_of_parameters_forbid_what_needs_whole_ones() -> None:
+    sections = {"weight_average": {}, "execution": {"precision": "Half"}}
+    assert not partitions_parameters(parsed(**sections).strategy)
+    full = parsed(strategy=strategy(partition_state="full", mirror=0)).strategy
+    assert partitions_state(full)
+    assert partitions_parameters(full)
+    assert fewest_mirrored(full) is None
 
 
 def test_it_is_absent_from_the_text_of_jobs_that_do_not_set_it() -> None:

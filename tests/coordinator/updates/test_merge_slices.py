@@ -12,7 +12,12 @@ from torch import Tensor
 
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Manifest, Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest
-from stratagem.common.tensors.state_slices import SliceName, slice_name
+from stratagem.common.tensors.state_slices import (
+    ParameterSlice,
+    SliceName,
+    parameter_slice,
+    slice_name,
+)
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
 from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
@@ -59,6 +64,15 @@ def slices(name: str, first: int, stop: int) -> dict[str, Tensor]:
     return found
 
 
+def parameter(name: str, first: int, stop: int) -> dict[str, Tensor]:
+    """What the owner of these elements of a parameter holds of it; tied ones under each name."""
+    whole = MODEL[f"model/{name}"]
+    part = whole.reshape(-1)[first:stop].clone()
+    names = [full for full, tensor in MODEL.items() if tensor is whole]
+    places = [(list(MODEL).index(full), full) for full in names]
+    return {str(ParameterSlice(n, first, tuple(whole.shape), full)): part for n, full in places}
+
+
 def joined(parts: list[Part], limits: Limits = DEFAULT_LIMITS) -> tuple[str, list[str]]:
     """(digest, names) of the blob."""
     whole = joined_slices([manifest for manifest, _ in parts], limits)
@@ -74,17 +88,22 @@ def joined(parts: list[Part], limits: Limits = DEFAULT_LIMITS) -> tuple[str, lis
     st.integers(1, 4),
     st.lists(st.integers(0, 12), max_size=3),
     st.lists(st.integers(0, 7), max_size=3),
+    st.booleans(),
 )
 def test_the_blob_is_that_of_an_undivided_state(
-    size: int, ends_of_b: list[int], ends_of_a: list[int]
+    size: int, ends_of_b: list[int], ends_of_a: list[int], is_full: bool
 ) -> None:
+    """is_full: parameters are divided, too, and what all have stands between them."""
     manifest, data = part_of({**MODEL, **MOMENTS, **AVERAGE})
     held: list[dict[str, Tensor]] = [{} for _ in range(size)]
     for name, ends, numel in (("b.weight", ends_of_b, 12), ("a", ends_of_a, 7), ("a.scale", [], 1)):
         cuts = sorted({0, numel, *(min(end, numel) for end in ends[: size - 1])})
         for rank, (first, stop) in enumerate(pairwise(cuts)):
             held[(rank + len(name)) % size] |= slices(name, first, stop)
-    parts = [part_of({**MODEL, **AVERAGE, **held[0]}), *(part_of(each) for each in held[1:])]
+            if is_full:
+                held[(rank + len(name)) % size] |= parameter(name, first, stop)
+    common = {"model/count": MODEL["model/count"]} if is_full else MODEL
+    parts = [part_of({**common, **AVERAGE, **held[0]}), *(part_of(each) for each in held[1:])]
     assert are_sliced([manifest for manifest, _ in parts])
     digest, names = joined(parts)
     assert names == [spec.name for spec in manifest.tensors]
@@ -121,6 +140,18 @@ WHOLE = {**MODEL, **slices("b.weight", 0, 12), **slices("a.scale", 0, 1)}
             "names no slice of a tensor",
         ),
         ([WHOLE, {"slice/0": torch.zeros(7)}], "names no slice of a tensor"),
+        ([WHOLE, {"parameter/0": torch.zeros(7)}], "names no slice of a parameter"),
+        ([WHOLE, {"parameter/0/0/7xy/model/c": torch.zeros(7)}], "names no slice of a parameter"),
+        ([WHOLE, parameter("a", 0, 7)], "the slices of 'model/a' contradict other tensors"),
+        ([parameter("a", 0, 7)], "'model/a' is tensor 2 of the model, but only 0 of those before"),
+        (
+            [parameter("b.weight", 0, 5), parameter("b.weight", 6, 12)],
+            "a slice of 'model/b.weight' is float32 from 6, after float32 up to 5",
+        ),
+        (
+            [{"parameter/0/0/7/model/c": torch.zeros(5)}],
+            "the slices of 'model/c' have 5 elements, not (7,)",
+        ),
     ],
 )
 def test_slices_that_make_no_whole_are_refused(
@@ -144,3 +175,12 @@ def test_names_of_slices_have_the_order_of_an_undivided_state() -> None:
     assert sorted(reversed(names)) == names
     assert [slice_name(str(name)) for name in names] == names
     assert slice_name("optimizer/a/step") is None
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3))
+def test_slices_of_parameters_are_told_by_their_names(
+    place: int, first: int, shape: list[int]
+) -> None:
+    name = ParameterSlice(place, first, tuple(shape), "model/a/b.weight")
+    assert parameter_slice(str(name)) == name
+    assert slice_name(str(name)) is None

@@ -179,6 +179,28 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
         estimate(spec, num_workers=num_workers, measure=True)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_workers_that_divide_parameters_hold_slices_and_one_layer(num_workers: int) -> None:
+    strategy = {**replicas(num_workers), "options": {"partition_state": "full"}}
+    # Ten layers, of which the middle ones have 65,792 parameters each.
+    adam = {"name": "adam", "lr": 0.001}
+    whole = estimate(job("heavy", optimizer=adam, strategy=replicas(num_workers)))
+    spec = job("heavy", optimizer=adam, strategy=strategy)
+    found = estimate(spec, num_workers=num_workers)
+    held = []
+    for rank in range(num_workers):
+        share = StateShare(rank, num_workers, is_full=True)
+        trainer = build_sliced_trainer(
+            spec, SITE.entrypoints, share, device=SITE.device, fresh=True
+        )
+        assert trainer.pieces is not None
+        held.append(sum(piece.nbytes for piece in trainer.pieces.tensors))
+    assert found.parameters == pytest.approx(max(held) + 4 * 65_792, rel=0.01)
+    assert found.optimizer == pytest.approx(2 * max(held), rel=0.01)
+    assert found.snapshot == pytest.approx(3 * max(held), rel=0.01)
+    assert whole.parameters == pytest.approx(sum(held), rel=0.01)
+
+
 def test_phases_keep_gradients() -> None:
     plain, held = (
         estimate(kind_job("mlp")),

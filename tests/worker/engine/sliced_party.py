@@ -39,9 +39,10 @@ class SlicedParty:
         num_shards: int,
         *,
         is_mirrored: bool = False,
+        is_full: bool = False,
     ) -> None:
         self.size, self.num_shards = len(links), num_shards
-        shares = [StateShare(rank, self.size, is_mirrored) for rank in range(self.size)]
+        shares = [StateShare(rank, self.size, is_mirrored, is_full) for rank in range(self.size)]
         self.trainers = [
             build_sliced_trainer(spec, ALLOWED, share, device=CPU, fresh=True) for share in shares
         ]
@@ -51,14 +52,17 @@ class SlicedParty:
     def _exchange(self, rank: int, links: list[Link | SharedGroup | None]) -> GradientReducer:
         trainer = self.trainers[rank]
         assert trainer.pieces is not None
-        return sliced_exchange(
+        exchange = sliced_exchange(
             trainer.buckets,
             links[rank],
             self.num_shards,
             trainer.pieces.owners,
             is_mirrored=trainer.pieces.is_mirrored,
+            held=trainer.pieces.held,
             deadline_s=PATIENCE_S,
         )
+        trainer.connect(exchange)
+        return exchange
 
     def all(self, call: Callable[[int], T]) -> list[T]:
         """What each member makes of a call with its rank, all at once."""
@@ -83,6 +87,18 @@ class SlicedParty:
     def close(self) -> None:
         self.all(lambda rank: self.exchanges[rank].close())
         self._pool.shutdown()
+
+
+def told(report: StepReport) -> tuple[object, ...]:
+    """What all members say alike of a step."""
+    return (
+        report.step,
+        report.loss,
+        report.weight,
+        report.grad_norm,
+        report.num_skipped,
+        dict(report.learning_rates),
+    )
 
 
 def digest_of(states: list[State]) -> str:
@@ -131,8 +147,9 @@ def sliced_party(
     num_shards: int,
     *,
     is_mirrored: bool = False,
+    is_full: bool = False,
 ) -> Iterator[SlicedParty]:
-    party = SlicedParty(spec, links, num_shards, is_mirrored=is_mirrored)
+    party = SlicedParty(spec, links, num_shards, is_mirrored=is_mirrored, is_full=is_full)
     try:
         yield party
     finally:

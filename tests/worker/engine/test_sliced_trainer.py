@@ -15,7 +15,7 @@ from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from stratagem.worker.session.session_states import freeze
 from tests.jobs import job, user_data, user_model
-from tests.worker.engine.sliced_party import links_over, replicated, sliced_party
+from tests.worker.engine.sliced_party import links_over, replicated, sliced_party, told
 from tests.worker.engine.support import ALLOWED, CPU, in_buckets, trainer_of
 
 WIDE = user_model("mlp", hidden=12_007)
@@ -41,18 +41,6 @@ def spec_of(model: Any = WIDE, **sections: Any) -> JobSpec:
     # 55 rows: the last batch of an epoch has 7, fewer than two for each shard.
     data = user_data("classes", num_rows=55)
     return job(model, **{"optimizer": ADAMW, "data": data, "strategy": strategy, **sections})
-
-
-def told(report: StepReport) -> tuple[object, ...]:
-    """What all members say alike of a step."""
-    return (
-        report.step,
-        report.loss,
-        report.weight,
-        report.grad_norm,
-        report.num_skipped,
-        dict(report.learning_rates),
-    )
 
 
 # Members are threads here: a model that draws random numbers would draw them from one generator.

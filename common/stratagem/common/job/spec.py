@@ -36,7 +36,11 @@ from stratagem.common.job.optimizer.hyperparameter_schedule import (
 )
 from stratagem.common.job.optimizer.local_step_rules import OF_ONE_MODEL, check_local_steps
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
-from stratagem.common.job.optimizer.partition_rules import OF_WHOLE_GRADIENTS, check_partition
+from stratagem.common.job.optimizer.partition_rules import (
+    OF_WHOLE_GRADIENTS,
+    OF_WHOLE_PARAMETERS,
+    check_partition,
+)
 from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.job.optimizer.weighing_rules import check_weighing_of
 from stratagem.common.job.optimizer.weight_average_section import WeightAverageSpec
@@ -453,8 +457,14 @@ def _local_steps(job: JobSpec) -> Iterator[Violation]:
 
 
 def _partition(job: JobSpec) -> Iterator[Violation]:
-    sections = [name for name in OF_WHOLE_GRADIENTS if getattr(job, name) is not None]
-    yield from check_partition(job.strategy, job.optimizer, sections)
+    settings = [name for name in OF_WHOLE_GRADIENTS if getattr(job, name) is not None]
+    is_there = {
+        "weight_average": job.weight_average is not None,
+        "execution.mode": job.execution.mode != "Eager",
+        "execution.precision": job.execution.precision == "Half",
+    }
+    settings += [name for name in OF_WHOLE_PARAMETERS if is_there[name]]
+    yield from check_partition(job.strategy, job.optimizer, settings)
 
 
 def _graph_strategy(job: JobSpec) -> list[Violation]:

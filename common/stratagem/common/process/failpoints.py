@@ -57,6 +57,8 @@ FAILPOINTS: Final = (
     "worker.step.before_backward",
     "worker.step.before_apply",
     "worker.slices.updated",
+    "worker.parameters.gathered",
+    "worker.parameters.updated",
     "worker.mirror.offered",
     "worker.step.after_apply",
     "worker.turns.after_turn",

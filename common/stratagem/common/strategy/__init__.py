@@ -64,6 +64,7 @@ from stratagem.common.strategy.kinds import (
     local_steps_of,
     needs_peers,
     num_fragments_of,
+    partitions_parameters,
     partitions_state,
     upload_every_of,
 )
@@ -155,6 +156,7 @@ __all__ = [
     "num_drawn",
     "num_fragments_of",
     "parse_strategy",
+    "partitions_parameters",
     "partitions_state",
     "upload_every_of",
 ]

@@ -64,6 +64,7 @@ MAX_POPULATION: Final = 10_000
 
 DIRECT_ALL_REDUCE: Final = "direct"
 WHOLE_STATE: Final = "none"
+FULL_SLICES: Final = "full"
 FEWEST_MIRRORED: Final = 3
 """Workers of which each holds less with its neighbour's slice than with all of them."""
 
@@ -89,8 +90,8 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     share of its own parameters that a replica keeps then; None: half with an overlap, else nothing.
     upload_every: with local_steps, every how many commits what only one worker has is uploaded;
     None: every 10. partition_state: what each worker keeps a slice of, instead of all; "optimizer":
-    the optimizer's state. mirror: of how many others a worker keeps the slices, too; None: of one,
-    where three workers or more take part.
+    the optimizer's state; "full": the parameters, too. mirror: of how many others a worker keeps
+    the slices, too; None: of one, where three workers or more take part, and of none with "full".
     """
 
     min_replicas: SharedCount = 1
@@ -104,7 +105,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     overlap_steps: Annotated[int, Field(ge=0, le=MAX_UNSIGNED)] = 0
     mix: ZeroToBelowOne | None = None
     upload_every: SharedCount | None = None
-    partition_state: Literal["none", "optimizer"] = WHOLE_STATE
+    partition_state: Literal["none", "optimizer", "full"] = WHOLE_STATE
     mirror: Literal[0, 1] | None = None
 
     @property
@@ -152,6 +153,9 @@ class DataParallel(DocumentValue, tag="type"):
             raise InvalidInputError.at("options.partition_state", reason)
         if self.options.mirror is not None and self.options.partition_state == WHOLE_STATE:
             text = "each worker has the whole state already; belongs to partition_state: optimizer"
+            raise InvalidInputError.at("options.mirror", text)
+        if self.options.mirror and self.options.partition_state == FULL_SLICES:
+            text = "1, but no worker mirrors parameters; 0 (the default) with partition_state: full"
             raise InvalidInputError.at("options.mirror", text)
 
     def _why_not_partitioned(self) -> str:
@@ -361,10 +365,17 @@ def partitions_state(strategy: Strategy) -> bool:
     return isinstance(strategy, DataParallel) and strategy.options.partition_state != WHOLE_STATE
 
 
+def partitions_parameters(strategy: Strategy) -> bool:
+    """Return whether each worker keeps a slice of the parameters, too, instead of all of them."""
+    return isinstance(strategy, DataParallel) and strategy.options.partition_state == FULL_SLICES
+
+
 def fewest_mirrored(strategy: Strategy) -> int | None:
     """Return from how many workers on each keeps the slice of its neighbour, too, so that a slice
     is there twice; None: never."""
     if not isinstance(strategy, DataParallel) or not partitions_state(strategy):
+        return None
+    if partitions_parameters(strategy):
         return None
     return {None: FEWEST_MIRRORED, 0: None, 1: 2}[strategy.options.mirror]
 

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import fewest_mirrored, partitions_state
+from stratagem.common.strategy import fewest_mirrored, partitions_parameters, partitions_state
+from stratagem.tools.planning.full_slices import FullSavings, full_savings, lent_layout
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.live_bytes import LiveBytes
 from stratagem.worker.data.datasets import Dataset, Gather, map_tensors
@@ -104,20 +105,33 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
         del received, cached
     elsewhere = 0
+    saved = FullSavings(0, 0, 0)
     if partitions_state(job.strategy):
+        is_full, layout = partitions_parameters(job.strategy), buckets.layout
+        if is_full and party.size > 1:
+            layout = lent_layout(trainer.params, trainer.num_extras)
         fewest = fewest_mirrored(job.strategy)
         is_mirrored = fewest is not None and party.size >= fewest
-        held = largest_slice(buckets.layout, party.size, is_mirrored=is_mirrored)
+        held = largest_slice(layout, party.size, is_mirrored=is_mirrored)
         elsewhere = round(optimizer * (1.0 - held))
+        if is_full:
+            rows = -(-num_rows // party.num_shards)
+            is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
+            saved = full_savings(
+                *(trainer.model, trainer.params, layout, held),
+                num_sets=num_sets(party),
+                is_one_pass=is_one_pass,
+            )
+    away = elsewhere + saved.parameters + saved.gradients
     return Reading(
-        parameters=parameters,
+        parameters=parameters - saved.parameters,
         buffers=buffers,
-        gradients=gradients,
+        gradients=gradients - saved.gradients,
         optimizer=optimizer - elsewhere,
-        before_backward=live.before_backward - elsewhere,
-        peak=live.peak - elsewhere,
+        before_backward=live.before_backward - away,
+        peak=live.peak - away,
         num_parameters=sum(param.numel() for param in trainer.model.parameters()),
-        state=state - elsewhere,
+        state=state - elsewhere - saved.snapshot,
         layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
     )
 

@@ -15,6 +15,7 @@ from stratagem.worker.exchange.all_reduce.direct_all_reduce import DirectMethod
 from stratagem.worker.exchange.all_reduce.shm_all_reduce import SharedTransport
 from stratagem.worker.exchange.all_reduce.unordered_all_reduce import NativeMethod, RingMethod
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.parameter_transport import ParameterTransport
 from stratagem.worker.exchange.buckets.reduction_transport import ReductionTransport, SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, plan_step
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars
@@ -40,11 +41,12 @@ class GradientReducer:
         transport: ReductionTransport,
         compressor: Compressor | None = None,
         slices: SliceExchange | None = None,
+        parameters: ParameterTransport | None = None,
     ) -> None:
         """compressor: what is added of each shard is what its codec leaves of it. slices: where
-        sums stay with the owners of slices."""
+        sums stay with the owners of slices. parameters: where these do, too."""
         self.buckets, self.party, self.transport = buckets, party, transport
-        self.slices = slices
+        self.slices, self.parameters = slices, parameters
         self._compressor = compressor
         self._portions = compressor.portions(buckets.layout) if compressor else []
         self._num_coded = 0  # portions of the shard that was begun
@@ -133,7 +135,7 @@ class GradientReducer:
         if self._num_to_come:
             raise RuntimeError(f"{self._num_to_come} micro-batches are still to be computed")
         own_set, flat = plan.sets[self._num_done], scalars.flat()
-        self.buckets.end(own_set, flat)
+        self.buckets.end(own_set, flat, self._next_bucket)
         if self._compressor is not None:
             while self._num_coded < len(self._portions):
                 self._code_next(self._compressor)
@@ -167,10 +169,14 @@ class GradientReducer:
     def cut(self) -> None:
         """Ends the exchange from any thread: finish raises, and soon the peers' do."""
         self.transport.cut()
+        if self.parameters is not None:
+            self.parameters.cut()
 
     def close(self) -> None:
         """Frees the transport. The buckets stay, for the next membership."""
         self.transport.close()
+        if self.parameters is not None:
+            self.parameters.close()
 
     def _current(self) -> StepPlan:
         if self._step is None:

@@ -31,6 +31,7 @@ class SingleMemberReducer:
     name: Final = "solo"
     shares_memory: Final = False
     slices: Final = None
+    parameters: Final = None
     """There are no other members that could own any."""
 
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], numerics: int = CURRENT) -> None:

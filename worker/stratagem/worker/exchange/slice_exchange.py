@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stratagem.common.process.failpoints import failpoint
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.kept_sums import KeptSums
 from stratagem.worker.exchange.buckets.slice_owners import OwnedPart, SliceOwners
 from stratagem.worker.exchange.buckets.slice_transport import SliceTransport
 
@@ -28,22 +29,32 @@ class SliceExchange:
         transport: SliceTransport,
         *,
         is_mirrored: bool = False,
+        kept: KeptSums | None = None,
     ) -> None:
-        """is_mirrored: see `sliced_exchange`."""
+        """is_mirrored: see `sliced_exchange`. kept: the own sums, where they are not in buckets."""
         self._buckets, self._owners, self._rank = buckets, owners, rank
-        self._transport = transport
+        self._transport, self._kept = transport, kept
         self._own = owners.parts[rank]
         self._mirrored = owners.mirrored_rank(rank) if is_mirrored else None
         self._places = owners.places_of_norms()
 
     def divide(self, divisor: float) -> None:
         """Divides the own sums, where they are widest."""
+        if self._kept is not None:
+            for flat in self._kept.flats:
+                flat.div_(divisor)
+            return
         for flat, slices in zip(self._buckets.tensors(0), self._owners.slices, strict=False):
             start, stop = slices[self._rank]
             flat[start:stop].div_(divisor)
 
     def sums(self) -> list[Tensor]:
         """Returns the sums of the own parts, flat and in order, in the storage of the exchange."""
+        if self._kept is not None:
+            return [
+                self._kept.part(each.bucket, each.offset, each.offset + each.stop - each.first)
+                for each in self._own
+            ]
         return [_part_of(self._buckets.tensors(0), part) for part in self._own]
 
     def mirrored_sums(self) -> list[Tensor]:

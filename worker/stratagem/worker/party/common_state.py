@@ -4,7 +4,7 @@ A member that is behind copies the state of one that is not; with slices of a st
 `mirrored_state`. Runs in the torch thread; calls go through the event loop.
 """
 
-from stratagem.common.strategy import fewest_mirrored, partitions_state
+from stratagem.common.strategy import fewest_mirrored, partitions_parameters, partitions_state
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
@@ -61,4 +61,5 @@ def share_of(work: ExecutionContext, view: MemberView) -> StateShare | None:
     if not partitions_state(strategy):
         return None
     fewest = fewest_mirrored(strategy)
-    return StateShare(view.rank, view.size, fewest is not None and view.size >= fewest)
+    is_mirrored = fewest is not None and view.size >= fewest
+    return StateShare(view.rank, view.size, is_mirrored, partitions_parameters(strategy))

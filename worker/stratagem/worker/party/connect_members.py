@@ -23,6 +23,7 @@ FORM_TIMEOUT_S: Final = 30.0
 USABLE: Final = {
     "direct": PREFERENCE,
     "ring": ("nccl", "gloo", "grpc"),
+    "full": ("shm", "gloo", "grpc"),
     "gossip": ("nccl", "gloo", "grpc"),
     "fragments": ("gloo", "grpc"),
     "native": ("nccl", "gloo"),

@@ -6,7 +6,12 @@ loop. Must not know how a step is computed.
 """
 
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.strategy import all_reduce_of, local_steps_of, num_fragments_of
+from stratagem.common.strategy import (
+    all_reduce_of,
+    local_steps_of,
+    num_fragments_of,
+    partitions_parameters,
+)
 from stratagem.v1 import coordinator_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import Joined, LocalStepsTrainer, Trainer
@@ -70,7 +75,9 @@ def _join_replicas(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView)
             replicas = hold_replicas(work, plan, view, members)
             return Joined(replicas, _fragment_exchange(work, plan, view, replicas, link))
         trainer = agree_on_state(work, plan, view, members)
-        return Joined(trainer, _exchange(work, plan, view, trainer, link))
+        exchange = _exchange(work, plan, view, trainer, link)
+        trainer.connect(exchange)
+        return Joined(trainer, exchange)
 
 
 def give_up(work: ExecutionContext, view: MemberView, reason: str) -> None:
@@ -121,6 +128,8 @@ def _meet(
     method = "gossip" if is_gossip else all_reduce_of(work.job.strategy)
     if num_fragments_of(work.job.strategy) > 1:
         method = "fragments"
+    if partitions_parameters(work.job.strategy):
+        method = "full"
     forming = Forming(lambda: form_link(work, group, method, exchange_offers))
     work.control.hold(forming, view.membership)
     return forming.link(), members
@@ -143,6 +152,7 @@ def _exchange(
             plan.num_shards,
             trainer.pieces.owners,
             is_mirrored=trainer.pieces.is_mirrored,
+            held=trainer.pieces.held,
             deadline_s=work.exchange_timeout_s,
         )
     is_server = plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER

@@ -1,8 +1,8 @@
-"""The settings that go together with a divided optimizer state
-(`strategy.options.partition_state`).
+"""The settings that go together with a divided state (`strategy.options.partition_state`).
 
 Each worker steps its own slice of all parameters. So an optimizer must make of each element what it
 makes of it with the whole parameter, to the last bit, and what needs whole gradients finds none.
+With `full` what needs whole parameters between the passes of a model finds none, either.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from typing import Final
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.optimizer.optimizer_section import OptimizerSpec
-from stratagem.common.strategy import Strategy, partitions_state
+from stratagem.common.strategy import Strategy, partitions_parameters, partitions_state
 
 BY_ELEMENT: Final = (
     *("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd"),
@@ -22,16 +22,22 @@ OF_WHOLE_GRADIENTS: Final = {
     "turns": "each would need slices of its own",
 }
 """Sections that do not go together with it, and why."""
+OF_WHOLE_PARAMETERS: Final = {
+    "weight_average": "it is an average of whole parameters, which no worker has after a step",
+    "execution.mode": "compiled code would hold parameters that come and go; Eager does not",
+    "execution.precision": "Half makes copies of all parameters at once; Mixed of one at a time",
+}
+"""Settings that do not go together with `full`, and why: a section, a mode that compiles, Half."""
 _FIELD: Final = "strategy.options.partition_state"
 
 
 def check_partition(
-    strategy: Strategy, optimizer: OptimizerSpec | None, sections: Iterable[str]
+    strategy: Strategy, optimizer: OptimizerSpec | None, settings: Iterable[str]
 ) -> Iterator[Violation]:
-    """Yield what contradicts a divided optimizer state, where the strategy has one.
+    """Yield what contradicts a divided state, where the strategy has one.
 
-    optimizer: None where turns have theirs. sections: those of `OF_WHOLE_GRADIENTS` that the job
-    has.
+    optimizer: None where turns have theirs. settings: those of `OF_WHOLE_GRADIENTS` and
+    `OF_WHOLE_PARAMETERS` that the job has.
     """
     yield from _below(strategy, "strategy")
     if not partitions_state(strategy):
@@ -45,8 +51,12 @@ def check_partition(
             yield Violation(
                 f"{each.path}.{'entrypoint' if each.rule.name is None else 'name'}", text
             )
-    for name in sections:
-        yield Violation(name, f"is not allowed with {_FIELD}: {OF_WHOLE_GRADIENTS[name]}")
+    for name in settings:
+        if name in OF_WHOLE_GRADIENTS:
+            yield Violation(name, f"is not allowed with {_FIELD}: {OF_WHOLE_GRADIENTS[name]}")
+        elif partitions_parameters(strategy):
+            text = f"is not allowed with {_FIELD}: full: {OF_WHOLE_PARAMETERS[name]}"
+            yield Violation(name, text)
 
 
 def _below(strategy: Strategy, path: str) -> Iterator[Violation]:

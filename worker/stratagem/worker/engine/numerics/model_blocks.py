@@ -36,6 +36,12 @@ def blocks_of(model: nn.Module, job: JobSpec) -> Blocks:
     return Blocks(_unique(node_modules(model, program).values()), program)
 
 
+def layers_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Returns the repeated layers and other children of a model that have parameters, each module
+    once, without running it."""
+    return _unique(_repeated(model))
+
+
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Tracing runs the user's forward, which may assign what it traced to its modules."""

@@ -6,7 +6,9 @@ that is part of a flat bucket, they add up there. Must not know shards, exchange
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -112,6 +114,8 @@ class Passes:
     randomness: KeyedRandomness
     execution: ModelExecution
     start: Start = field(default_factory=Start)
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The time of the forward and the backward pass of a micro-batch."""
 
     def add_sums(self, rows: Rows, window: Window) -> Counted:
         """Adds the gradient of mean · weight · scale of each micro-batch to `.grad`, in order."""
@@ -163,6 +167,17 @@ class Passes:
     ) -> LossValue:
         """Forward and backward of one micro-batch; its loss, as plain numbers."""
         x, y = self.gather(rows.dataset, rows.indices, rows.activity, keys)
+        with self.around():
+            return self._pass(rows, x, y, before_backward, is_weighted)
+
+    def _pass(
+        self,
+        rows: Rows,
+        x: Any,
+        y: Any,
+        before_backward: Callable[[float], None],
+        is_weighted: bool,
+    ) -> LossValue:
         with user_code(rows.activity):
             loss = self.objective(self.model, x, y, rows.indices.shape[0])
         before_backward(float(loss.weight))

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.tensors.state_slices import SliceName
+from stratagem.common.tensors.state_slices import ParameterSlice, SliceName
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.step_report import StepReport
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
+from stratagem.worker.exchange.buckets.held_blocks import HeldBlocks
 from stratagem.worker.exchange.buckets.slice_owners import OwnedPart, SliceOwners
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars
 from stratagem.worker.exchange.slice_exchange import SliceExchange
@@ -37,6 +38,8 @@ class StateShare(NamedTuple):
     size: int
     is_mirrored: bool = False
     """The slice of the member before this one is kept here, too."""
+    is_full: bool = False
+    """Of the parameters, too, only the slice is kept here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class _OwnPiece:
     param: nn.Parameter
     part: OwnedPart
     piece: nn.Parameter
-    """Flat; a view of the parameter, and a leaf with a gradient of its own."""
+    """Flat, and a leaf with a gradient of its own; a view of the parameter, or all that there is of
+    it here."""
 
     @property
     def is_whole(self) -> bool:
@@ -74,8 +78,10 @@ class OptimizerPieces:
         rank: int,
         *,
         is_mirrored: bool = False,
+        held: HeldBlocks | None = None,
     ) -> None:
-        """optimizer: a fresh one of all parameters, which becomes one of the pieces."""
+        """optimizer: a fresh one of all parameters, which becomes one of the pieces. held: the
+        places of the parameters' parts, where these are kept here, and not the parameters."""
         for name, param in params:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
@@ -86,6 +92,7 @@ class OptimizerPieces:
         self.is_mirrored, self.mirrored_rank = is_mirrored, owners.mirrored_rank(rank)
         mirrored = owners.parts[self.mirrored_rank] if is_mirrored else ()
         self._mirrored = [_piece_of(*params[part.index], part) for part in mirrored]
+        self.held = held
         self.summary: StepSummary | None = None
         """Of the step that was summarized last; None where its norm did not come."""
         self.in_doubt: StepInDoubt | None = None
@@ -138,6 +145,27 @@ class OptimizerPieces:
                 each.piece.grad = each.piece.grad.clone()
         return True
 
+    @torch.no_grad()
+    def take_parameters(self) -> None:
+        """Copies the own pieces of parameters that are whole for now."""
+        for each in self._pieces:
+            flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
+            if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
+                each.piece.data = flat.clone()
+            else:
+                each.piece.copy_(flat)
+
+    @torch.no_grad()
+    def move_to(self, memory: Sequence[Tensor]) -> None:
+        """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`."""
+        assert self.held is not None
+        by_index = {each.part.index: each.piece for each in self._pieces}
+        for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
+            for part in parts:
+                piece = by_index[part.part.index]
+                room = flat[part.start : part.start + piece.nbytes].view(piece.dtype)
+                piece.data = room.copy_(piece)
+
     def share(self, exchange: SliceExchange) -> bool:
         """Brings the updated pieces of all members into the parameters of all; returns True.
 
@@ -162,6 +190,35 @@ class OptimizerPieces:
         """Returns (tensors by `SliceName`, metadata) of what this member owns; or of what it keeps
         of the one before it."""
         return self._named_state(self._mirrored if of_mirror else self._pieces)
+
+    def own_parameters(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns the own slices of parameters by `ParameterSlice`, where only they are kept."""
+        if self.held is None:
+            return {}
+        by_param = {id(each.param): each for each in self._pieces}
+        named = {}
+        for place, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
+            each = by_param.get(id(tensor))
+            if each is not None:
+                full, shape = f"{state_format.MODEL}{name}", tuple(each.param.shape)
+                where = ParameterSlice(place, each.part.first, shape, full)
+                named[str(where)] = each.piece.detach()
+        return named
+
+    def model_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns what all members hold of the model: all, unless parameters are divided."""
+        if self.held is None:
+            return state_format.model_state(model)
+        by_param = {id(each.param): each for each in self._pieces if self.holds_all}
+        divided = {id(param) for param in self._params}
+        found = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            each = by_param.get(id(tensor))
+            if each is not None:
+                found[name] = each.piece.detach().view(each.param.shape)
+            elif id(tensor) not in divided:
+                found[name] = tensor.detach()
+        return {f"{state_format.MODEL}{name}": tensor for name, tensor in found.items()}
 
     def slices(self, *, of_mirror: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns `own_state` and the parameters of the same slice; or of the one that is mirrored

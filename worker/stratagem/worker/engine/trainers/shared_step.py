@@ -33,6 +33,7 @@ from stratagem.worker.engine.trainers.step_extras import StepExtras
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.training_rows import Batch, TrainingRows
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
+from stratagem.worker.exchange.buckets.parameter_transport import ParameterTransport
 from stratagem.worker.exchange.buckets.step_scalars import END, StepScalars
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.exchange.reducer import Reducer
@@ -169,6 +170,8 @@ class SharedStep:
             scalars = StepScalars(counted.weight, counted.loss_sum, wish, exchange.reached(), rest)
             exchange.end_shard(shard, scalars)
         waits_since_s = time.perf_counter()
+        if exchange.parameters is not None:
+            exchange.parameters.end_passes()
         sums = exchange.finish()
         wait_s = time.perf_counter() - waits_since_s
         self.extras.compare(sums.rest, len(live), batch.step + 1)
@@ -224,6 +227,8 @@ class SharedStep:
         share: Callable[[], bool] | None = None
         if self.pieces is not None and exchange.slices is not None:
             share = partial(self.pieces.share, exchange.slices)
+            if exchange.parameters is not None:
+                share = partial(_tell_updated, exchange.parameters)
         return self._finish(turn, batch, sums, summary, share)
 
     def _finish_doubtful(
@@ -343,3 +348,10 @@ class SharedStep:
             return norm
         numerics, corrected = self.setup.numerics, [grad for grad in grads if grad is not None]
         return total_norm(parts_of(corrected, numerics), numerics)
+
+
+def _tell_updated(parameters: ParameterTransport) -> bool:
+    """Ends a step after which nothing is sent: others gather what they need."""
+    failpoint("worker.parameters.updated")
+    parameters.updated()
+    return True

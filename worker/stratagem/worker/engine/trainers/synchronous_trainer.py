@@ -5,6 +5,7 @@ session. Knows no gRPC, no members and no coordinator.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 
@@ -15,6 +16,7 @@ from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import Federated
 from stratagem.worker.data.datasets import Coming
+from stratagem.worker.engine.numerics.model_blocks import layers_of
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.optim.reported_rates import ReportedRates
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule, shadow_schedule
@@ -28,6 +30,7 @@ from stratagem.worker.engine.step.state_format import NOTHING
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.step.step_report import SegmentSummary, StepReport, Tally
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, whole_step
+from stratagem.worker.engine.trainers.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces, StateShare
 from stratagem.worker.engine.trainers.shared_step import Share, SharedStep
 from stratagem.worker.engine.trainers.step_extras import StepExtras
@@ -35,7 +38,11 @@ from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State, TrainerState
 from stratagem.worker.engine.trainers.training_rows import Batch, TrainingRows
 from stratagem.worker.engine.trainers.turn_transaction import all_or_none
-from stratagem.worker.exchange.buckets.bucket_layout import BUCKET_BYTES, CODED_BUCKET_BYTES
+from stratagem.worker.exchange.buckets.bucket_layout import (
+    BUCKET_BYTES,
+    CODED_BUCKET_BYTES,
+    LENT_BUCKET_BYTES,
+)
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.slice_owners import divide_slices
 from stratagem.worker.exchange.buckets.step_scalars import num_scalars
@@ -73,6 +80,7 @@ class Trainer:
             absorbs=execution.scale.is_dynamic,
             numerics=setup.numerics,
         )
+        self.blocks: GatheredBlocks | None = None
         self.pieces = None if share is None else self._own_pieces(share)
         self._average = average_of(job, self.params)
         schedule = self._make_schedule()
@@ -86,6 +94,7 @@ class Trainer:
             self._average,
             schedule,
             self.pieces,
+            self.blocks,
         )
         self.turns = self._make_turns(buffers, schedule)
         self._shared_step = SharedStep(
@@ -104,10 +113,29 @@ class Trainer:
 
     def _own_pieces(self, share: StateShare) -> OptimizerPieces:
         """Makes the pieces of all parameters that the optimizer steps here."""
-        owners = divide_slices(self.buckets.layout, share.size)
-        return OptimizerPieces(
-            self.optimizer, self.params, owners, share.rank, is_mirrored=share.is_mirrored
+        owners, held = divide_slices(self.buckets.layout, share.size), None
+        if share.is_full:
+            self.blocks = GatheredBlocks(self.params, layers_of(self.model), owners)
+            held = self.blocks.held
+        pieces = OptimizerPieces(
+            *(self.optimizer, self.params, owners, share.rank),
+            is_mirrored=share.is_mirrored,
+            held=held,
         )
+        if self.blocks is not None:
+            pieces.take_parameters()
+            self.blocks.leave()
+        return pieces
+
+    def connect(self, exchange: Reducer) -> None:
+        """Prepares for steps and evaluations with this exchange; all members must. Raises
+        ExchangeError."""
+        if self.blocks is not None:
+            assert self.pieces is not None
+            assert exchange.parameters is not None  # the one is made with the other
+            self.pieces.move_to(exchange.parameters.memory())
+            exchange.parameters.updated()
+            self.blocks.connect(exchange.parameters)
 
     def _make_schedule(self) -> ShadowSchedule | None:
         """Makes the user's schedule, if there is one for all steps of the job."""
@@ -119,7 +147,11 @@ class Trainer:
 
     def _make_turns(self, buffers: Buffers, schedule: ShadowSchedule | None) -> list[StepTurn]:
         setup, job, execution = self.setup, self.job, self.setup.execution
-        passes = Passes(self.model, setup.objective, setup.gather, setup.randomness, execution)
+        around = nullcontext if self.blocks is None else self.blocks.passing
+        passes = Passes(
+            *(self.model, setup.objective, setup.gather, setup.randomness, execution),
+            around=around,
+        )
         params: list[Tensor] = [param for _, param in self.params]
         if self.pieces is not None:
             params = self.pieces.tensors  # they alone have gradients when a step is applied
@@ -236,8 +268,12 @@ class Trainer:
 
     def evaluate(self, share: EvaluationShare) -> list[EvaluationPart]:
         """Returns the sums of the share's batches."""
-        with evaluated(self.job, self._average), constant_buffers(self.model):
-            return self.evaluator().parts_of(share)
+        around = nullcontext() if self.blocks is None else self.blocks.passing()
+        with evaluated(self.job, self._average), constant_buffers(self.model), around:
+            parts = self.evaluator().parts_of(share)
+        if self.blocks is not None:
+            self.blocks.end_passes()
+        return parts
 
     def state(self) -> State:
         """(live tensors by name, metadata). Valid until the next step."""
@@ -261,7 +297,13 @@ class Trainer:
     def buckets(self) -> GradientBuckets:
         """The storage of gradients that go over an exchange; it outlives memberships."""
         bucket_bytes = BUCKET_BYTES if self.compressor is None else CODED_BUCKET_BYTES
-        return GradientBuckets(self.params, num_extras=self.num_extras, bucket_bytes=bucket_bytes)
+        is_full = self.share is not None and self.share.is_full and self.share.size > 1
+        return GradientBuckets(
+            self.params,
+            num_extras=self.num_extras,
+            bucket_bytes=LENT_BUCKET_BYTES if is_full else bucket_bytes,
+            gives_back=is_full and self.setup.gather.device.type == "cpu",
+        )
 
     @property
     def is_sole_copy(self) -> bool:

@@ -13,6 +13,7 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.optim.shadow_schedule import ShadowSchedule
 from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step import state_format
+from stratagem.worker.engine.trainers.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
 from stratagem.worker.phases import PhaseTraining
@@ -35,6 +36,8 @@ class TrainerState:
     schedule: ShadowSchedule | None = None
     pieces: OptimizerPieces | None = None
     """Of the optimizer, where its state is divided among the members."""
+    blocks: GatheredBlocks | None = None
+    """Of the parameters, where these are divided, too."""
 
     def live(self, step: int) -> State:
         """The tensors themselves, after `step` steps. Valid until the next one."""
@@ -53,7 +56,13 @@ class TrainerState:
         if self.average is not None:
             means, counts = self.average.state()
             tensors, numbers = {**tensors, **means}, {**numbers, **counts}
-        return {**state_format.model_state(self.model), **tensors}, numbers
+        return {**self._model_state(), **tensors}, numbers
+
+    def _model_state(self) -> dict[str, Tensor]:
+        """What all members hold of the model."""
+        if self.pieces is None:
+            return state_format.model_state(self.model)
+        return self.pieces.model_state(self.model)
 
     def _optimizer_state(self) -> State:
         """What all members hold of the optimizer."""
@@ -82,6 +91,7 @@ class TrainerState:
         tensors, metadata = self.live(step)
         if self.pieces is not None and not self.pieces.holds_all:
             own, numbers = self.pieces.own_state()
+            own = {**self.pieces.own_parameters(self.model), **own}
             tensors, metadata = {**(tensors if with_shared else {}), **own}, {**metadata, **numbers}
         if self.compressor is not None:
             tensors = {**(tensors if with_shared else {}), **self.compressor.state()}
@@ -97,7 +107,10 @@ class TrainerState:
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], step: int
     ) -> None:
         """Takes over what `parts` gave after `step` steps."""
-        state_format.load_model_state(self.model, tensors)
+        if self.blocks is None:
+            state_format.load_model_state(self.model, tensors)
+        else:
+            self._load_slices(self.blocks, tensors)
         if self.pieces is None:
             state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         else:
@@ -111,3 +124,13 @@ class TrainerState:
         if self.schedule is not None:
             self.schedule.load(metadata, step)
         self.scale.load(metadata)
+
+    def _load_slices(self, blocks: GatheredBlocks, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the own slices of a model's parameters, which are whole meanwhile."""
+        assert self.pieces is not None
+        blocks.make_whole()
+        try:
+            state_format.load_model_state(self.model, tensors)
+            self.pieces.take_parameters()
+        finally:
+            blocks.leave()

@@ -19,6 +19,7 @@ from stratagem.common.numerics.batch_shards import Node, split_rows, tree_sum
 from stratagem.worker.exchange.all_reduce.transfer_ops import Addition, Transfer
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Tree, plan_tree
 from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout, FlatVector
+from stratagem.worker.exchange.buckets.kept_sums import KeptSums
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 
@@ -109,10 +110,16 @@ def num_tags(cuts: Sequence[Cut], party: ShardOwners) -> int:
 
 
 def prepare(
-    cuts: Sequence[Cut], party: ShardOwners, step: StepPlan, sets: Sets, window: int
+    cuts: Sequence[Cut],
+    party: ShardOwners,
+    step: StepPlan,
+    sets: Sets,
+    window: int,
+    kept: KeptSums | None = None,
 ) -> tuple[Piece, ...]:
     """Returns this member's part in all pieces. What it receives in phase 1 is in buffers that
-    piece i shares with piece i + window, so at most `window` pieces may be under way."""
+    piece i shares with piece i + window, so at most `window` pieces may be under way. kept: where
+    sums end that stay here, if not in set 0."""
     foreign = [
         (peer, node)
         for peer, nodes in enumerate(step.nodes)
@@ -128,7 +135,7 @@ def prepare(
         ]
         for _ in range(min(window, len(cuts)))
     ]
-    builder = _Builder(party, step, sets, foreign)
+    builder = _Builder(party, step, sets, foreign, kept)
     return tuple(
         builder.build(cut, index * (party.num_shards + 1), ring[index % window])
         for index, cut in enumerate(cuts)
@@ -163,6 +170,7 @@ class _Builder:
     step: StepPlan
     sets: Sets
     foreign: list[tuple[int, Node]]
+    kept: KeptSums | None
 
     def build(self, cut: Cut, first_tag: int, stage: list[Tensor]) -> Piece:
         return (self._tree if cut.is_tree else self._direct)(cut, first_tag, stage)
@@ -189,11 +197,13 @@ class _Builder:
         peers = [p for p in range(self.party.size) if p != rank and _is_wanted(cut, p)]
         is_mine = _is_wanted(cut, rank)
         flats = [one_set[cut.bucket] for one_set in self.sets]
-        total = _slice(flats[0], cut, rank)
+        first = total = _slice(flats[0], cut, rank)
+        if self.kept is not None and cut.stays:
+            total = self.kept.part(cut.bucket, *cut.slices[rank])
         received = [_stage(buffer, total) for buffer in stage]
         partials = {node: _slice(flat, cut, rank) for node, flat in zip(own, flats, strict=False)}
         if own:
-            partials[own[0]] = total
+            partials[own[0]] = first
         partials |= {node: t for (_, node), t in zip(self.foreign, received, strict=False)}
         sum_tag = first_tag + self.party.num_shards
         returns_sums = not cut.is_gathered and not cut.stays

@@ -7,6 +7,7 @@ the end of a piece before it must.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from stratagem.worker.exchange.all_reduce.all_reduce_schedule import (
 from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.all_reduce.tree_all_reduce import Hop, Tree
 from stratagem.worker.exchange.buckets.bucket_layout import BucketLayout
+from stratagem.worker.exchange.buckets.lent_buckets import NUM_WINDOWS, LentBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan
 from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 from stratagem.worker.exchange.buckets.transfer_thread import Turn
@@ -39,18 +41,32 @@ class DirectMethod:
         layout: BucketLayout,
         party: ShardOwners,
         owners: SliceOwners | None = None,
+        lent: LentBuckets | None = None,
     ) -> None:
-        """owners: of the sums, where these stay with them."""
+        """owners: of the sums, where these stay with them. lent: where buckets give their memory
+        back."""
         self._link, self._party = link, party
         self._cuts = cut_pieces(layout, link.size, owners)
         self.num_tags = num_tags(self._cuts, party)
         self._window = 1 if link.in_order else WINDOW
+        self._lent = lent
 
-    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> tuple[Piece, ...]:
-        return prepare(self._cuts, self._party, step, sets, self._window)
+    def prepare(self, step: StepPlan, sets: Sequence[Sequence[Tensor]]) -> "_Prepared":
+        kept = None
+        if self._lent is not None:
+            sets, kept = self._lent.sets(sets), self._lent.kept
+        pieces = prepare(self._cuts, self._party, step, sets, self._window, kept)
+        return _Prepared(pieces, len(step.nodes[self._party.rank]))
 
-    def run(self, prepared: tuple[Piece, ...], turn: Turn) -> None:
-        _DirectRun(self._link, prepared, turn, self._window).run()
+    def run(self, prepared: "_Prepared", turn: Turn) -> None:
+        pieces, num_partials = prepared
+        _DirectRun(self._link, pieces, turn, self._window, self._lent, num_partials).run()
+
+
+class _Prepared(NamedTuple):
+    pieces: tuple[Piece, ...]
+    num_partials: int
+    """Sets in which this member has something to send."""
 
 
 @dataclass(slots=True)
@@ -61,6 +77,10 @@ class _DirectRun:
     pieces: tuple[Piece, ...]
     turn: Turn
     window: int
+    lent: LentBuckets | None = None
+    num_partials: int = 0
+    num_filled: int = 0
+    """Buckets that were copied into windows."""
     receives: list[list[PendingTransfer]] = field(default_factory=list)
     """Phase 1, by piece."""
     sends: list[list[PendingTransfer]] = field(default_factory=list)
@@ -89,6 +109,22 @@ class _DirectRun:
             self.turn.wait(works)
         self.turn.wait(self.rest)
 
+    def _has_window(self, bucket: int, index: int) -> bool:
+        """Returns whether a bucket is where it is sent from, or can be brought there while piece
+        `index` is the first that is not added up."""
+        if self.lent is None or bucket < self.num_filled:
+            return True
+        before = bucket - NUM_WINDOWS
+        if before >= self.pieces[index].bucket:
+            return False
+        for piece, works in zip(self.pieces, self.sends, strict=False):
+            if piece.bucket <= before:
+                self.turn.wait(works)
+        while self.num_filled <= bucket:
+            self.lent.fill(self.num_filled, self.num_partials)
+            self.num_filled += 1
+        return True
+
     def _send_ready(self, index: int) -> None:
         """Sends piece `index` as soon as its bucket was launched, and those behind it that may
         be under way too and are ready by then."""
@@ -100,6 +136,8 @@ class _DirectRun:
         num_launched = self.turn.await_launch(self.pieces[index].bucket)
         while len(self.sends) < last and self.pieces[len(self.sends)].bucket < num_launched:
             piece = self.pieces[len(self.sends)]
+            if not self._has_window(piece.bucket, index):
+                break
             if self.link.in_order:
                 works = self._post(piece.send_partials, piece.receive_partials)
                 self.receives.append(works)

@@ -63,6 +63,8 @@ class LinkSlices:
         places = tuple(zip([0, *ends[:-1]], ends, strict=True))
         norms = [Cut(0, False, False, places)]
         self._gather_norms = _prepare(link, norms, [self._norms], 0)
+        if buckets.gives_back:  # there is no slice that all members have in their buckets
+            return
         cuts, flats = cut_slices(buckets.layout, owners), buckets.tensors(0)
         following = {(rank, (rank + 1) % link.size) for rank in range(link.size)}
         without = following if is_mirrored else set()

@@ -16,6 +16,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 CODED_BUCKET_BYTES = 4 << 20
 """With a codec, where the link waits for a bucket to be coded as well as for its backward."""
+LENT_BUCKET_BYTES = 4 << 20
+"""Where buckets are given back, so that few bytes of gradients are under way at once."""
 SLOT_BYTES = 64
 """Slots begin at multiples of this: the bits of a GEMM depend on the alignment of its operands."""
 

@@ -24,8 +24,10 @@ class GradientBuckets:
         *,
         num_extras: int,
         bucket_bytes: int = BUCKET_BYTES,
+        gives_back: bool = False,
     ) -> None:
-        """bucket_bytes: of a bucket of several parameters, at most."""
+        """bucket_bytes: of a bucket of several parameters, at most. gives_back: a bucket but the
+        extras has memory from its first gradient until the exchange calls `give_back`."""
         frozen = [name for name, param in params if not param.requires_grad]
         if frozen:
             raise ValueError(f"parameters without gradient do not belong here: {frozen}")
@@ -38,19 +40,22 @@ class GradientBuckets:
         self.all: range = range(len(self.layout.buckets))
         self._params = [param for _, param in params]
         self.device = params[0][1].device if params else torch.device("cpu")
+        self.gives_back = gives_back
         self._sets: list[list[Tensor]] = []
         self._views: list[list[Tensor]] = []
-        self._narrow = {  # gradients as autograd wants them, where the bucket is wider
-            slot.index: torch.zeros_like(param)
+        self._are_narrow = {
+            slot.index
             for slot, param in zip(self.layout.slots, self._params, strict=True)
             if param.dtype != self.layout.buckets[slot.bucket].dtype
         }
+        self._narrow: dict[int, Tensor] = {}
+        """Gradients as autograd wants them, where the bucket is wider."""
         self._per_bucket = [0] * len(self.layout.buckets)
         for slot in self.layout.slots:
             self._per_bucket[slot.bucket] += 1
         self._filling: list[Tensor] | None = None
         self._filling_set = 0
-        self._is_freed = False  # some buckets may have no memory
+        self._is_freed = gives_back  # some buckets may have no memory
         self._on_full: Callable[[int], None] | None = None
         self._filled = [True] * len(self._params)
         self._is_further = False  # a backward whose gradients are added to those that are here
@@ -97,13 +102,21 @@ class GradientBuckets:
                 flat.untyped_storage().resize_(0)
 
     def hold(self) -> None:
-        """Allocates the memory that was freed again, as zeros, so that all sets have memory."""
+        """Allocates the memory that was freed again, as zeros, so that all sets have memory, unless
+        buckets give it back anyway."""
+        if self.gives_back:
+            return
         for index in range(len(self._sets)):
             self._hold_set(index)
         self._is_freed = False
 
-    def _hold_set(self, index: int) -> None:
-        for bucket in range(len(self._sets[index])):
+    def give_back(self, bucket: int) -> None:
+        """Frees the memory of a bucket in all sets: nothing reads or writes it any more."""
+        for flats in self._sets:
+            flats[bucket].untyped_storage().resize_(0)
+
+    def _hold_set(self, index: int, first: int = 0) -> None:
+        for bucket in range(first, len(self._sets[index])):
             self._hold(index, bucket)
 
     def _hold(self, index: int, bucket: int) -> None:
@@ -151,10 +164,11 @@ class GradientBuckets:
             view.copy_(gradient)
         self._filled = [True] * len(self._filled)
 
-    def end(self, index: int, extras: Tensor) -> None:
-        """Slots that backward did not reach become zero. Every bucket is full now."""
+    def end(self, index: int, extras: Tensor, first: int = 0) -> None:
+        """Slots that backward did not reach become zero. Every bucket is full now. first: the first
+        bucket that has not been handed over."""
         if self._is_freed:
-            self._hold_set(index)
+            self._hold_set(index, first)
         for filled, view in zip(self._filled, self._views[index], strict=True):
             if not filled:
                 view.zero_()
@@ -166,8 +180,12 @@ class GradientBuckets:
         """Points every param.grad at its sum, in set 0, and returns the summed extras."""
         self.tensors(0)
         for index, (param, view) in enumerate(zip(self._params, self._views[0], strict=True)):
-            narrow = self._narrow.get(index)
-            param.grad = view if narrow is None else narrow.copy_(view)
+            if index in self._are_narrow:
+                narrow = self._narrow.get(index)
+                if narrow is None:
+                    narrow = self._narrow[index] = torch.empty_like(param)
+                view = narrow.copy_(view)
+            param.grad = view
         return self._sets[0][-1].to("cpu", copy=True)
 
     def extras(self) -> Tensor:
@@ -185,6 +203,10 @@ class GradientBuckets:
     def _make_flats(self, which: range) -> list[Tensor]:
         # Zeros, not empty: the gaps between slots are exchanged too and must be finite.
         buckets = self.layout.buckets[which.start : which.stop]
+        if self.gives_back:  # they get zeros with their memory
+            *others, extras = buckets
+            made = [torch.empty(b.numel, dtype=b.dtype, device=self.device) for b in others]
+            return [*made, torch.zeros(extras.numel, dtype=extras.dtype, device=self.device)]
         return [
             torch.zeros(bucket.numel, dtype=bucket.dtype, device=self.device) for bucket in buckets
         ]
@@ -192,6 +214,9 @@ class GradientBuckets:
     def _add_set(self, flats: list[Tensor]) -> None:
         self._sets.append(flats)
         self._views.append(self.views_of(flats, self.all))
+        if self.gives_back:
+            for flat in flats[:-1]:
+                flat.untyped_storage().resize_(0)
 
     def views_of(self, flats: Sequence[Tensor], which: range) -> list[Tensor]:
         """Returns the gradients in these flat buckets, in order of parameter."""
@@ -212,7 +237,7 @@ class GradientBuckets:
                 f"parameter {name} got a gradient again after its bucket was handed over: "
                 "a micro-batch is one backward, without re-entrant checkpointing"
             )
-        if index in self._narrow and self._filling is not None and param.grad is not None:
+        if index in self._are_narrow and self._filling is not None and param.grad is not None:
             self._filling[index].add_(param.grad)
             param.grad = None
         if self._is_further and self._on_full is not None and not self._came[index]:
@@ -238,7 +263,7 @@ class GradientBuckets:
         view, grad = self._filling[index], param.grad
         assert grad is not None
         view.copy_(grad)
-        param.grad = None if index in self._narrow else view
+        param.grad = None if index in self._are_narrow else view
         self._filled[index] = True
         if self._is_further and self._on_full is not None:
             self._came[index] = True

@@ -1,0 +1,60 @@
+"""Models whose parameters cannot be gathered layer by layer."""
+
+import torch
+from torch import Tensor, nn
+
+from tests.userland.models import NUM_CLASSES, NUM_FEATURES
+
+
+class Peeking(nn.Sequential):
+    """Reads a weight of its second layer when that has been called already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = nn.Sequential.forward(self, x)  # type: ignore[no-untyped-call]
+        layer = self[1]
+        assert isinstance(layer, nn.Linear)
+        return output + 0.1 * layer.weight.square().sum()
+
+
+def reads_elsewhere() -> nn.Module:
+    return Peeking(nn.Linear(NUM_FEATURES, 8), nn.Linear(8, NUM_CLASSES))
+
+
+class Clamped(nn.Linear):
+    """Changes its own weight in place in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def writes_itself() -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 8), Clamped(8, NUM_CLASSES))
+
+
+class Outside(nn.Sequential):
+    """Has a parameter beside its layers, and changes it in place."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self[0], self[1]):
+            x = layer(x)
+        scaled = x * self.scale
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return scaled
+
+
+def writes_outside() -> nn.Module:
+    return Outside(nn.Linear(NUM_FEATURES, 8), nn.Linear(8, NUM_CLASSES))
+
+
+def shares_storage() -> nn.Module:
+    """Two parameters of one storage, neither of which is the other."""
+    first, second = nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.Linear(NUM_FEATURES, NUM_CLASSES)
+    second.weight.data = first.weight.data[:NUM_CLASSES]
+    return nn.Sequential(first, second)
