@@ -1,10 +1,14 @@
 """What is taken of the states of metrics that a client says: numbers that fit their shape."""
 
+import io
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.coordinator.effects.federated import merge_metrics
 from stratagem.coordinator.effects.federated.merge_metrics import MAX_NUMBERS, kept_states, summed
 from stratagem.v1 import worker_pb2 as pb
 
@@ -40,3 +44,39 @@ async def test_a_client_without_states_has_no_blob() -> None:
         "test.a:f",
         "test.b:g",
     )
+
+
+class Blobs:
+    """The states of clients, and how often each was read."""
+
+    def __init__(self, *clients: list[pb.MetricState]) -> None:
+        self._data = {
+            str(client): pb.OwnMetrics(sums=sums).SerializeToString()
+            for client, sums in enumerate(clients)
+        }
+        self.read: Counter[str] = Counter()
+
+    def open(self, digest: str) -> io.BytesIO:
+        self.read[digest] += 1
+        return io.BytesIO(self._data[digest])
+
+
+def test_each_client_is_read_once_and_a_metric_that_differs_leaves_the_others() -> None:
+    other = state(metric="test.b:g", numbers=[0.5])
+    blobs = Blobs(
+        [state(counts=[2]), other],
+        [state(counts=[3]), other],
+        [state(shape=[2], counts=[1, 1]), other],
+        [state(counts=[7]), other],
+    )
+    env: Any = SimpleNamespace(blobs=blobs)
+    effect: Any = SimpleNamespace(
+        metrics=("test.b:g", "test.a:f", "test.c:h"),
+        states=tuple((client, str(client)) for client in range(4)),
+    )
+    sums, unlike = merge_metrics._sums(env, effect)
+    assert sums == [state(metric="test.b:g", numbers=[2.0])]
+    assert unlike == {
+        "test.a:f": "state hits of test.a:f is int64 (2,) at client 2, and int64 () at client 0"
+    }
+    assert blobs.read == {str(client): 1 for client in range(4)}

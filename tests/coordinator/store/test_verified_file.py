@@ -13,7 +13,7 @@ import pytest
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.chunks import CHUNK_BYTES, piece_bytes
 from stratagem.common.tensors.frames import crc32c, frame, has_crc
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes, header_of
@@ -31,11 +31,13 @@ DATA = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes()
 SPEC = TensorSpec("weight", "uint8", (SIZE,), 0, SIZE)
 HEADER = header_bytes(Manifest((SPEC,), SIZE, Purpose.STATE))
 CONTENT = HEADER + DATA
+PIECE = piece_bytes(len(CONTENT))
+"""Of which a checksum is kept."""
 PLACES = {
     "in the header": 12,
     "first byte": len(HEADER),
-    "end of a chunk": len(HEADER) + CHUNK_BYTES - 1,
-    "second chunk": len(HEADER) + CHUNK_BYTES,
+    "end of a chunk": len(HEADER) + PIECE - 1,
+    "second chunk": len(HEADER) + PIECE,
     "last byte": len(CONTENT) - 1,
 }
 everywhere = pytest.mark.parametrize("at", PLACES.values(), ids=PLACES)
@@ -110,18 +112,18 @@ def test_no_push_to_workers_gives_it_to_anybody(tmp_path: Path) -> None:
     store, digest = store_with(tmp_path)
     with store.open(digest) as file:
         first, second = (SharedFrames(file.source(), SIZE, file.check) for _ in range(2))
-    for offset in (0, 5, CHUNK_BYTES, CHUNK_BYTES + 5):  # a slow receiver goes on inside a chunk
+    for offset in (0, 5, PIECE, PIECE + 5):  # a slow receiver goes on inside a chunk
         assert carried(first(offset), offset) == DATA[offset:]
     rot(store.path(digest), PLACES["first byte"])  # under a reader that has it open
     with pytest.raises(UnavailableError, match="has changed"):
         list(second(0))
 
 
-@pytest.mark.parametrize("offset", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 5, SIZE - 1])
+@pytest.mark.parametrize("offset", [1, PIECE - 1, PIECE, PIECE + 5, SIZE - 1])
 def test_a_stream_goes_on_from_any_offset(tmp_path: Path, offset: int) -> None:
     store, digest = store_with(tmp_path)
     assert streamed(store, digest, offset) == DATA[offset:]
-    rot(store.path(digest), len(HEADER) + offset - offset % CHUNK_BYTES)
+    rot(store.path(digest), len(HEADER) + offset - offset % PIECE)
     with pytest.raises(UnavailableError, match="has changed"):
         streamed(store, digest, offset)
 
@@ -167,16 +169,16 @@ def test_a_copy_of_an_object_that_rots_is_fetched_again(bucket: Bucket) -> None:
 
 def test_checksums_do_not_depend_on_how_the_bytes_came() -> None:
     drawn = random.Random(4)
-    whole = Sums()
+    whole = Sums(len(CONTENT))
     whole.add(CONTENT)
     for _ in range(5):
-        pieces, at = Sums(), 0
+        pieces, at = Sums(len(CONTENT)), 0
         while at < len(CONTENT):
             size = drawn.choice([1, 3, 5, 1000, 70_000, CHUNK_BYTES])
             pieces.add(memoryview(CONTENT)[at : at + size])
             at += size
         assert pieces.data_bytes == whole.data_bytes == SIZE
-        assert [pieces.of_chunk(n) for n in range(3)] == [whole.of_chunk(n) for n in range(3)]
+        assert [pieces.of_chunk(n) for n in range(5)] == [whole.of_chunk(n) for n in range(5)]
         assert pieces.is_head(HEADER)
 
 

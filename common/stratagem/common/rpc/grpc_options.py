@@ -38,6 +38,11 @@ SHALLOW_OPTIONS: Final[Options] = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 * 2**20),
 )
+# The same on this machine, where the next bytes are there as soon as they are asked for.
+NEAR_OPTIONS: Final[Options] = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**20),
+)
 
 SERVER_OPTIONS: Final[Options] = (
     *_COMMON,

@@ -32,6 +32,7 @@ from stratagem.common.tensors.chunks import (
     Source,
     check_offset,
     from_buffers,
+    piece_bytes,
 )
 from stratagem.common.tensors.frames import ChunkFrame, iter_frames, recut
 from stratagem.common.tensors.manifest import (
@@ -103,11 +104,13 @@ async def serve_get(
 
     The latter come serialized, which servers of `rpc.server` pass on as they are.
     """
-    check_offset(offset, manifest.total_bytes if num_bytes is None else num_bytes)
+    size_bytes = manifest.total_bytes if num_bytes is None else num_bytes
+    check_offset(offset, size_bytes)
     first = make()
     first.manifest.CopyFrom(to_proto(manifest))
     yield first
-    source, flow = content if callable(content) else from_buffers(content), sent(manifest.purpose)
+    source = content if callable(content) else from_buffers(content, piece_bytes(size_bytes))
+    flow = sent(manifest.purpose)
     begin = offset
     for piece in source(offset):
         size = len(piece) if isinstance(piece, bytes | memoryview) else sum(map(len, piece))
@@ -288,7 +291,8 @@ async def push(
     `header` is the first request. The receiver says from where it wants the bytes, so a stream that
     was cut goes on there. Raises an error of our tree.
     """
-    source = content if callable(content) else from_buffers(content)
+    pieces = piece_bytes(manifest.total_bytes)
+    source = content if callable(content) else from_buffers(content, pieces)
     await push_frames(
         method,
         header,

@@ -5,7 +5,8 @@ a sender gives memory or a source of pieces, a receiver gives a sink.
 
 CHUNK_BYTES is measured (benchmarks/tensor_stream.py --chunks), with the allocator tuned as in
 `malloc.py`: what gRPC and Python do once per message is a tenth of the time at 1 MiB. It is also
-the most that a receiver takes.
+the most that a receiver takes. Small ranges are cut smaller (`piece_bytes`): several pieces are on
+their way at once, at both ends and for each stream.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,22 @@ from stratagem.v1 import tensor_pb2
 CHUNK_BYTES: Final = 2 * 2**20
 MAX_CHUNK_BYTES: Final = CHUNK_BYTES  # what a receiver takes
 
+_MIN_PIECE_BYTES: Final = CHUNK_BYTES // 8
+_PIECES_AT_LEAST: Final = 8
+"""Pieces of a range, unless they would be small ones: a few of them take less than the range."""
+
 Sink = Callable[[int, Any], None]
 """Takes the bytes (or a view of bytes) at an offset; offsets come in order and without gaps."""
 
 Source = Callable[[int], Iterator[Piece]]
 """Gives the range from an offset on, in pieces of at most CHUNK_BYTES."""
+
+
+def piece_bytes(total_bytes: int) -> int:
+    """Return in how large pieces a range of so many bytes is read, sent or worked on: a power of
+    two between 256 KiB and CHUNK_BYTES."""
+    part = -(-total_bytes // _PIECES_AT_LEAST)
+    return min(CHUNK_BYTES, max(_MIN_PIECE_BYTES, 1 << max(0, part - 1).bit_length()))
 
 
 class CarriesChunk(Protocol):

@@ -27,6 +27,7 @@ from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.secret_draws import draws_in_secret
 from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.pending_effects import pending_of
+from stratagem.coordinator.effects.execution.durable_together import Together
 from stratagem.coordinator.effects.execution.reported_errors import Told
 from stratagem.coordinator.effects.execution.signed_reads import fetch
 from stratagem.coordinator.observe.event_feed import Feed
@@ -91,6 +92,8 @@ class EffectContext:
     snapshots: dict[tuple[RunId, Party], PulledSnapshot] = field(default_factory=dict)
     """The newest one of each run and party."""
     told: Told = field(default_factory=Told)
+    together: Together = field(default_factory=Together)
+    """Updates of a round that are being made durable."""
 
     @property
     def state(self) -> CoordinatorState:

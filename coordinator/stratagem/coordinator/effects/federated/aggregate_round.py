@@ -1,6 +1,5 @@
 """AggregateRound: fold the accepted updates, in client order, into the next global state."""
 
-import io
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +10,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.common.privacy.privacy_secret import SecretLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.safetensors_file import header_bytes, header_of, parse_header
+from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
 from stratagem.coordinator.core.facts import RoundRestarted, RunFailed, SegmentCommitted
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -31,7 +30,7 @@ from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.privacy.round_noise import FROZEN_KEY
 from stratagem.coordinator.updates.secure.secure_mean import SumError
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
-from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, open_state
+from stratagem.coordinator.updates.state_reader import AVERAGED_KEY, StateReader
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 
 Header = tuple[Manifest, int]
@@ -78,9 +77,10 @@ async def _folded(
     """Return what the fold has written, and the clipping norm of the next round of a private
     run."""
     entries = await env.in_thread(lambda: accepted_entries(env, effect))
+    base = await env.header(effect.base.digest)
     cancelled = threading.Event()
     try:
-        return await env.in_thread(lambda: _fold(env, effect, entries, masks, cancelled))
+        return await env.in_thread(lambda: _fold(env, effect, base, entries, masks, cancelled))
     except (IntegrityError, FileNotFoundError):
         env.spool.distrust(entries)  # where there is an object store, they are fetched again
         raise
@@ -126,13 +126,14 @@ def accepted_entries(env: EffectContext, effect: AggregateRound | JudgeUpdates) 
 def _fold(
     env: EffectContext,
     effect: AggregateRound,
+    base: Header,
     entries: list[SpoolEntry],
     masks: OpenedMasks | None,
     cancelled: threading.Event,
 ) -> tuple[Folded, Header, float | None]:
     """Write the next state; for a thread."""
     job = env.job_of(effect.run_id, effect.party)
-    manifest = _next_manifest(env, effect)
+    manifest = _next_manifest(base[0], effect)
     header = header_bytes(manifest)
     before, round_num = effect.base.average, effect.round_num
     average = global_average(job.weight_average, env.blobs, before, manifest, round_num)
@@ -140,7 +141,8 @@ def _fold(
     decoding = decoding_of(env, effect, manifest, bases)
     private = None if effect.privacy is None else PrivateRound.of(env, effect, effect.privacy)
     with ExitStack() as files:
-        _, state = open_state(files, env.blobs, effect.base.digest)
+        file = files.enter_context(env.blobs.open(effect.base.digest))
+        state = StateReader(file, base[1])
         updates = combined_updates(env, effect, entries, private or masks, manifest, state)
         server = _server_step(env, effect)
         # The last thing before the fold, which leaves nothing of it behind when it fails.
@@ -159,16 +161,14 @@ def _fold(
             numerics=env.numerics_of(effect.run_id),
         )
     clip_norm = None if private is None else private.next_norm(job, entries)
-    return folded, parse_header(io.BytesIO(header), folded.state), clip_norm
+    return folded, (manifest, len(header)), clip_norm
 
 
-def _next_manifest(env: EffectContext, effect: AggregateRound) -> Manifest:
+def _next_manifest(base: Manifest, effect: AggregateRound) -> Manifest:
     """Return the layout of the next state, which is that of the round's base."""
-    with env.blobs.open(effect.base.digest) as base:
-        manifest, _ = header_of(base, effect.base.digest)
     metadata = {"format": "1", "round": str(effect.round_num)}
-    kept = {key: manifest.metadata[key] for key in _KEPT_METADATA if key in manifest.metadata}
-    return replace(manifest, metadata={**metadata, **kept})
+    kept = {key: base.metadata[key] for key in _KEPT_METADATA if key in base.metadata}
+    return replace(base, metadata={**metadata, **kept}, is_in_leaves=False)
 
 
 def _server_step(env: EffectContext, effect: AggregateRound) -> ServerStep | None:

@@ -5,7 +5,7 @@ Also what becomes of a client's states when it has evaluated: a blob, once they 
 Here no code of the user's runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from stratagem.coordinator.effects.execution.execute_plan import attend, record_
 from stratagem.coordinator.effects.execution.stored_bytes import stored_bytes
 from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.strategies.federated.update_rejections import reason_of
-from stratagem.coordinator.updates.folding.state_sums import States, UnlikeStatesError, added
+from stratagem.coordinator.updates.folding.state_sums import States, SumsSoFar, UnlikeStatesError
 from stratagem.v1 import worker_pb2 as pb
 
 MAX_NUMBERS: Final = 65_536
@@ -110,25 +110,33 @@ def _of(metrics: Sequence[str], found: pb.OwnMetrics) -> dict[str, float]:
 def _sums(env: EffectContext, effect: MergeMetrics) -> tuple[list[pb.MetricState], dict[str, str]]:
     """Return the sums over clients, one client after the other, and why those of some metrics do
     not go together; for a thread."""
-
-    def states_of(metric: str) -> Iterator[tuple[int, States]]:
-        for client, digest in effect.states:
-            with env.blobs.open(digest) as file:
-                sums = pb.OwnMetrics.FromString(file.read()).sums
-            yield client, _decoded([each for each in sums if each.metric == metric])
-
-    found: list[pb.MetricState] = []
+    metrics = sorted(effect.metrics)
+    sums = {metric: SumsSoFar() for metric in metrics}
     unlike: dict[str, str] = {}
-    for metric in sorted(effect.metrics):
-        try:
-            totals = added(states_of(metric))
-        except UnlikeStatesError as error:
-            unlike[metric] = str(error)[:_MAX_REASON_CHARS]
-        else:
-            found += [
-                _encoded(metric, name, values) for (_, name), values in sorted(totals.items())
-            ]
-    return found, unlike
+    for client, digest in effect.states:
+        of_metric = _by_metric(env, digest)
+        for metric in [metric for metric in metrics if metric not in unlike]:
+            try:
+                sums[metric].add(client, of_metric.get(metric, {}))
+            except UnlikeStatesError as error:
+                unlike[metric] = str(error)[:_MAX_REASON_CHARS]
+    found = [
+        _encoded(metric, name, values)
+        for metric in metrics
+        if metric not in unlike
+        for (_, name), values in sorted(sums[metric].totals.items())
+    ]
+    return found, {metric: unlike[metric] for metric in sorted(unlike)}
+
+
+def _by_metric(env: EffectContext, digest: Digest) -> dict[str, dict[tuple[str, str], np.ndarray]]:
+    """Return the states of a client, by metric; its blob is read once for all of them."""
+    with env.blobs.open(digest) as file:
+        said = _decoded(pb.OwnMetrics.FromString(file.read()).sums)
+    found: dict[str, dict[tuple[str, str], np.ndarray]] = {}
+    for key, values in said.items():
+        found.setdefault(key[0], {})[key] = values
+    return found
 
 
 def _decoded(sums: Sequence[pb.MetricState]) -> States:

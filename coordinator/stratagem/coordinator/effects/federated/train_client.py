@@ -159,8 +159,11 @@ async def _collect(
 ) -> None:
     try:
         async with env.pulls:
-            entry = await _pull(env, effect, result, looked)
-            kept = await kept_state(env, effect, _session(effect), result.state_digest)
+            of_round = effect.run_id, effect.party, effect.round_num
+            with env.together.member(of_round) as writing:
+                entry = await _pull(env, effect, result, looked)
+                kept = await kept_state(env, effect, _session(effect), result.state_digest)
+        await writing.all_done()
     except asyncio.CancelledError:
         count_if_late(env, effect)
         raise

@@ -129,7 +129,7 @@ class BlobWriter:
             self._temporary, descriptor = new_temporary(folder)
         self._file = DurableFile(descriptor, make_room)
         self._sha256 = hashlib.sha256()
-        self._sums = Sums()
+        self._sums = Sums(total_bytes)
 
     @property
     def num_bytes(self) -> int:

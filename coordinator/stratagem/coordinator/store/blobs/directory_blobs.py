@@ -235,8 +235,9 @@ class DirectoryBlobs:
         known = self._verified.get(digest)
         if known is not None and known[0] == identity:
             return known[1]
-        hasher, sums = hashlib.sha256(), Sums()
-        for piece in pieces(descriptor, os.fstat(descriptor).st_size):
+        num_bytes = os.fstat(descriptor).st_size
+        hasher, sums = hashlib.sha256(), Sums(num_bytes)
+        for piece in pieces(descriptor, num_bytes):
             hasher.update(piece)
             sums.add(piece)
         if hasher.hexdigest() != digest:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.chunks import piece_bytes
 from stratagem.common.tensors.frames import crc32c, extended, has_crc
 from stratagem.common.tensors.safetensors_file import FileSource, header_size
 
@@ -26,7 +26,10 @@ _PREFIX_BYTES: Final = 8
 class Sums:
     """The checksums of a blob: of the header before its data, and of each chunk of the data."""
 
-    def __init__(self) -> None:
+    def __init__(self, total_bytes: int) -> None:
+        """total_bytes: of the whole blob."""
+        self.piece_bytes = piece_bytes(total_bytes)
+        """Length of each chunk but the last."""
         self.num_bytes = 0
         self._prefix = b""
         self._data_start: int | None = None
@@ -56,8 +59,8 @@ class Sums:
         return taken
 
     def _add_data(self, view: memoryview) -> memoryview:
-        done = (self.num_bytes - self.head_bytes) % CHUNK_BYTES
-        taken = view[: CHUNK_BYTES - done]
+        done = (self.num_bytes - self.head_bytes) % self.piece_bytes
+        taken = view[: self.piece_bytes - done]
         if done == 0:
             self._of_chunks.append(crc32c(taken))
         else:
@@ -80,7 +83,8 @@ class Sums:
 
     def of_chunk(self, number: int) -> tuple[int, int]:
         """Return length and checksum of a chunk of the data."""
-        return min(CHUNK_BYTES, self.data_bytes - number * CHUNK_BYTES), self._of_chunks[number]
+        size = min(self.piece_bytes, self.data_bytes - number * self.piece_bytes)
+        return size, self._of_chunks[number]
 
 
 class Content(Protocol):
@@ -177,6 +181,7 @@ class FileContent:
         """Take the descriptor over; on_damage is called before a difference is raised."""
         weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._digest, self._sums = descriptor, digest, sums
+        self._piece_bytes = sums.piece_bytes
         self._on_damage = on_damage
         self._newest: tuple[int, memoryview] = (-1, memoryview(b""))
         self.num_bytes = sums.num_bytes
@@ -191,7 +196,7 @@ class FileContent:
             if at < num_head:
                 piece = memoryview(self._head)[at : at + len(view) - done]
             else:
-                number, skipped = divmod(at - num_head, CHUNK_BYTES)
+                number, skipped = divmod(at - num_head, self._piece_bytes)
                 piece = self._chunk(number)[skipped : skipped + len(view) - done]
             view[done : done + len(piece)] = piece
             done += len(piece)
@@ -206,22 +211,22 @@ class FileContent:
         return self._newest[1]
 
     def source(self, offset: int) -> Iterator[bytes]:
-        number, skipped = divmod(offset, CHUNK_BYTES)
+        number, skipped = divmod(offset, self._piece_bytes)
         if skipped:  # a stream that goes on inside a chunk
             yield bytes(self._chunk(number)[skipped:])
             number += 1
-        while number * CHUNK_BYTES < self._sums.data_bytes:
+        while number * self._piece_bytes < self._sums.data_bytes:
             yield self._pread(number)
             number += 1
 
     def check(self, offset: int, frame: bytes) -> None:
-        number, skipped = divmod(offset, CHUNK_BYTES)
+        number, skipped = divmod(offset, self._piece_bytes)
         if not skipped and not has_crc(frame, offset, *self._sums.of_chunk(number)):
             self._fail()
 
     def _pread(self, number: int) -> bytes:
         size, _ = self._sums.of_chunk(number)
-        data = os.pread(self._descriptor, size, len(self._head) + number * CHUNK_BYTES)
+        data = os.pread(self._descriptor, size, len(self._head) + number * self._piece_bytes)
         if len(data) != size:
             self._fail()
         return data

@@ -5,7 +5,7 @@ from typing import Final
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
-from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.chunks import piece_bytes
 from stratagem.common.tensors.state_leaves import LeafList, leaves_of, places_of
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.leaves.leaf_store import LeafBytes
@@ -44,8 +44,9 @@ class JoinedState:
     def source(self, offset: int) -> Iterator[bytes]:
         """Yield the data from an offset on, checked, up to the ends of chunks."""
         total_bytes = self._listed.manifest.total_bytes
+        length = piece_bytes(total_bytes)
         while offset < total_bytes:
-            piece = bytearray(min(CHUNK_BYTES - offset % CHUNK_BYTES, total_bytes - offset))
+            piece = bytearray(min(length - offset % length, total_bytes - offset))
             self.read_into(memoryview(piece), len(self._listed.header) + offset)
             offset += len(piece)
             yield bytes(piece)

@@ -24,6 +24,7 @@ from stratagem.common.base.errors import InvalidInputError, LimitError, Stratage
 from stratagem.common.base.ids import Digest
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.tensors.chunks import CHUNK_BYTES, piece_bytes
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
@@ -36,9 +37,9 @@ from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 from stratagem.coordinator.updates.update_sources import Source, WholeSource
 
-WINDOW_ELEMENTS: Final = 1 << 18
-"""Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with 2^14, 16 ms with
-2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the cache."""
+WINDOW_ELEMENTS: Final = CHUNK_BYTES // 8
+"""Of large states. Measured with two updates of 40 MB of float32, arithmetic alone: 24 ms with
+2^14, 16 ms with 2^17 and 2^18, 22 ms with 2^20, where the sums fall out of the cache."""
 
 _MAX_NAMES_LOGGED: Final = 8
 
@@ -127,11 +128,12 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
             decoding.source(place, entry) if decoding else WholeSource(entry)
             for place, entry in enumerate(entries)
         ]
-        folder = _Folder(sources, weights, mean_factors(weights, numerics), server, rebasing)
-        folder.combination = combination
-        num_elements = WINDOW_ELEMENTS
+        num_elements = min(WINDOW_ELEMENTS, piece_bytes(manifest.total_bytes) // 8)
         if combination is not None:
             num_elements = min(num_elements, combination.window_elements)
+        factors = mean_factors(weights, numerics)
+        folder = _Folder(sources, weights, factors, server, rebasing, num_elements)
+        folder.combination = combination
         out.write(header_bytes(manifest))
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
@@ -231,7 +233,9 @@ class _Folder:
         factors: tuple[list[float], float],
         server: ServerStep | None,
         rebasing: Rebasing | None,
+        num_elements: int,
     ) -> None:
+        """num_elements: of the largest window."""
         self.combination: Combination | None = None
         self._server, self._rebasing = server, rebasing
         self._sources = sources
@@ -240,11 +244,11 @@ class _Folder:
             i for i in range(len(weights)) if rebasing is None or not rebasing.is_late(i)
         ]
         self._largest = max(self._voters, key=lambda i: (weights[i], -i), default=0)
-        num_bytes = WINDOW_ELEMENTS * 8
+        num_bytes = num_elements * 8
         self._raw = np.empty(num_bytes, np.uint8)
         self._results = (np.empty(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))
-        self._sum = np.empty(WINDOW_ELEMENTS, np.float64)
-        self._term = np.empty(WINDOW_ELEMENTS, np.float64)
+        self._sum = np.empty(num_elements, np.float64)
+        self._term = np.empty(num_elements, np.float64)
         self._disputed: dict[str, str] = {}
         """What was taken, by name of the integer tensors in which clients differ."""
 

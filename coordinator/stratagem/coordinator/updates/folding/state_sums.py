@@ -17,27 +17,42 @@ class UnlikeStatesError(Exception):
     """The states of a client are not of the kind of those of the first one."""
 
 
-def added(states: Iterable[tuple[int, States]]) -> dict[tuple[str, str], np.ndarray]:
-    """Return the sums. states: each client's number and what it has said.
+class SumsSoFar:
+    """The sums over the clients that were added, in that order."""
 
-    Raises UnlikeStatesError, with the client and the state that does not fit.
-    """
-    totals: dict[tuple[str, str], np.ndarray] = {}
-    first: int | None = None
-    for client, own in states:
-        if first is None:
-            first, totals = client, {key: values.copy() for key, values in own.items()}
-            continue
-        if own.keys() != totals.keys():
+    def __init__(self) -> None:
+        self.totals: dict[tuple[str, str], np.ndarray] = {}
+        self._first: int | None = None
+
+    def add(self, client: int, own: States) -> None:
+        """Add what a client has said.
+
+        Raises UnlikeStatesError, with the client and the state that does not fit; the totals then
+        are none of anything.
+        """
+        if self._first is None:
+            self._first = client
+            self.totals = {key: values.copy() for key, values in own.items()}
+            return
+        first = self._first
+        if own.keys() != self.totals.keys():
             raise UnlikeStatesError(f"client {client} has other states than client {first}")
         for key, values in own.items():
-            total = totals[key]
+            total = self.totals[key]
             if (values.dtype, values.shape) != (total.dtype, total.shape):
                 said = f"{values.dtype} {values.shape}"
                 text = f"state {key[1]} of {key[0]} is {said} at client {client}, and "
                 raise UnlikeStatesError(f"{text}{total.dtype} {total.shape} at client {first}")
-            totals[key] = _sum(client, key, total, values)
-    return totals
+            self.totals[key] = _sum(client, key, total, values)
+
+
+def added(states: Iterable[tuple[int, States]]) -> dict[tuple[str, str], np.ndarray]:
+    """Return the sums of all. states: each client's number and what it has said. Raises
+    UnlikeStatesError, see `SumsSoFar.add`."""
+    sums = SumsSoFar()
+    for client, own in states:
+        sums.add(client, own)
+    return sums.totals
 
 
 def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray) -> np.ndarray:
