@@ -9,7 +9,8 @@ to each worker and an update of the same size comes back, a CRC32C at each end o
 is written and synced, then noted in a line that is synced; meanwhile the updates are added in
 float64, divided and cast, and the new state hashed (SHA-256), written and synced. Its line is
 synced while the state is already on its way. `benchmarks/federated_round.py` measures the system
-itself beside it.
+itself beside it. With --state-only nothing of an update is synced: what a round costs whose updates
+are lost in a crash of the coordinator and asked for again, of workers that are still there.
 """
 
 import argparse
@@ -112,7 +113,8 @@ def fold(updates: list[State], folder: Path) -> State:
 
 
 class Coordinator:
-    def __init__(self, ports: list[int], num_bytes: int, folder: Path) -> None:
+    def __init__(self, ports: list[int], num_bytes: int, folder: Path, *, state_only: bool) -> None:
+        self._state_only = state_only
         channels = [
             grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS) for port in ports
         ]
@@ -143,9 +145,10 @@ class Coordinator:
         await receive(self._get[index](b""), self._updates[index], file)
 
     async def _keep(self, file: int) -> None:
-        await asyncio.to_thread(os.fsync, file)
+        if not self._state_only:
+            await asyncio.to_thread(os.fsync, file)
+            await self._note()
         os.close(file)
-        await self._note()
 
     async def _note(self) -> None:
         os.write(self._journal, b"x" * 200)
@@ -160,12 +163,14 @@ def cpu_s(pids: list[int]) -> float:
     return own.ru_utime + own.ru_stime + others
 
 
-async def rounds_of(workers: list[Any], num_bytes: int, rounds: int) -> list[tuple[float, float]]:
+async def rounds_of(
+    workers: list[Any], num_bytes: int, rounds: int, *, state_only: bool
+) -> list[tuple[float, float]]:
     """Seconds and CPU seconds of each round."""
     pids = [each.pid for each in workers]
     ports = [int(each.stdout.readline()) for each in workers]
     with tempfile.TemporaryDirectory() as folder:
-        coordinator = Coordinator(ports, num_bytes, Path(folder))
+        coordinator = Coordinator(ports, num_bytes, Path(folder), state_only=state_only)
         marks = []
         for _ in range(rounds + 1):
             marks.append((time.perf_counter(), cpu_s(pids)))
@@ -173,7 +178,9 @@ async def rounds_of(workers: list[Any], num_bytes: int, rounds: int) -> list[tup
     return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
 
 
-def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float, float]:
+def measure(
+    mb: int, num_clients: int, rounds: int, *, state_only: bool
+) -> tuple[float, float, float, float]:
     """Median, minimum, maximum and CPU seconds per round."""
     num_bytes = mb * 1_000_000
     command = [sys.executable, __file__, "--work", str(num_bytes)]
@@ -181,7 +188,8 @@ def measure(mb: int, num_clients: int, rounds: int) -> tuple[float, float, float
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(num_clients)
     ]
     try:
-        found = asyncio.run(rounds_of(workers, num_bytes, rounds))[NUM_WARMUP_ROUNDS:]
+        every = asyncio.run(rounds_of(workers, num_bytes, rounds, state_only=state_only))
+        found = every[NUM_WARMUP_ROUNDS:]
     finally:
         for each in workers:
             each.kill()
@@ -194,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, nargs="+", default=[4, 40])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--state-only", action="store_true", help="sync no updates")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tune_malloc()
@@ -203,7 +212,7 @@ def main() -> None:
     columns = ("s/round", "min", "max", "CPU s")
     print(f"{'model':>8} {'':>8}", *(f"{each:>8}" for each in columns))
     for mb in args.mb:
-        row = measure(mb, 2, args.rounds)
+        row = measure(mb, 2, args.rounds, state_only=args.state_only)
         print(f"{mb:>5} MB {'floor':>8}", *(f"{each:>8.4f}" for each in row), flush=True)
 
 

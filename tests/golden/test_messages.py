@@ -192,6 +192,8 @@ _REPEATED = (
     ("SetState", grpc.StatusCode.NOT_FOUND),
 )
 """Refusals after which the coordinator tries again: it was too early for them."""
+_MASKED = "Internal error from Core"
+"""What gRPC makes of a refusal that comes while a message is written, see `write_message`."""
 
 
 class Again:
@@ -215,7 +217,8 @@ class Again:
                         async with self._changed:
                             self._changed.notify_all()
                 except grpc.aio.AioRpcError as error:
-                    if (call.name, error.code()) not in _REPEATED:
+                    is_masked = call.name == "SetState" and error.details() == _MASKED
+                    if (call.name, error.code()) not in _REPEATED and not is_masked:
                         raise
                     await backoff.pause()
 

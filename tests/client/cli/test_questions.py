@@ -267,6 +267,27 @@ def test_states_are_listed_with_short_paths_and_say_who_has_measured_them(
     assert final.split() == ["1", "90", "final", "test.loss", "0.5", "/elsewhere/b"]
 
 
+@pytest.mark.parametrize(
+    ("phase", "is_best", "says_so"),
+    [
+        (pb.RUN_PHASE_COMPLETED, False, True),
+        (pb.RUN_PHASE_COMPLETED, True, False),
+        (pb.RUN_PHASE_RUNNING, False, False),
+    ],
+)
+def test_a_completed_run_without_a_best_state_says_so(
+    capsys: pytest.CaptureFixture[str], phase: pb.RunPhase.ValueType, is_best: bool, says_so: bool
+) -> None:
+    evaluation = {"split": "test", "metrics": ["task:f1"], "best": "task:f1", "mode": "max"}
+    commit = pb.CommitInfo(segment=1, step=90, digest="b" * 64, is_final=True, is_best=is_best)
+    for job, is_wanted in (({**JOB, "evaluation": evaluation}, True), (JOB, False)):
+        run = pb.RunInfo(run_id="m", phase=phase, job_json=json.dumps(job), commits=[commit])
+        print_status(make_console(), run_status(run))
+        out = " ".join(capsys.readouterr().out.split())
+        said = "best no state: test.task:f1 has no value for any (`stratagem watch` shows why)"
+        assert (said in out) == (is_wanted and says_so)
+
+
 def test_a_path_is_in_one_piece_on_a_terminal() -> None:
     path = f"/data/blobs/{'ab' * 60}.safetensors"
     commit = pb.CommitInfo(segment=12, step=90, digest="b" * 64, path=path, is_final=True)

@@ -56,6 +56,10 @@ def test_own_metrics_are_weighted_by_rows() -> None:
     assert f"test.{OWN}" not in found
     assert range_of(found, f"test.{OWN}.client_mean") == (1.0, 5.0)
     assert without_spreads(found) == {f"test.{OWN}.client_mean": 2.0}
+    merged = {**found, f"test.{OWN}": 6.0}  # over all rows, so it may lie outside of the range
+    assert range_of(merged, f"test.{OWN}") is None
+    assert range_of(merged, f"test.{OWN}.client_mean") == (1.0, 5.0)
+    assert range_of(merged, "test.loss") == (1.0, 2.0)
 
 
 def test_own_metrics_of_clients_without_rows_have_no_mean() -> None:

@@ -122,6 +122,7 @@ def print_status(console: Console, status: RunStatus, threads: int | None = None
         ("progress", _reached(status)),
         ("metrics", metrics_text(status.metrics)),
         *_population_rows(status),
+        ("best", _no_best_text(status)),
         ("workers", ", ".join(status.worker_ids)),
         ("threads", _threads_text(threads) if threads else ""),
         ("submitted", _submitted_text(status)),
@@ -223,6 +224,14 @@ def _phase_text(status: RunStatus) -> str:
     if status.strategy_phase and not status.phase.is_final:
         return f"{status.phase} ({status.strategy_phase})"
     return status.phase
+
+
+def _no_best_text(status: RunStatus) -> str:
+    """Return why none of a completed run's states is the best one, where its job asks for one."""
+    is_wanted = (status.job.get("evaluation") or {}).get("best") is not None
+    if not is_wanted or status.phase is not Phase.COMPLETED or status.commit("best") is not None:
+        return ""
+    return f"no state: {_chief_metric(status)} has no value for any (`stratagem watch` shows why)"
 
 
 def _population_rows(status: RunStatus) -> Iterator[tuple[str, str]]:

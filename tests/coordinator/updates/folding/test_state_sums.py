@@ -1,9 +1,11 @@
 """Sums of the states of metrics over clients: those of a loop, and what does not go together."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
-from stratagem.coordinator.updates.folding.state_sums import States, UnlikeStatesError, added
+from stratagem.coordinator.updates.folding.state_sums import States, SumsSoFar, UnlikeStatesError
 
 F1, MEAN = ("test.a:f", "hits"), ("test.a:f", "total")
 
@@ -13,10 +15,17 @@ def of(client: int, *, shape: tuple[int, ...] = (3,)) -> States:
     return {F1: draw.integers(0, 99, shape), MEAN: np.asarray(draw.standard_normal() * 1e8)}
 
 
+def added(states: Iterable[tuple[int, States]]) -> dict[tuple[str, str], np.ndarray]:
+    sums = SumsSoFar()
+    for client, own in states:
+        sums.add(client, own)
+    return sums.totals
+
+
 @pytest.mark.parametrize("num", [1, 7])
 def test_states_are_added_in_order_as_wide_numbers(num: int) -> None:
     given = [(client, of(client)) for client in range(num)]
-    found = added(iter(given))
+    found = added(given)
     assert found[F1].tolist() == [sum(int(s[F1][i]) for _, s in given) for i in range(3)]
     total = 0.0
     for _, states in given:

@@ -30,7 +30,13 @@ def without_spreads(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def range_of(metrics: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """Return the least and the greatest value of a metric over clients, where they are known."""
+    """Return the least and the greatest value of a metric over clients, where they are known.
+
+    Beside a value over all rows, which may lie outside of it, stands the mean of what clients have
+    measured: the range is that one's alone.
+    """
+    if f"{name}.{CLIENT_MEAN}" in metrics:
+        return None
     metric = name.removesuffix(f".{CLIENT_MEAN}")
     low, high = (metrics.get(f"{metric}.{end}") for end in (CLIENT_MIN, CLIENT_MAX))
     return None if low is None or high is None else (low, high)

@@ -4,7 +4,7 @@ Counts are added in int64, other numbers in float64, so the sums are those of on
 clients. Nothing here knows what a metric is; what is computed of the sums, a worker computes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -44,15 +44,6 @@ class SumsSoFar:
                 text = f"state {key[1]} of {key[0]} is {said} at client {client}, and "
                 raise UnlikeStatesError(f"{text}{total.dtype} {total.shape} at client {first}")
             self.totals[key] = _sum(client, key, total, values)
-
-
-def added(states: Iterable[tuple[int, States]]) -> dict[tuple[str, str], np.ndarray]:
-    """Return the sums of all. states: each client's number and what it has said. Raises
-    UnlikeStatesError, see `SumsSoFar.add`."""
-    sums = SumsSoFar()
-    for client, own in states:
-        sums.add(client, own)
-    return sums.totals
 
 
 def _sum(client: int, key: tuple[str, str], total: np.ndarray, more: np.ndarray) -> np.ndarray:
