@@ -33,7 +33,7 @@ class Hashing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states = StateStore()
-        self.known = KnownLeaves(self.states.reading_base)
+        self.known = KnownLeaves(self.states.glimpsing)
         self.num_hashed = 0
         monkeypatch.setattr(known_leaves, "hashed", self._count)
         self._segment = 0

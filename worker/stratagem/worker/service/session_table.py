@@ -64,7 +64,7 @@ class Session:
     """What is known of the leaves that were written last."""
 
     def __post_init__(self) -> None:
-        self.leaves = KnownLeaves(self.states.reading_base)
+        self.leaves = KnownLeaves(self.states.glimpsing)
 
     @property
     def latest(self) -> PlanExecution:

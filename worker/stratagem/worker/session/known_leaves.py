@@ -4,8 +4,8 @@ Parameters that do not train are the same in each commit, and so are their momen
 compared with those of the snapshot whose leaves were hashed last, which takes a fifth of the time
 of SHA-256 where they are equal, and next to none where they are not. Nothing else tells that a
 tensor has not changed: torch counts changes in place, but not those by `.data`, by views of the
-storage or by other libraries (decision 19). That snapshot is held for one leaf at a time: when its
-memory is wanted for the next one, leaves are hashed again. Used by several threads.
+storage or by other libraries (decision 19). That snapshot is held for one block at a time: when its
+memory is wanted for the next one it goes, and leaves are hashed again. Used by several threads.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
 from stratagem.worker.session.session_states import Frozen
 
 _BLOCK_BYTES: Final = 2**20
-_Reading = Callable[[str], AbstractContextManager[Frozen | None]]
+_Glimpsing = Callable[[str], AbstractContextManager[Frozen | None]]
 _Layout = list[tuple[object, ...]]
 
 
 class KnownLeaves:
     """The digests of one session's leaves: of the snapshot that was hashed last."""
 
-    def __init__(self, reading: _Reading) -> None:
-        """reading: is the time in which the snapshot of a name is read, if it is still here."""
-        self._reading = reading
+    def __init__(self, glimpsing: _Glimpsing) -> None:
+        """glimpsing: a moment in which the snapshot of a name is looked at, if it is still here."""
+        self._glimpsing = glimpsing
         self._name, self._layout = "", _Layout()
         self._digests: dict[int, bytes] = {}
 
@@ -38,7 +38,7 @@ class KnownLeaves:
         base, known = self._name, self._digests if layout == self._layout else {}
         found = known if base == state.name else {}
         self._name, self._layout, self._digests = state.name, layout, found
-        return LeafHasher(state, lambda: self._reading(base), known, found)
+        return LeafHasher(state, lambda: self._glimpsing(base), known, found)
 
 
 class LeafHasher:
@@ -47,12 +47,12 @@ class LeafHasher:
     def __init__(
         self,
         state: Frozen,
-        reading_base: Callable[[], AbstractContextManager[Frozen | None]],
+        glimpsing: Callable[[], AbstractContextManager[Frozen | None]],
         known: dict[int, bytes],
         found: dict[int, bytes],
     ) -> None:
         """known: digests of leaves of the base; found: gets those of this one."""
-        self._reading_base, self._known, self._found = reading_base, known, found
+        self._glimpsing, self._known, self._found = glimpsing, known, found
         self._leaves = leaves_of(state.manifest)
 
     def digest(self, number: int, pieces: Sequence[memoryview]) -> bytes:
@@ -64,15 +64,19 @@ class LeafHasher:
         return digest
 
     def _is_same(self, number: int, pieces: Sequence[memoryview]) -> bool:
-        with self._reading_base() as base:
-            if base is None:
-                return False
-            before = pieces_of(self._leaves[number], base.manifest, base.buffers)
-            return all(
-                are_equal(one[at : at + _BLOCK_BYTES], other[at : at + _BLOCK_BYTES])
-                for one, other in zip(pieces, before, strict=True)
-                for at in range(0, len(one), _BLOCK_BYTES)
-            )
+        before: Sequence[memoryview] = ()
+        for index, piece in enumerate(pieces):
+            for at in range(0, len(piece), _BLOCK_BYTES):
+                with self._glimpsing() as base:
+                    if base is None:  # its memory may be that of the next snapshot now
+                        return False
+                    if not before:
+                        leaf = self._leaves[number]
+                        before = list(pieces_of(leaf, base.manifest, base.buffers))
+                    block = before[index][at : at + _BLOCK_BYTES]
+                    if not are_equal(piece[at : at + _BLOCK_BYTES], block):
+                        return False
+        return True
 
 
 def hashed(pieces: Sequence[memoryview]) -> bytes:

@@ -119,6 +119,13 @@ class StateStore:
             for segment, _ in found:
                 self._end_reading(segment)
 
+    @contextmanager
+    def glimpsing(self, name: str) -> Iterator[Frozen | None]:
+        """Is a moment in which a snapshot is looked at, for which whoever wants its memory waits;
+        None where no snapshot of this name is here any more."""
+        with self._lock:
+            yield next((each for each in self._snapshots.values() if each.name == name), None)
+
     def _end_reading(self, segment: int) -> None:
         with self._lock:
             self._num_readers -= Counter((segment,))  # and none is left of those that are 0
