@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import ssl
 import threading
 import time
 from datetime import timedelta
@@ -18,6 +19,9 @@ from stratagem.common.base.errors import (
     NotFoundError,
     UnavailableError,
 )
+from stratagem.common.identity.certificates import make_authority
+from stratagem.common.identity.tls_files import Role
+from stratagem.common.rpc import signed_objects
 from stratagem.coordinator.store.blobs import blob_cache as cache_module
 from stratagem.coordinator.store.blobs import (
     directory_blobs,
@@ -338,6 +342,32 @@ def test_an_object_that_vanishes_between_listing_and_reading_is_not_found(
 def test_a_url_of_another_form_is_refused(url: str) -> None:
     with pytest.raises(InvalidInputError, match=r"blob_store: .* is not s3://BUCKET"):
         check_url(url)
+
+
+@pytest.mark.parametrize("prefix", ["two words", "a+b", "modèles", "a%20b", "a//b"])
+def test_a_prefix_of_other_letters_is_refused_with_what_is_allowed(prefix: str) -> None:
+    allowed = r"with a prefix of letters, digits, '-', '_', '\.' and '/'"
+    with pytest.raises(InvalidInputError, match=allowed):
+        check_url(f"s3://bucket/{prefix}")
+
+
+def test_a_store_whose_certificate_nobody_has_signed_that_is_known_is_named_with_what_to_do(
+    bucket: Bucket, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_authority(tmp_path / "certs").issue(Role.COORDINATOR, "store", ["127.0.0.1"])
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with troubled(s3_endpoint, files) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
+        refused = r"certificate of https://\S+ \(AWS_ENDPOINT_URL\) is refused: UnknownIssuer; SSL_"
+        with pytest.raises(InvalidInputError, match=refused) as error:
+            open_s3(bucket.url, os.environ, signs=True)
+        assert "its certificate is refused: UnknownIssuer" in str(error.value.__cause__)
+        monkeypatch.setenv("SSL_CERT_FILE", str(files.ca))
+        monkeypatch.setattr(signed_objects, "_tls", ssl.create_default_context)
+        assert open_s3(bucket.url, os.environ, signs=True).list("blobs") == []
+        assert server.num_signed == 2
 
 
 def test_a_bucket_that_is_not_there_is_named_with_what_to_do(bucket: Bucket) -> None:

@@ -1,12 +1,14 @@
 """An S3 server that refuses, fails or breaks off as told, and else hands on to a real one."""
 
 import http.client
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
 
+from stratagem.common.identity.tls_files import TlsFiles
 from tests.patience import PATIENCE_S
 
 OK, UNAVAILABLE, FORBIDDEN = 200, 503, 403
@@ -21,8 +23,15 @@ class Troubled(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, behind: str) -> None:
+    def __init__(self, behind: str, files: TlsFiles | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.scheme = "https" if files else "http"
+        if files:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(str(files.cert), files.key)
+            self.socket = tls.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.behind = urlparse(behind).netloc
         self.troubles: dict[str, list[int | str]] = {}
         self.always: int | None = None
@@ -36,7 +45,7 @@ class Troubled(ThreadingHTTPServer):
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        return f"{self.scheme}://127.0.0.1:{self.server_port}"
 
     def next_trouble(self, method: str, path: str) -> int | str:
         with self.lock:
@@ -89,9 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def troubled(behind: str) -> Iterator[Troubled]:
-    """Serves in a thread of its own inside the block."""
-    with Troubled(behind) as server:
+def troubled(behind: str, files: TlsFiles | None = None) -> Iterator[Troubled]:
+    """Serves in a thread of its own inside the block; files: over TLS, with this certificate."""
+    with Troubled(behind, files) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

@@ -33,6 +33,7 @@ _MAX_PARTS: Final = 9000  # S3 takes 10,000
 _PAUSE_S: Final = 0.2
 _MAX_ERROR_CHARS: Final = 300
 _COUNTER: Final = itertools.count()
+_CERTIFICATE: Final = re.compile(r"\bInvalidCertificate\(\s*([A-Za-z]+)")
 _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
 
@@ -210,7 +211,17 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """Return the server's message, else that of the library without its long second half."""
+    """Return the server's message, else that of the library without its long second half, of which
+    only what is wrong with a certificate stays."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     text = text.partition("Server returned non-2xx status code: ")[2] or text
-    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
+    text = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
+    fault = certificate_fault(str(error))
+    return f"{text}: its certificate is refused: {fault}" if fault else text
+
+
+def certificate_fault(text: str) -> str:
+    """Return why the library refuses the certificate of the store, as an error of it tells in the
+    words of its TLS, such as UnknownIssuer; "" for other errors."""
+    found = _CERTIFICATE.search(text)
+    return found[1] if found else ""

@@ -16,7 +16,12 @@ from stratagem.common.base.errors import (
     UnavailableError,
 )
 from stratagem.common.rpc.signed_objects import SignedObjects
-from stratagem.coordinator.store.blobs.object_store import Objects, brief, unique_name
+from stratagem.coordinator.store.blobs.object_store import (
+    Objects,
+    brief,
+    certificate_fault,
+    unique_name,
+)
 from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file, describe
 
 SETTING: Final = "blob_store"
@@ -46,7 +51,9 @@ def check_url(url: str) -> None:
     """Raise InvalidInputError unless the URL is s3://BUCKET/PREFIX."""
     match_ = _URL.fullmatch(url)
     if match_ is None or any(part in (".", "..") for part in match_[2].split("/")):
-        raise InvalidInputError.at(SETTING, f"{url!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
+        allowed = "with a prefix of letters, digits, '-', '_', '.' and '/'"
+        text = f"{url!r} is not s3://BUCKET or s3://BUCKET/PREFIX, {allowed}"
+        raise InvalidInputError.at(SETTING, text)
 
 
 def open_s3(url: str, environ: Mapping[str, str], *, signs: bool = False) -> Objects:
@@ -130,6 +137,11 @@ def _advice(text: str, environ: Mapping[str, str]) -> str:
         return (
             f"{endpoint} refuses the keys from {describe(environ)}; they must allow to list the "
             "bucket and to get, put and delete objects"
+        )
+    if fault := certificate_fault(text):
+        return (
+            f"the certificate of {endpoint} (AWS_ENDPOINT_URL) is refused: {fault}; SSL_CERT_FILE "
+            "names a file with authorities in place of those of the system"
         )
     if "error sending request" in text:
         return f"{endpoint} (AWS_ENDPOINT_URL) cannot be reached"
