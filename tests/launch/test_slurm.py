@@ -96,7 +96,8 @@ def test_a_preempted_job_goes_back_into_the_queue_and_the_bits_stay(
         slurm.wait_state(other, "COMPLETED")
         waiting = slurm.wait_state(number, "PENDING", "RUNNING")
         if waiting["JobState"] == "PENDING":  # for two minutes, which nobody here has to wait
-            slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+            # In the second in which a job has ended on a node, the node refuses it.
+            slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now+2")
         outcome = outcome_of(client.get("preempted"))
     assert_same_bits(outcome.state, sharded_loop(JobSpec.parse(job), ALLOWED, 2).state)
     told = slurm.wait_state(number, "COMPLETED", "FAILED", "CANCELLED")
