@@ -120,6 +120,15 @@ def states(rig: Rig, direction: str) -> float:
     return flows.get(labelled(direction=direction, kind="state"), 0.0)
 
 
+# Which way bytes take changes nothing in who has them: the long tests try both.
+BOTH_STORES = pytest.mark.parametrize(
+    "store",
+    ["folder", pytest.param("bucket", marks=pytest.mark.sweep)],
+    indirect=True,
+    scope="module",
+)
+
+
 @contextmanager
 def nobody_can_write(store: LeafPlaceOutside) -> Iterator[None]:
     """The folder has another name, or no signed request is carried out."""
@@ -385,6 +394,7 @@ OF_MIRRORED = [
 """Two leaves of the model that worker-0 has built are its first."""
 
 
+@BOTH_STORES
 @pytest.mark.parametrize(("process", "failpoint", "num_passed"), OF_MIRRORED)
 def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
     rig: Rig,
@@ -403,6 +413,7 @@ def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
     until(lambda: has_no_garbage(store), "all that nothing names is collected")
 
 
+@BOTH_STORES
 @pytest.mark.parametrize(
     ("process", "failpoint", "num_passed"),
     [*OF_OWNERS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_OF_OWNERS)],
