@@ -48,6 +48,8 @@ TEXTS: Final = (
     "\ud7ff\ue000\ufffe\uffff",
 )
 _INTS: Final = (0, 1, -1, 2, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
+MAX_REPEATED: Final = 5 * 2**20
+"""Characters of one repeated field: more than a server takes in a message, and not gigabytes."""
 _DOUBLES: Final = (0.0, -0.0, -1.0, 1.0, 1e308, -1e308, 5e-324, float("inf"), float("nan"))
 _BOUNDS: Final = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -133,7 +135,8 @@ def _extend(draw: Any, target: Any, field: Any) -> None:
         return
     values = draw(st.lists(_scalars(field), max_size=3))
     if values and draw(st.integers(0, 9)) == 0:
-        values *= 3000
+        size = sum(len(each) if isinstance(each, bytes | str) else 1 for each in values)
+        values *= min(3000, max(1, MAX_REPEATED // max(1, size)))
     target.extend(values)
 
 

@@ -18,6 +18,7 @@ from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
+from stratagem.worker.session.session_states import NUM_SNAPSHOTS
 from tests.jobs import NOT_TRAINED, job, user_model
 from tests.tools.planning.support import SITE, kind_job, replicas
 from tests.worker.engine.gossip_nodes import gossip_job
@@ -88,7 +89,19 @@ def test_the_parts_are_those_of_mixed_arithmetic() -> None:
     assert estimate(kind_job("mlp", optimizer=SGD)).optimizer == 0
     doubled = estimate(kind_job("mlp", execution={"precision": "Full"}))
     assert doubled.parameters == 2 * found.parameters
-    assert str(found).splitlines()[-1].startswith("total")
+    assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [
+        *("total", "snapshots", "needed"),
+    ]
+
+
+def test_a_run_that_commits_again_keeps_two_snapshots() -> None:
+    """The older one is what the next one is written over."""
+    once = kind_job("mlp", checkpoint=None)
+    again = kind_job("mlp", checkpoint={"every": "1 steps"})
+    assert estimate(once).num_snapshots == 1
+    found = estimate(again)
+    assert found.num_snapshots == NUM_SNAPSHOTS == 2
+    assert found.needed == found.total + 2 * found.snapshot
 
 
 def test_rows_only_change_activations_and_workspace() -> None:

@@ -42,6 +42,7 @@ from stratagem.tools.planning.stage_memory import play_stages
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.models.model_builder import float_dtype
 from stratagem.worker.plans.supported_settings import check_supported
+from stratagem.worker.session.session_states import NUM_SNAPSHOTS
 
 _PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
 
@@ -52,8 +53,8 @@ class StepMemory:
 
     gradients: all buckets, and what the exchange receives into or copies. activations: the batch
     and what forward keeps for backward. workspace: what is there for a moment at the worst one.
-    buffers: with the engine's copies of them, and predictions that are kept. snapshot: in host
-    memory as well, while a commit is fetched. rows: that pass through the model together.
+    buffers: with the engine's copies of them, and predictions that are kept. snapshot: of the
+    state at a commit, in host memory; num_snapshots: that are kept at a time. rows: that pass through the model together.
     measured: the peak of a real step, if one was done; the workspace then holds what was measured
     beyond the rest.
     """
@@ -69,6 +70,7 @@ class StepMemory:
     num_parameters: int
     device: str
     measured: int | None = None
+    num_snapshots: int = 1
     layout: tuple[TensorLayout, ...] = ()
     """What is trained, where one party trains it."""
     notes: tuple[str, ...] = ()
@@ -79,9 +81,9 @@ class StepMemory:
 
     @property
     def needed(self) -> int:
-        """Return the bytes needed of the device's memory; on a CPU the snapshot is in the same
+        """Return the bytes needed of the device's memory; on a CPU the snapshots are in the same
         memory."""
-        return self.total + (self.snapshot if self.device == "cpu" else 0)
+        return self.total + (self.num_snapshots * self.snapshot if self.device == "cpu" else 0)
 
     @property
     def calibrated_by(self) -> str:
@@ -103,6 +105,9 @@ class StepMemory:
     def __str__(self) -> str:
         lines = [f"{name:<12} {text_of(getattr(self, name)):>10}" for name in _PARTS]
         lines.append(f"{'total':<12} {text_of(self.total):>10}  on {self.device}, {self.rows} rows")
+        kept = f"in host memory, of {text_of(self.snapshot)} each: {self.num_snapshots}"
+        lines.append(f"{'snapshots':<12} {text_of(self.num_snapshots * self.snapshot):>10}  {kept}")
+        lines.append(f"{'needed':<12} {text_of(self.needed):>10}  of the memory of {self.device}")
         return "\n".join(lines)
 
 
@@ -148,7 +153,15 @@ def estimate_memory(
     estimate = _training(played, site, job.strategy, num_workers)
     if measure:
         estimate = _calibrated(played, site, estimate)
-    return _with_phases(job, _with_codec(job, estimate, num_workers))
+    kept = replace(estimate, num_snapshots=_num_snapshots(job))
+    return _with_phases(job, _with_codec(job, kept, num_workers))
+
+
+def _num_snapshots(job: JobSpec) -> int:
+    """Return how many snapshots a worker keeps: a client has only the update that it sends, and a
+    run that is one segment takes only one."""
+    has_segments = job.checkpoint.every is not None or job.evaluation is not None
+    return NUM_SNAPSHOTS if has_segments and not isinstance(job.strategy, Federated) else 1
 
 
 def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
