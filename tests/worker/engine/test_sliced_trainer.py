@@ -238,8 +238,8 @@ def test_a_step_that_others_have_applied_is_finished_later(engine: str) -> None:
                 return None
 
         reports = party.all(step)
-        # The third has a mirror of the slice that is missed, so it ends the step whole where all that
-        # it sends is there before the cut.
+        # The third has a mirror of the slice that is missed, so it ends the step whole where all
+        # that it sends is there before the cut.
         assert [report is None or report.is_torn for report in reports[:2]] == [True, True]
         assert reports[1] is None
         first, late = party.trainers[0].pieces, party.trainers[1].pieces

@@ -54,9 +54,9 @@ class StepMemory:
     gradients: all buckets, and what the exchange receives into or copies. activations: the batch
     and what forward keeps for backward. workspace: what is there for a moment at the worst one.
     buffers: with the engine's copies of them, and predictions that are kept. snapshot: of the
-    state at a commit, in host memory; num_snapshots: that are kept at a time. rows: that pass through the model together.
-    measured: the peak of a real step, if one was done; the workspace then holds what was measured
-    beyond the rest.
+    state at a commit, in host memory; num_snapshots: that are kept at a time. rows: that pass
+    through the model together. measured: the peak of a real step, if one was done; the workspace
+    then holds what was measured beyond the rest.
     """
 
     parameters: int
