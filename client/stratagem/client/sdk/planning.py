@@ -17,8 +17,9 @@ from stratagem.common.job.execution_section import DataParallel
 class MemoryEstimate:
     """Bytes on the device of the worker that needs most; the six parts add up to `total`.
 
-    snapshot: in host memory as well, while a commit is fetched. needed: `total`, and on a CPU
-    the snapshot. rows: that pass through the model together. calibrated_by: what corrected it.
+    snapshot: of the state at a commit, in host memory; num_snapshots: that are kept at a time.
+    needed: `total`, and on a CPU the snapshots. rows: that pass through the model together.
+    calibrated_by: what corrected it.
     """
 
     parameters: int
@@ -30,6 +31,7 @@ class MemoryEstimate:
     total: int
     needed: int
     snapshot: int
+    num_snapshots: int
     rows: int
     num_parameters: int
     device: str
