@@ -169,8 +169,8 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig
         yield rig
 
 
-# Not a parameter server's: its steps pass while calls of the recording are tried again, and then a
-# worker rightly refuses those of the step before.
+# Not a parameter server's: now and then a call that was made again came after its step, and was
+# refused. Why the order of the recording did not hold it back is not known.
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("version", "run_id"), [run for run in RUNS if run[1] != "recorded-server"]
