@@ -111,7 +111,7 @@ matrix:  ## tests that need no torch, with each Python of PYTHONS that is here
 	done
 
 sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
-	$(BIN)/python -m pytest -q -m sweep --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest -q -m sweep --numprocesses 3 --dist worksteal $(ARGS)
 
 images:  ## the container images, with a Docker engine
 	deploy/docker/build.sh

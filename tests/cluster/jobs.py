@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,7 @@ from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.views import Event, RunStatus
+from stratagem.common.base.errors import StratagemError
 from stratagem.common.job import JobSpec
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job, user_data
@@ -153,8 +154,19 @@ def wait_for(
 
 
 def outcome_of(run: RunHandle) -> Outcome:
-    """Wait for the end, and raise what the caller would see when it is a bad one."""
-    status = run.result().status
+    """Wait for the end, and raise what the caller would see when it is a bad one.
+
+    A run that is not waited for to its end, as the test's time is over, is stopped: those of other
+    tests wait for its workers.
+    """
+    try:
+        status = run.result().status
+    except StratagemError:
+        raise
+    except BaseException:
+        with suppress(StratagemError):
+            run.cancel()
+        raise
     return Outcome(run, status, events_of(run), run.state_dict())
 
 

@@ -56,7 +56,7 @@ async def test_a_wish_that_is_repeated_is_one_wish_and_the_job_is_read_once(
     monkeypatch.setattr(module, "json", SimpleNamespace(loads=loads))
     link = SimpleNamespace(execute=execute)
     env = SimpleNamespace(
-        push=push, state=None, links=SimpleNamespace(to=lambda _member, _state: link)
+        push=push, pushes={}, state=None, links=SimpleNamespace(to=lambda _member, _state: link)
     )
     request = worker_pb2.ExecuteRequest(job_json=job_text(LOCAL))
     request.train.base.digest = BASE

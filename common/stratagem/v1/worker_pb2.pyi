@@ -847,15 +847,21 @@ class NeedBlob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
+    WAS_HERE_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
+    was_here: _builtins.bool
+    """It was here, and was dropped for newer ones: a transfer that is under way for the coordinator
+    may have ended here before this was said, so it must be sent once more.
+    """
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
+        was_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "was_here", b"was_here"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -147,6 +147,38 @@ async def test_blobs_in_memory_and_on_disk(tmp_path: Path, limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
+async def test_a_blob_that_a_plan_wants_outlives_newer_ones_until_it_is_read(
+    tmp_path: Path, limit: int
+) -> None:
+    """All come before the waiting plan goes on, as they do where the event loop was held up."""
+    cache = ReceivedBlobs(tmp_path, limit)
+    digest = upload(ReceivedBlobs(None, 1), 1.0)
+    for _ in range(2):
+        cache.want("run", digest)
+    waiting = asyncio.create_task(cache.get("run", digest))
+    await asyncio.sleep(0)
+    for value in (1.0, 2.0, 3.0):
+        upload(cache, value)
+    tensors, _ = (await waiting).load()
+    assert torch.equal(tensors["x"], torch.full((600_000,), 1.0))
+    cache.release("run", digest)
+    assert cache.find("run", digest) is not None
+    assert not cache.was_dropped("run", digest)
+    for value in (4.0, 5.0):
+        upload(cache, value)
+    cache.release("run", digest)
+    assert (cache.find("run", digest), cache.was_dropped("run", digest)) == (None, True)
+    upload(cache, 1.0)
+    assert not cache.was_dropped("run", digest)
+    assert len(files_in(tmp_path)) == (2 if limit == 0 else 0)
+    cache.want("run", digest)
+    cache.drop_run("run")
+    cache.release("run", digest)
+    assert not files_in(tmp_path)
+    assert not cache.was_dropped("run", digest)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
 async def test_what_came_in_several_streams_must_have_the_digest(
     tmp_path: Path, limit: int
 ) -> None:
@@ -268,6 +300,26 @@ async def test_an_outbox_tells_latecomers_what_counts() -> None:
     outbox.close()
     with pytest.raises(ConflictError):
         [message async for message in outbox.follow()]
+
+
+async def test_a_need_that_comes_while_another_is_sent_is_sent_too() -> None:
+    outbox = Outbox("w")
+    outbox.need("a")
+    told: list[tuple[str, bool]] = []
+    async for message in outbox.follow():
+        if not message.HasField("need_blob"):
+            break
+        told.append((message.need_blob.digest, message.need_blob.was_here))
+        match len(told):
+            case 1:
+                outbox.has("a")
+                outbox.need("b", was_here=True)
+            case 2:
+                outbox.has("b")
+                outbox.need("a")
+            case 3:
+                outbox.finish(pb.ExecuteResult(build=pb.BuildResult()))
+    assert told == [("a", False), ("b", True), ("a", False)]
 
 
 async def test_each_call_gets_the_parts_of_a_history_in_order_from_its_first_on() -> None:

@@ -1,8 +1,9 @@
 """Blobs that the coordinator has uploaded: committed states and inline data, named by digest.
 
-Owns what is kept of each run (all data, the newest two states), where it is stored (memory, or a
-file above a limit), and uploads that are not complete yet, which a later call may continue. A blob
-is visible once all its bytes are here. Lives on the event loop. Knows nothing of sessions.
+Owns what is kept of each run (all data, the newest two states, and those that plans wait for or
+load), where it is stored (memory, or a file above a limit), and uploads that are not complete yet,
+which a later call may continue. A blob is visible once all its bytes are here. Lives on the event
+loop. Knows nothing of sessions.
 
 The digest is a name here and is not computed again: the coordinator has checked the file against
 it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
@@ -14,8 +15,9 @@ computed again: they may have been those of different callers.
 
 import asyncio
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
@@ -30,6 +32,8 @@ from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 
 NUM_STATES_PER_RUN: Final = 2
 MAX_UPLOADS: Final = 16
+MAX_DROPPED: Final = 1000
+"""Digests of dropped states that are remembered of each run."""
 RETRY_AFTER_S: Final = 1.0
 
 Tensors = Mapping[str, Tensor]
@@ -151,6 +155,30 @@ class BlobUpload:
         self._blob.drop()
 
 
+@dataclass(slots=True)
+class _RunBlobs:
+    """The blobs of one run."""
+
+    held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
+    """The least recently used first."""
+    wanted: Counter[str] = field(default_factory=Counter)
+    """Digests that plans wait for or load, and how many do."""
+    dropped: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Digests of states that were here; the newest MAX_DROPPED."""
+
+    def drop_old_states(self) -> None:
+        """Drop the states above NUM_STATES_PER_RUN, but for those that plans want."""
+        states = [digest for digest, blob in self.held.items() if blob.purpose is not Purpose.DATA]
+        for digest in states[:-NUM_STATES_PER_RUN]:
+            if digest in self.wanted:
+                continue
+            self.held.pop(digest).drop()
+            self.dropped[digest] = None
+            self.dropped.move_to_end(digest)
+            while len(self.dropped) > MAX_DROPPED:
+                self.dropped.popitem(last=False)
+
+
 class ReceivedBlobs:
     """The blobs of all runs of this worker."""
 
@@ -161,15 +189,38 @@ class ReceivedBlobs:
         self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
         self._max_memory_bytes = max_memory_bytes
         self._max_uploads = max_uploads
-        self._runs: dict[str, OrderedDict[str, Blob]] = {}
+        self._runs: dict[str, _RunBlobs] = {}
         self._uploads: dict[tuple[str, str], BlobUpload] = {}
         self._changed = asyncio.Event()
 
     def find(self, run_id: str, digest: str) -> Blob | None:
-        blobs = self._runs.get(run_id, OrderedDict())
-        if digest in blobs:
-            blobs.move_to_end(digest)
-        return blobs.get(digest)
+        run = self._runs.get(run_id)
+        if run is None or digest not in run.held:
+            return None
+        run.held.move_to_end(digest)
+        return run.held[digest]
+
+    def was_dropped(self, run_id: str, digest: str) -> bool:
+        """Return True for a state that was here and had to give way to newer ones."""
+        run = self._runs.get(run_id)
+        return run is not None and digest in run.dropped
+
+    def want(self, run_id: str, digest: str) -> None:
+        """Keep a blob from when it is here until `release`, whatever else comes: parties of a run
+        that train on this worker by turns would drop each other's states before they are read."""
+        self._runs.setdefault(run_id, _RunBlobs()).wanted[digest] += 1
+
+    def release(self, run_id: str, digest: str) -> None:
+        """Take one `want` back."""
+        run = self._runs.get(run_id)
+        if run is None or digest not in run.wanted:  # the run was dropped meanwhile
+            return
+        run.wanted[digest] -= 1
+        if not run.wanted[digest]:
+            del run.wanted[digest]
+        run.drop_old_states()
+        if run == _RunBlobs():
+            del self._runs[run_id]
 
     async def get(self, run_id: str, digest: str) -> Blob:
         """Wait until the blob has arrived, and return it."""
@@ -224,7 +275,7 @@ class ReceivedBlobs:
         self._keep(run_id, upload.digest, blob)
 
     def drop_run(self, run_id: str) -> None:
-        for blob in self._runs.pop(run_id, {}).values():
+        for blob in self._runs.pop(run_id, _RunBlobs()).held.values():
             blob.drop()
         for key in [key for key in self._uploads if key[0] == run_id]:
             self._uploads.pop(key).drop()
@@ -240,7 +291,7 @@ class ReceivedBlobs:
     @property
     def memory_bytes(self) -> int:
         """Bytes of the blobs that are held in memory, and of all uploads that are under way."""
-        used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.values())
+        used = sum(blob.memory_bytes for run in self._runs.values() for blob in run.held.values())
         return used + sum(upload.manifest.total_bytes for upload in self._uploads.values())
 
     def _begin(self, run_id: str, digest: str, manifest: Manifest) -> Blob:
@@ -250,10 +301,9 @@ class ReceivedBlobs:
         return _OnDisk(self._directory / run_id / digest, manifest)
 
     def _keep(self, run_id: str, digest: str, blob: Blob) -> None:
-        blobs = self._runs.setdefault(run_id, OrderedDict())
-        blobs[digest] = blob
-        states = [state for state, held in blobs.items() if held.purpose is not Purpose.DATA]
-        for oldest in states[:-NUM_STATES_PER_RUN]:
-            blobs.pop(oldest).drop()
+        run = self._runs.setdefault(run_id, _RunBlobs())
+        run.held[digest] = blob
+        run.dropped.pop(digest, None)
+        run.drop_old_states()
         self._changed.set()
         self._changed = asyncio.Event()

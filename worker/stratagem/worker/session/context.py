@@ -303,7 +303,12 @@ class ExecutionContext:
 
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """Wait for a blob; return its tensors, which must not be changed, and metadata."""
-        return self.control.wait_for_caller(self._fetch(digest)).load()
+        blobs, run_id = self.host.blobs, self.key.run_id
+        self.post(blobs.want, run_id, digest)
+        try:
+            return self.control.wait_for_caller(self._fetch(digest)).load()
+        finally:
+            self.post(blobs.release, run_id, digest)
 
     def base_state(self, base: pb.StateRef) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """Wait for the state that a plan begins from; return its tensors and metadata.
@@ -319,9 +324,9 @@ class ExecutionContext:
         if not is_here and self.host.states is not None:
             is_here = await self.host.states.read(blobs, run_id, digest, self.request.fence.term)
         if not is_here:
-            self.outbox.need(digest)
+            self.outbox.need(digest, was_here=blobs.was_dropped(run_id, digest))
         try:
-            return await self.host.blobs.get(self.key.run_id, digest)
+            return await blobs.get(run_id, digest)
         finally:
             self.outbox.has(digest)
 

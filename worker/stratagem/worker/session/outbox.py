@@ -47,7 +47,7 @@ class Outbox:
         """disclosure: what a site lets out; None: everything."""
         self._worker_id, self._disclosure = worker_id, disclosure
         self._changed = asyncio.Event()
-        self._needed: dict[str, int] = {}  # digest -> serial number of the need
+        self._needed: dict[int, pb.NeedBlob] = {}  # by serial number
         self._num_needs = 0
         self._progress: pb.Progress | None = None
         self._num_progress = 0
@@ -65,15 +65,16 @@ class Outbox:
         """Set what the plan is doing now, in the words of SessionInfo."""
         self.activity = activity
 
-    def need(self, digest: str) -> None:
-        """Announce that the plan waits for this blob."""
+    def need(self, digest: str, *, was_here: bool = False) -> None:
+        """Announce that the plan waits for this blob; was_here: it had to give way to others."""
+        self.has(digest)
         self._num_needs += 1
-        self._needed[digest] = self._num_needs
+        self._needed[self._num_needs] = pb.NeedBlob(digest=digest, was_here=was_here)
         self._wake()
 
     def has(self, digest: str) -> None:
         """Note that the plan no longer waits for this blob."""
-        self._needed.pop(digest, None)
+        self._needed = {n: need for n, need in self._needed.items() if need.digest != digest}
 
     def progress(self, progress: pb.Progress) -> None:
         """Replace the progress before it, whether that was sent or not."""
@@ -161,10 +162,11 @@ class Outbox:
         parts = _Parts(self._history)
         while True:
             changed = self._changed
-            for digest, serial in list(self._needed.items()):
-                if serial > seen_needs:
-                    yield pb.ExecuteResponse(need_blob=pb.NeedBlob(digest=digest))
-            seen_needs = max([seen_needs, *self._needed.values()])
+            # Each need is taken out by its number: others come while one is being sent.
+            for serial in [number for number in self._needed if number > seen_needs]:
+                seen_needs = serial
+                if (need := self._needed.get(serial)) is not None:
+                    yield pb.ExecuteResponse(need_blob=need)
             while (line := self._next_line()) is not None:
                 yield pb.ExecuteResponse(log=line)
             while self._profiles:

@@ -251,7 +251,8 @@ class EffectContext:
         """Return the transfer of a blob to a worker, begun now unless it is under way."""
         key = (member, run_id, digest)
         task = self.pushes.get(key)
-        if task is None or task.cancelling():  # one that `forget` has stopped brings nothing
+        # One that has ended answers nobody who asks now; one that `forget` stops brings nothing.
+        if task is None or task.done() or task.cancelling():
             task = self.pushes[key] = asyncio.create_task(self._push(*key))
             task.add_done_callback(lambda done: self._pushed(key, done))
         return task

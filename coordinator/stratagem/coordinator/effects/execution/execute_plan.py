@@ -157,9 +157,9 @@ class _Attended:
     listener: PlanListener
     base: Digest | None
     is_accepted: bool = False
-    under_way: set[Digest] = field(default_factory=set)
+    under_way: dict[Digest, bool] = field(default_factory=dict)
     """Blobs that the worker has asked for and that are not there yet: another request waits,
-    too."""
+    too. True: to be sent once more after that, as the worker may have dropped what was sent."""
 
     @property
     def request(self) -> worker_pb2.ExecuteRequest:
@@ -177,8 +177,7 @@ class _Attended:
                         digest = Digest(message.need_blob.digest)
                         if digest not in self.plan.blobs:
                             return _refused(self.member, _not_named(self.member, digest), "asking")
-                        if digest not in self.under_way:
-                            self.under_way.add(digest)
+                        if self._begins_push(digest, message.need_blob.was_here):
                             pushes.create_task(self._push(digest))
                     case "profile" if self.plan.wants_profile:
                         self.plan.num_profiles += 1
@@ -196,13 +195,28 @@ class _Attended:
         with suppress(NotFoundError):
             await self.env.bring(self.member, RunId(self.request.session.run_id), base)
 
-    async def _push(self, digest: Digest) -> None:
+    def _begins_push(self, digest: Digest, was_here: bool) -> bool:
+        """Return whether a request for a blob begins a transfer, of which there is one at a time.
+
+        Of the same blob there may be one that has ended at the worker already, where it was dropped
+        before this request: both streams bring their messages in any order.
+        """
+        if digest in self.under_way:
+            self.under_way[digest] |= was_here
+            return False
         run_id = RunId(self.request.session.run_id)
-        try:
-            await self.env.push(self.member, run_id, digest)
-        except NotFoundError:  # of one that was under way and came before the plan
-            await self.env.push(self.member, run_id, digest)
-        self.under_way.discard(digest)
+        self.under_way[digest] = was_here and (self.member, run_id, digest) in self.env.pushes
+        return True
+
+    async def _push(self, digest: Digest) -> None:
+        run_id, is_left = RunId(self.request.session.run_id), True
+        while is_left:
+            try:
+                await self.env.push(self.member, run_id, digest)
+            except NotFoundError:  # of one that was under way and came before the plan
+                await self.env.push(self.member, run_id, digest)
+            is_left, self.under_way[digest] = self.under_way[digest], False
+        del self.under_way[digest]
 
     async def _keep(self, profile: worker_pb2.Profile) -> None:
         session = self.request.session
