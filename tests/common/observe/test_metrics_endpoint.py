@@ -58,11 +58,12 @@ async def test_only_get_metrics_is_answered() -> None:
 
 
 async def test_what_is_no_request_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_endpoint, "REQUEST_TIMEOUT_S", 0.05)
     async with served() as address:
-        for request in (b"", b"GET /metrics", b"x" * 100_000):
-            with suppress(ConnectionError):  # reset, where not all of it was read
-                assert await raw(address, request) == b""
+        with monkeypatch.context() as patched:
+            patched.setattr(metrics_endpoint, "REQUEST_TIMEOUT_S", 0.05)
+            for request in (b"", b"GET /metrics", b"x" * 100_000):
+                with suppress(ConnectionError):  # reset, where not all of it was read
+                    assert await raw(address, request) == b""
         assert (await scrape(address))["stratagem_test"] == {(): 1.0}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,13 +51,14 @@ def honest(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messa
 
 
 async def dying(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    """After the first leaf."""
+    """After the first leaf; what it is writing then is there before its call ends."""
     num = 0
-    async for message in honest(folder, request):
-        yield message
-        num += 1
-        if num == 2:
-            raise UnavailableError("gone")
+    async with aclosing(written_leaves(folder, state(), request)) as messages:
+        async for message in messages:
+            yield message
+            num += 1
+            if num == 2:
+                raise UnavailableError("gone")
 
 
 async def lazy(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
