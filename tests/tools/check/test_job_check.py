@@ -40,6 +40,10 @@ def faults(spec: JobSpec) -> dict[str, str]:
     return {f.about: f.found for f in found(spec) if f.level is Level.FAIL}
 
 
+def divided(what: str) -> dict[str, Any]:
+    return {**replicas(2), "options": {"partition_state": what}}
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -52,6 +56,13 @@ def faults(spec: JobSpec) -> dict[str, str]:
         job(model=user_model("batch_norm_mlp"), evaluation={"split": "test"}),
         job(execution={"gradient": {"Accumulated": 4}}, phases={}),
         job(execution={"parallelism": {"PipelineParallel": 2}}),
+        job(strategy=divided("optimizer")),
+        job(
+            model=user_model("batch_norm_mlp"),
+            strategy=divided("full"),
+            accumulation={"micro_batch_size": 2},
+            evaluation={"split": "test"},
+        ),
         job(
             optimizer={
                 "entrypoint": "tests.userland.optimizers:SignMomentum",
@@ -133,6 +144,23 @@ def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: s
     assert any(about.startswith(field) and text in said for about, said in told.items()), told
 
 
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("reads_elsewhere", "full, but the model reads 1.weight outside of the forward pass"),
+        ("gives_a_weight", "full, but the model reads 1.weight outside of the forward pass"),
+        ("reads_in_evaluations", "full, but the model reads 1.weight outside of the forward pass"),
+        ("writes_itself", "full, but a forward pass of Clamped has changed its parameters"),
+        ("shares_storage", "full needs parameters with storage of their own; 0.weight and 1.w"),
+    ],
+)
+def test_a_model_whose_parameters_cannot_come_and_go_is_found(model: str, text: str) -> None:
+    sections = {"model": user_model(f"slices:{model}"), "evaluation": {"split": "test"}}
+    told, whole = (faults(job(**sections, strategy=divided(what))) for what in ("full", "none"))
+    assert told.pop("strategy.options.partition_state").startswith(text)
+    assert told == whole  # nothing but what is a fault in any case
+
+
 def test_data_without_rows_to_train_on_are_a_fault_that_is_said_as_the_run_says_it() -> None:
     for strategy in ({"type": "Local"}, FEDERATED):
         told = faults(job(data=user_data("test_only"), strategy=strategy))
@@ -204,6 +232,14 @@ def test_the_command_says_all_and_ends_with_1_for_a_fault(tmp_path: Path) -> Non
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
+
+
+def test_the_command_finds_a_model_that_the_first_step_would_refuse(tmp_path: Path) -> None:
+    spec = job(model=user_model("slices:gives_a_weight"), strategy=divided("full"))
+    (tmp_path / "job.json").write_text(spec.canonical_json())
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
+    assert done.exit_code == 1
+    assert "the model reads 1.weight outside" in done.stdout
 
 
 def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

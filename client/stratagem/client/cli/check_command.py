@@ -26,8 +26,9 @@ def check(
 
     Tries a little of each part here, in a process of its own: all fields, all entry points, the
     model with its groups, the data (made twice, and compared), some rows from all over each split,
-    one real step, a step from a saved state, the metrics, and how much memory is needed. Submits
-    nothing.
+    one real step (with partition_state two more, of a worker that keeps a slice), a step from a
+    saved state, the metrics, and how much memory is needed. What other rows or later steps lead
+    into is found by the run alone. Submits nothing.
 
     Exit code: 0 without a fault (there may be warnings), else 1.
     """

@@ -5,6 +5,7 @@ Every check that can be made is made, whatever the others have found. Must not k
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,11 +15,13 @@ from torch.utils._pytree import tree_map_only
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
+from stratagem.common.strategy import partitions_state
 from stratagem.tools.check.check_report import CheckReport
 from stratagem.tools.check.tried_step import (
     TriedStep,
     head_of,
     spread_over,
+    try_divided_steps,
     try_evaluation,
     try_step,
 )
@@ -34,6 +37,7 @@ from stratagem.worker.models.model_builder import build_model, build_shapes, flo
 from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.supported_settings import check_supported
 
+_DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2
 _TRIED_ROWS: Final = 9
 """Of each split, one by one: the first, the last, and some between them."""
@@ -63,6 +67,7 @@ def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Findi
         return checks.report.findings
     tried = checks.step(data)
     if tried is not None:
+        checks.divided(data)
         checks.evaluation(tried)
         checks.memory(memory)
     else:
@@ -212,6 +217,15 @@ class _JobChecks:
             self.report.fail("resume", "", found, advice)
         return tried
 
+    def divided(self, data: Mapping[str, Dataset]) -> None:
+        """Whether steps can be made while each worker keeps its slice only, where the job says
+        so."""
+        if not partitions_state(self.job.strategy):
+            return
+        tried = partial(_is_divided, self.job, self.site, data)
+        if self.report.attempt("step", _DIVIDED, tried):
+            self.report.ok("step", _DIVIDED, "two steps of a worker that keeps only its slice")
+
     def evaluation(self, tried: TriedStep) -> None:
         """Whether loss and metrics can be computed."""
         spec = self.job.evaluation
@@ -233,6 +247,11 @@ class _JobChecks:
         except StratagemError as error:
             first, *_ = str(error).splitlines()
             self.report.warn("memory", "", f"cannot be estimated: {first}")
+
+
+def _is_divided(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> bool:
+    try_divided_steps(job, site, data)
+    return True
 
 
 def _few_of(data: Mapping[str, Dataset], num_rows: int) -> dict[str, Dataset]:

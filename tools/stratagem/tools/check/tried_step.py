@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import Local
+from stratagem.common.strategy import Local, partitions_parameters
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Dataset, Subset
 from stratagem.worker.engine.build_trainer import make_setup
@@ -16,8 +16,10 @@ from stratagem.worker.engine.objectives.evaluator import EvaluationShare
 from stratagem.worker.engine.step.model_buffers import constant_buffers
 from stratagem.worker.engine.step.optimizer_round_trip import check_optimizer_of
 from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
 from stratagem.worker.engine.trainers.trainer_setup import Setup
+from stratagem.worker.exchange import sliced_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import GradientReducer
@@ -50,10 +52,7 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
 
     Raises what training raises.
     """
-    few = {split: spread_over(dataset, _EVALUATED_ROWS) for split, dataset in data.items()}
-    if "train" in few:
-        few["train"] = last_first(few["train"])
-    num_rows = min(_NUM_ROWS, len(few.get("train", ())))
+    few, num_rows = _few_of(data)
     short = _shortened(job, max(num_rows, 1))
     if job.only_evaluates:
         return TriedStep(_setup(short, site, few, fresh=True), 0, None)
@@ -79,6 +78,30 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
         tuple(name for name, _ in trainer.params if name not in touched),
         again.fingerprint() == trainer.fingerprint(),
     )
+
+
+def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> None:
+    """Make two steps and an evaluation as a worker would whose party divides its state, on the rows
+    of `try_step`: there parameters are absent where no layer uses them.
+
+    The second step finds what code has kept of the first. Raises what training raises.
+    """
+    few, num_rows = _few_of(data)
+    short = _shortened(job, num_rows).model_copy(update={"strategy": job.strategy})
+    share = StateShare(0, 1, is_full=partitions_parameters(job.strategy))
+    trainer = Trainer(_setup(short, site, few, fresh=True), share)
+    assert trainer.pieces is not None
+    exchange = sliced_exchange(
+        trainer.buckets, None, 1, trainer.pieces.owners, held=trainer.pieces.held
+    )
+    trainer.connect(exchange)
+    try:
+        for _ in range(2):
+            trainer.train_step(exchange, range(1), 1)
+        if job.evaluation is not None and len(few.get(job.evaluation.split, ())):
+            trainer.evaluate(EvaluationShare([job.evaluation.split], 0, 1, lambda *_: None, {}))
+    finally:
+        exchange.close()
 
 
 def try_evaluation(tried: TriedStep, split: str) -> dict[str, float]:
@@ -119,6 +142,14 @@ def last_first(dataset: Dataset) -> Dataset:
     return (
         Subset(dataset, torch.cat([rows[:1], rows[-1:], rows[1:-1]])) if len(rows) > 1 else dataset
     )
+
+
+def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
+    """Return (the rows that are tried of each split, how many of them a step has)."""
+    few = {split: spread_over(dataset, _EVALUATED_ROWS) for split, dataset in data.items()}
+    if "train" in few:
+        few["train"] = last_first(few["train"])
+    return few, min(_NUM_ROWS, len(few.get("train", ())))
 
 
 def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
