@@ -1,8 +1,6 @@
 """`stratagem launch`: a run, and workers for it that an engine starts on many machines."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from shlex import split
@@ -16,10 +14,11 @@ from stratagem.client.cli.reporting import complain, reporting
 from stratagem.client.cli.run_commands import JobArgument, RunIdOption, SetOption
 from stratagem.client.launch import kubernetes_job, kubernetes_pod, ray_script, slurm_script
 from stratagem.client.launch.site_program import check_options
-from stratagem.client.launch.worker_launch import WorkerLaunch, launch_of
+from stratagem.client.launch.submitted_run import submitted_run
+from stratagem.client.launch.worker_launch import WorkerLaunch, check_addresses, launch_of
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.client.sdk.torch_process import import_folders
-from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.host_port import is_loopback, split_address
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.job import JobSpec, load_job
@@ -133,13 +132,14 @@ def slurm(  # noqa: PLR0913  (each parameter is an option of the command line)
         job, chosen = _job_of(job_path, overrides, run_id)
         wanted = _launch_here(job, chosen, coordinator, workers, job_path, worker)
         text = slurm_script.slurm_script(wanted, tuple(context.args))
+        _warn_of_loopback(coordinator)
         if only_print:
             print(text, end="")
             return
-        _warn_of_loopback(coordinator)
+        slurm_script.check_submit()
         script = Path(f"{chosen}.sbatch")
         script.write_text(text)
-        with _submitted(job, chosen, coordinator, proof, job_path):
+        with client_of(coordinator, proof) as client, submitted_run(client, job, chosen, job_path):
             number = slurm_script.submit(script)
         _tell(chosen, coordinator, f"Slurm's job {number}, of {script}")
 
@@ -179,6 +179,7 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
         job, chosen = _job_of(job_path, overrides, run_id)
         words = _words(worker)
         inside = (kubernetes_pod.CODE,)
+        check_addresses("--service", service)
         wanted = launch_of(job, chosen, service, workers, "python", inside, words)
         name = "stratagem-worker-gpu" if gpus else "stratagem-worker"
         shape = kubernetes_pod.PodShape(
@@ -196,12 +197,14 @@ def kubernetes(  # noqa: PLR0913  (each parameter is an option of the command li
             job_name=job_name,
         )
         text = kubernetes_job.as_text(kubernetes_job.kubernetes_job(wanted, shape), wanted)
+        _warn_of_loopback(service)
         if only_print:
             print(text, end="")
             return
+        kubernetes_job.check_submit()
         path = Path(f"{job_name or chosen}.yaml")
         path.write_text(text)
-        with _submitted(job, chosen, coordinator, proof, job_path):
+        with client_of(coordinator, proof) as client, submitted_run(client, job, chosen, job_path):
             said = kubernetes_job.submit(path)
         _tell(chosen, coordinator, f"{said}, of {path}")
 
@@ -232,13 +235,14 @@ def ray(  # noqa: PLR0913  (each parameter is an option of the command line)
         wanted = _launch_here(job, chosen, coordinator, workers, job_path, worker)
         host = split_address(split_addresses(coordinator)[0])[0]
         text = ray_script.ray_script(wanted, cpus, gpus, host)
+        _warn_of_loopback(coordinator)
         if only_print:
             print(text, end="")
             return
-        _warn_of_loopback(coordinator)
+        ray_script.check_submit()
         script = Path(f"{chosen}.ray.py")
         script.write_text(text)
-        with _submitted(job, chosen, coordinator, proof, job_path):
+        with client_of(coordinator, proof) as client, submitted_run(client, job, chosen, job_path):
             ray_script.submit(script, wanted, tuple(context.args))
         _tell(chosen, coordinator, f"Ray's job {chosen}, of {script}")
 
@@ -259,6 +263,7 @@ def _launch_here(
     worker: list[str] | None,
 ) -> WorkerLaunch:
     """Return a launch on nodes that have this Python and the user's folders at the same places."""
+    check_addresses("--coordinator", coordinator)
     folders = tuple(str(folder.resolve()) for folder in import_folders(job_path))
     words = _words(worker)
     return launch_of(job, run_id, coordinator, num_workers, sys.executable, folders, words)
@@ -270,23 +275,10 @@ def _tell(run_id: RunId, coordinator: str, what: str) -> None:
 
 
 def _words(texts: list[str] | None) -> tuple[str, ...]:
-    return tuple(word for text in texts or () for word in split(text))
-
-
-@contextmanager
-def _submitted(
-    job: JobSpec, run_id: RunId, coordinator: str, proof: Proof, job_path: Path
-) -> Iterator[None]:
-    """Submit the run, and then, in the body, its workers; without workers it is stopped again,
-    unless it was there before, with workers of its own."""
-    with client_of(coordinator, proof) as client:
-        handle = client.submit(job, run_id, import_path=import_folders(job_path))
-        try:
-            yield
-        except StratagemError:
-            if handle.created:
-                handle.cancel()
-            raise
+    try:
+        return tuple(word for text in texts or () for word in split(text))
+    except ValueError as error:  # a quotation that does not end
+        raise InvalidInputError.at("--worker", f"{' '.join(texts or ())!r}: {error}") from None
 
 
 def _warn_of_loopback(coordinator: str) -> None:

@@ -16,11 +16,13 @@ from stratagem.client.launch.kubernetes_pod import (
     PodShape,
     labels_of,
     name_of,
+    said_of,
     template,
 )
-from stratagem.client.launch.site_program import answer_of
+from stratagem.client.launch.site_program import answer_of, check_program
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import check_worker_id
 from stratagem.common.process.process_exit import PREEMPTED
 
 TRIES: Final = 3
@@ -28,9 +30,14 @@ TRIES: Final = 3
 KEPT_S: Final = 86_400
 QUEUE: Final = "kueue.x-k8s.io"
 
+_WHERE: Final = "where your cluster's is"
 _LABEL: Final = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:{_LABEL})?")
 _JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
+_SPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
+"""A label of DNS: namespaces."""
+_OBJECT: Final = re.compile(rf"(?=.{{1,63}}$){_SPACE.pattern}(?:\.{_SPACE.pattern})*")
+"""Names of queues, which stand in a label, and of secrets."""
 _MEMORY: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[kMGTPE]|[KMGTPE]i)?")
 
 DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
@@ -93,21 +100,24 @@ def as_text(job: Object, launch: WorkerLaunch) -> str:
     return head + yaml.dump(job, Dumper=_Plain, sort_keys=False, width=1000)
 
 
+def check_submit() -> None:
+    """Raise UnavailableError where kubectl is missing."""
+    check_program("kubectl", _WHERE)
+
+
 def submit(path: Path) -> str:
     """Hand a file to kubectl, and return what it says of it. Raises UnavailableError."""
-    return answer_of(["kubectl", "create", "-f", str(path)], "where your cluster's is")
+    return answer_of(["kubectl", "create", "-f", str(path)], _WHERE)
 
 
 def _check(launch: WorkerLaunch, shape: PodShape) -> None:
+    _check_names(shape)
     if _MEMORY.fullmatch(shape.memory) is None:
         problem = f"{shape.memory!r} is no quantity of bytes, such as 24Gi"
         raise InvalidInputError.at("--memory", problem)
     for label in shape.node_labels:
         if _NODE_LABEL.fullmatch(label) is None:
             raise InvalidInputError.at("--node-label", f"{label!r} is not a label as KEY=VALUE")
-    if shape.job_name is not None and _JOB_NAME.fullmatch(shape.job_name) is None:
-        problem = f"{shape.job_name!r} is not 1 to {MAX_NAME} of a-z, 0-9 and - between them"
-        raise InvalidInputError.at("--job-name", problem)
     if not 1 <= shape.per_pod <= MAX_PER_POD:
         raise InvalidInputError.at("--per-pod", f"{shape.per_pod} is not 1 to {MAX_PER_POD}")
     if launch.num_workers % shape.per_pod:
@@ -121,3 +131,28 @@ def _check(launch: WorkerLaunch, shape: PodShape) -> None:
             "that you trust, --worker --allow-insecure-network"
         )
         raise InvalidInputError.at("--tls-secret", problem)
+    own = {word.partition("=")[0] for word in launch.command}
+    for name in said_of(shape):
+        if name in own:
+            raise InvalidInputError.at("--worker", f"{name} is said by the launch; leave it out")
+
+
+def _check_names(shape: PodShape) -> None:
+    """Check what Kubernetes would refuse, or would look for in vain, after the run is submitted."""
+    in_words = "of a-z, 0-9, and - between them"
+    names = (
+        ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),
+        ("--job-name", shape.job_name, _JOB_NAME, f"1 to {MAX_NAME} {in_words}"),
+        ("--queue", shape.queue, _OBJECT, f"1 to 63 {in_words}, in parts with dots"),
+        ("--tls-secret", shape.secret, _OBJECT, f"1 to 63 {in_words}, in parts with dots"),
+        ("--image", shape.image, re.compile(r"[^\s]+"), "an image, as HOST/NAME:TAG"),
+    )
+    for field, name, pattern, allowed in names:
+        if name is not None and pattern.fullmatch(name) is None:
+            raise InvalidInputError.at(field, f"{name!r} is not {allowed}")
+    if shape.pool is not None:
+        try:
+            check_worker_id(f"name.{shape.pool}")
+        except InvalidInputError:
+            text = f"{shape.pool!r} is not a pool, of A-Z, a-z, 0-9, '.', '_', '-'"
+            raise InvalidInputError.at("--pool", text) from None

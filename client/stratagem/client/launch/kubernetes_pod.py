@@ -63,6 +63,11 @@ def template(launch: WorkerLaunch, shape: PodShape) -> Object:
     return {"metadata": _about(launch, shape), "spec": _pod(launch, shape)}
 
 
+def said_of(shape: PodShape) -> tuple[str, ...]:
+    """Return the names of the options that a pod says of its workers."""
+    return tuple(word.partition("=")[0] for word in _options(shape, 0))
+
+
 def labels_of(launch: WorkerLaunch) -> Object:
     """Return the labels of all pods of a run, and of its Jobs."""
     return {
@@ -130,26 +135,10 @@ def _pod(launch: WorkerLaunch, shape: PodShape) -> Object:
 
 
 def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
-    words = [
-        *launch.command_of("kubernetes"),
-        f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
-        f"--listen=$(POD_IP):{PORT + number}",
-        f"--health-port={HEALTH_PORT + number}",
-        f"--data-dir={DATA}",
-        f"--drain-grace-s={DRAIN_GRACE_S}",
-        "--log-json",
-    ]
+    words = [*launch.command_of("kubernetes"), *_options(shape, number)]
     ports = {"grpc": PORT, "health": HEALTH_PORT}
     if shape.metrics:
-        words.append(f"--metrics-port={METRICS_PORT + number}")
         ports["metrics"] = METRICS_PORT
-    if shape.secret is not None:
-        words += [
-            f"--tls-ca={CERTIFICATES}/ca.crt",
-            f"--tls-cert={CERTIFICATES}/pool-{shape.pool}.crt",
-            f"--tls-key={CERTIFICATES}/pool-{shape.pool}.key",
-            f"--pool={shape.pool}",
-        ]
     limits: Object = {"memory": shape.memory}
     if shape.gpus:
         limits["nvidia.com/gpu"] = shape.gpus
@@ -185,6 +174,28 @@ def _container(launch: WorkerLaunch, shape: PodShape, number: int) -> Object:
         },
         "volumeMounts": mounts,
     }
+
+
+def _options(shape: PodShape, number: int) -> list[str]:
+    """Return the options of a worker that follow from its pod."""
+    words = [
+        f"--name=$(POD_NAME)-{number}" if number else "--name=$(POD_NAME)",
+        f"--listen=$(POD_IP):{PORT + number}",
+        f"--health-port={HEALTH_PORT + number}",
+        f"--data-dir={DATA}",
+        f"--drain-grace-s={DRAIN_GRACE_S}",
+        "--log-json",
+    ]
+    if shape.metrics:
+        words.append(f"--metrics-port={METRICS_PORT + number}")
+    if shape.secret is not None:
+        words += [
+            f"--tls-ca={CERTIFICATES}/ca.crt",
+            f"--tls-cert={CERTIFICATES}/pool-{shape.pool}.crt",
+            f"--tls-key={CERTIFICATES}/pool-{shape.pool}.key",
+            f"--pool={shape.pool}",
+        ]
+    return words
 
 
 def _all_alive(num_workers: int) -> Object:

@@ -8,9 +8,11 @@ import signal
 from pathlib import Path
 from typing import Final
 
-from stratagem.client.launch.site_program import answer_of
+from stratagem.client.launch.site_program import answer_of, check_program
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.process.process_exit import PREEMPTED
+
+_WHERE: Final = "where Ray's are"
 
 SCRIPT: Final = '''\
 """Workers of run {run_id}, whose coordinator is {coordinator}, on a cluster of Ray.
@@ -130,8 +132,13 @@ def ray_script(launch: WorkerLaunch, cpus: int, gpus: int, host: str) -> str:
     )
 
 
+def check_submit() -> None:
+    """Raise UnavailableError where ray is missing."""
+    check_program("ray", _WHERE)
+
+
 def submit(script: Path, launch: WorkerLaunch, options: tuple[str, ...]) -> None:
     """Hand a program to Ray. options: of `ray job submit`. Raises UnavailableError."""
     asked = ["ray", "job", "submit", "--no-wait", "--submission-id", launch.run_id, *options]
     python = launch.command[0]
-    answer_of([*asked, "--", python, str(script.resolve())], "where Ray's are")
+    answer_of([*asked, "--", python, str(script.resolve())], _WHERE)

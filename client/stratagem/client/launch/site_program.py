@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterable
+from shutil import which
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, UnavailableError
@@ -18,6 +19,15 @@ def check_options(options: Iterable[str], program: str) -> None:
             raise InvalidInputError.at("options", problem)
 
 
+def check_program(name: str, where: str) -> None:
+    """Raise UnavailableError where a program of the site is missing, before it is needed.
+
+    where: as of `answer_of`.
+    """
+    if which(name) is None:
+        raise _missing(name, where)
+
+
 def answer_of(command: list[str], where: str) -> str:
     """Return what a program of the site answers to a command.
 
@@ -30,9 +40,13 @@ def answer_of(command: list[str], where: str) -> str:
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except FileNotFoundError:
-        raise UnavailableError(f"there is no {name} here; run this {where}") from None
+        raise _missing(name, where) from None
     except subprocess.TimeoutExpired:
         raise UnavailableError(f"{name} has not answered in {TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         raise UnavailableError(f"{name}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()
+
+
+def _missing(name: str, where: str) -> UnavailableError:
+    return UnavailableError(f"there is no {name} here; run this {where}")

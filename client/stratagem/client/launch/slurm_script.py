@@ -4,12 +4,14 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-from stratagem.client.launch.site_program import answer_of, check_options
+from stratagem.client.launch.site_program import answer_of, check_options, check_program
 from stratagem.client.launch.worker_launch import WorkerLaunch
 from stratagem.common.process.process_exit import PREEMPTED
 
 GRACE_S: Final = 60
 """Before a job's time ends Slurm sends the signal this long ahead."""
+
+_WHERE: Final = "where Slurm's are"
 
 SCRIPT: Final = """\
 #!/bin/bash
@@ -49,7 +51,12 @@ def slurm_script(launch: WorkerLaunch, options: tuple[str, ...]) -> str:
     )
 
 
+def check_submit() -> None:
+    """Raise UnavailableError where sbatch is missing."""
+    check_program("sbatch", _WHERE)
+
+
 def submit(script: Path) -> str:
     """Hand a script to sbatch, and return the id of Slurm's job. Raises UnavailableError."""
-    answer = answer_of(["sbatch", "--parsable", str(script)], "where Slurm's are")
+    answer = answer_of(["sbatch", "--parsable", str(script)], _WHERE)
     return answer.partition(";")[0]

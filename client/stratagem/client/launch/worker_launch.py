@@ -6,9 +6,11 @@ Pure. A launcher keeps no state: the run is the coordinator's, the processes are
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.launch.worker_options import names_of
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec, entry_points
+from stratagem.common.rpc.leader_channel import split_addresses
 
 OF_THE_LAUNCHER: Final = ("--rendezvous", "--coordinator", "--for-run", "--name")
 
@@ -28,6 +30,15 @@ class WorkerLaunch:
         return (*self.command, "--rendezvous", launcher)
 
 
+def check_addresses(option: str, addresses: str) -> None:
+    """Raise InvalidInputError for what is not the addresses of a coordinator. option: that says
+    them."""
+    try:
+        split_addresses(addresses)
+    except ValueError as error:
+        raise InvalidInputError.at(option, str(error)) from None
+
+
 def launch_of(
     job: JobSpec,
     run_id: RunId,
@@ -42,13 +53,13 @@ def launch_of(
     Workers may import what this job names, and nothing else, unless the options say `--allow`.
     python: the interpreter, at its place on the nodes. folders: the users' modules, at their places
     there. options: of each worker.
-    Raises InvalidInputError for options that the launch itself says, and for a job that brings code
-    which no option lets in.
+    Raises InvalidInputError for options that a worker does not have or the launch itself says, and
+    for a job that brings code which no option lets in.
     """
-    given = {option.partition("=")[0] for option in options}
     for name in OF_THE_LAUNCHER:
-        if name in given:
+        if name in {option.partition("=")[0] for option in options}:
             raise InvalidInputError.at("--worker", f"{name} is said by the launch; leave it out")
+    given = names_of(options)
     if job.code is not None and "--allow-code" not in given:
         problem = "the job brings code along; say which may run, as in --worker '--allow-code any'"
         raise InvalidInputError.at("--worker", problem)
