@@ -17,7 +17,7 @@ from stratagem.coordinator.store.blobs import object_store_keys, s3
 from stratagem.coordinator.store.blobs.object_store_keys import credentials_from_file
 from stratagem.coordinator.store.blobs.s3 import check_url, open_s3
 from tests.coordinator.store.places import Bucket
-from tests.coordinator.store.troubled import FORBIDDEN, troubled
+from tests.coordinator.store.troubled import EMPTY, FORBIDDEN, NOT_IMPLEMENTED, troubled
 from tests.patience import PATIENCE_S
 
 
@@ -53,6 +53,31 @@ def test_a_store_whose_certificate_nobody_has_signed_that_is_known_is_named_with
         monkeypatch.setattr(signed_objects, "_tls", ssl.create_default_context)
         assert open_s3(bucket.url, os.environ, signs=True).list("blobs") == []
         assert server.num_signed == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (NOT_IMPLEMENTED, "501 Not Implemented"),
+        (FORBIDDEN, "403 Forbidden"),
+        (EMPTY, "the copy has other bytes"),
+    ],
+)
+def test_a_store_that_does_not_copy_is_refused_for_direct_states(
+    bucket: Bucket,
+    s3_endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: int | str,
+    reason: str,
+) -> None:
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
+        server.always_of_copies = answer
+        lacks = rf"does not copy an object \(CopyObject\): .*{reason}.* --state-path direct needs"
+        with pytest.raises(InvalidInputError, match=lacks):
+            open_s3(bucket.url, os.environ, signs=True)
+        assert open_s3(bucket.url, os.environ).list("trial") == []
 
 
 def test_a_bucket_that_is_not_there_is_named_with_what_to_do(bucket: Bucket) -> None:

@@ -1,15 +1,22 @@
 """A coordinator that is to keep its states in an object store."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.common.base.errors import InvalidInputError, UnavailableError, WrongStateError
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.runtime.settings import Settings
+from stratagem.coordinator.store.blobs import s3
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.open_gate import entrance
+from tests.coordinator.service.serving import served
+from tests.coordinator.store.leaf_states import state
 from tests.coordinator.store.places import Bucket
-from tests.coordinator.store.troubled import FORBIDDEN, troubled
+from tests.coordinator.store.troubled import FORBIDDEN, NOT_IMPLEMENTED, UNAVAILABLE, troubled
 from tests.settings import coordinator_settings
 
 
@@ -57,3 +64,37 @@ async def test_a_store_that_takes_no_signed_requests_ends_the_start_of_direct_st
         assert server.num_signed > 2
         server.always_of_signed = FORBIDDEN
         await lead_once(settings(tmp_path, bucket.url))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(NOT_IMPLEMENTED, WrongStateError), (FORBIDDEN, WrongStateError), (UNAVAILABLE, None)],
+)
+async def test_a_store_that_copies_no_more_is_told_to_who_submits(
+    tmp_path: Path,
+    bucket: Bucket,
+    s3_endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: int,
+    error: type[Exception] | None,
+) -> None:
+    manifest, data = state(1)
+    direct = {"blob_store": bucket.url, "state_path": "direct"}
+    monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
+    with troubled(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        async with served(tmp_path, **direct) as (app, _):
+            assert isinstance(app.blobs, LeafBlobs)
+            writer = app.blobs.state_writer(manifest, ())
+            writer.write(data)
+            digest = writer.commit()
+        job = {**json.loads(job_text(LOCAL)), "initial": {"digest": digest}}
+        async with (
+            served(tmp_path, **direct) as (_, address),
+            AsyncClient(address, patience_s=0.0) as client,
+        ):
+            server.always_of_copies = answer
+            with pytest.raises(error or UnavailableError, match=f"copying leaves/.* {answer} "):
+                await client.submit(job, "mine")
+            server.always_of_copies = None
+            assert (await client.submit(job, "mine")).run_id == "mine"

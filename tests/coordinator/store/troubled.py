@@ -12,6 +12,8 @@ from stratagem.common.identity.tls_files import TlsFiles
 from tests.patience import PATIENCE_S
 
 OK, UNAVAILABLE, FORBIDDEN = 200, 503, 403
+NOT_IMPLEMENTED = 501
+EMPTY = "empty"
 HALF = "half"
 """Sends the head of an answer and half of its body, and cuts the connection."""
 
@@ -38,6 +40,8 @@ class Troubled(ThreadingHTTPServer):
         self.of_signed: list[int | str] = []
         """What becomes of the next requests that have no keys but a signature in their URL."""
         self.always_of_signed: int | None = None
+        self.always_of_copies: int | str | None = None
+        """What becomes of requests to copy an object inside the store; EMPTY: an empty object."""
         self.num_signed = 0
         self.lock = threading.Lock()
         self.last_authorization = ""
@@ -69,12 +73,17 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.server.last_authorization = self.headers.get("Authorization", "")
         trouble = self.server.next_trouble(self.command, self.path)
+        if self.server.always_of_copies and "x-amz-copy-source" in self.headers:
+            trouble = self.server.always_of_copies
         if isinstance(trouble, int) and trouble != OK:
             self.server.num_refused += 1
             self._answer(trouble, {}, _DENIED if trouble == FORBIDDEN else b"")
             return
         with closing(http.client.HTTPConnection(self.server.behind, timeout=PATIENCE_S)) as behind:
-            behind.request(self.command, self.path, body, dict(self.headers))
+            headers = dict(self.headers)
+            if trouble == EMPTY:
+                headers.pop("x-amz-copy-source")
+            behind.request(self.command, self.path, body, headers)
             answer = behind.getresponse()
             content = answer.read()
         headers = {k: v for k, v in answer.getheaders() if k.lower() not in ("date", "connection")}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-from stratagem.common.base.errors import NotFoundError, UnavailableError
+from stratagem.common.base.errors import NotFoundError, UnavailableError, WrongStateError
 from stratagem.common.process.failpoints import failpoint
 
 PART_BYTES: Final = 8 << 20
@@ -33,6 +33,8 @@ _MAX_PARTS: Final = 9000  # S3 takes 10,000
 _PAUSE_S: Final = 0.2
 _MAX_ERROR_CHARS: Final = 300
 _COUNTER: Final = itertools.count()
+_LASTING: Final = re.compile(r"^(?:4(?!08|09|29)\d\d|501) ")
+"""Begins the error of a request that the store refuses, and will refuse again."""
 _CERTIFICATE: Final = re.compile(r"\bInvalidCertificate\(\s*([A-Za-z]+)")
 _UNIQUE: Final = re.compile(r"(\d{10})-[0-9a-f]{16}[-.].*")
 
@@ -112,9 +114,16 @@ class Objects:
         return StoredObject(name, entry["size"], entry["e_tag"] or "")
 
     def copy(self, name: str, copied: str) -> None:
-        """Make an object of the same bytes inside the store. Raises NotFoundError."""
-        with _translated(f"copying {name}"):
-            self._obstore.copy(self._store, name, copied)
+        """Make an object of the same bytes inside the store. Raises NotFoundError, and
+        WrongStateError where the store refuses to copy: asking again does not help."""
+        try:
+            with _translated(f"copying {name}"):
+                self._obstore.copy(self._store, name, copied)
+        except UnavailableError as error:
+            if error.__cause__ is None or not _LASTING.match(brief(error.__cause__)):
+                raise
+            text = f"{error}; states of earlier terms are copied inside the store (CopyObject)"
+            raise WrongStateError(text) from error
 
     def signed(
         self, method: Literal["GET", "PUT"], names: Sequence[str], valid: timedelta

@@ -13,6 +13,7 @@ from stratagem.common.base.errors import (
     IntegrityError,
     InvalidInputError,
     NotFoundError,
+    StratagemError,
     UnavailableError,
 )
 from stratagem.common.rpc.signed_objects import SignedObjects
@@ -58,7 +59,7 @@ def check_url(url: str) -> None:
 
 def open_s3(url: str, environ: Mapping[str, str], *, signs: bool = False) -> Objects:
     """Open the objects below a URL, after a trial that writes, lists, reads and deletes one; signs:
-    also by requests that workers could make.
+    also by requests that workers could make, and with a copy of it inside the store.
 
     Raises InvalidInputError that says what is wrong, with which setting, and what to do.
     """
@@ -71,6 +72,7 @@ def open_s3(url: str, environ: Mapping[str, str], *, signs: bool = False) -> Obj
         raise InvalidInputError.at(SETTING, f"{url}: {advice}") from error
     if signs:
         _try_signed(objects)
+        _try_copy(objects)
     return objects
 
 
@@ -119,6 +121,24 @@ def _try_signed(objects: Objects) -> None:
         raise InvalidInputError.at(SETTING, f"{text}. {remedy}") from error
     finally:
         objects.delete([name])
+
+
+def _try_copy(objects: Objects) -> None:
+    """Copy an object inside the store, as is done with leaves of an earlier term that a new run
+    begins from."""
+    name, copied = (f"trial/{unique_name(0)}.txt" for _ in range(2))
+    try:
+        objects.put(name, [_TRIAL], len(_TRIAL))
+        objects.copy(name, copied)
+        found = objects.find(copied)
+        if found is None or b"".join(objects.read(found)) != _TRIAL:
+            raise UnavailableError("the copy has other bytes")
+    except StratagemError as error:
+        text = f"{objects.url}: the store does not copy an object (CopyObject): {error}"
+        remedy = "--state-path direct needs that; leave it out, or name a store that has it"
+        raise InvalidInputError.at(SETTING, f"{text}. {remedy}") from error
+    finally:
+        objects.delete([name, copied])
 
 
 def _advice(text: str, environ: Mapping[str, str]) -> str:
