@@ -1,5 +1,6 @@
 """The command line: exit codes, exact texts, JSON, and what Ctrl-C means."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -124,11 +125,14 @@ def test_what_is_warned_of_is_one_line_on_stderr(capsys: pytest.CaptureFixture[s
         job = {**JOB, "strategy": {"type": "Local", "replicas": 2}}
         JobSpec.parse(job)
         structlog.get_logger().info("nobody wants to know")
+        logging.getLogger("stratagem.client").warning("it %s", "waits")
+        logging.getLogger("stratagem.client").info("nobody wants to know")
     finally:
+        logging.getLogger("stratagem.client").handlers.clear()
         structlog.reset_defaults()
     assert tuple(capsys.readouterr()) == (
         "",
-        "warning: unknown key is ignored (key strategy.replicas)\n",
+        "warning: unknown key is ignored (key strategy.replicas)\nwarning: it waits\n",
     )
 
 

@@ -1,6 +1,8 @@
 """The client against a scripted coordinator: what calls mean, and what survives a cut."""
 
+import asyncio
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
+from stratagem.client.sdk.connection import outage_notice
 from stratagem.common.base.errors import (
     ConflictError,
     IntegrityError,
@@ -27,6 +30,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
+from tests.patience import PATIENCE_S
 
 
 def events_of(items: list[Event | Progress]) -> list[int]:
@@ -188,6 +192,60 @@ def test_calls_wait_for_a_coordinator_that_was_there(client: Client, fake: FakeC
     run = client.submit(JOB)
     fake.refusals = 3
     assert run.status().phase is Phase.COMPLETED
+
+
+@pytest.mark.parametrize("lasting_s", [0.0, PATIENCE_S])
+def test_who_waits_for_long_is_told_once_why_and_how_long(
+    client: Client,
+    fake: FakeCoordinator,
+    lasting_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", lasting_s)
+    run = client.submit(JOB)
+    for _ in range(2):
+        fake.refusals = 3
+        assert run.status().phase is Phase.COMPLETED
+    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    why = f"the coordinator at {client.address} cannot do it now: shutting down"
+    once = f"{why}; trying again for up to {PATIENCE_S:g} s"
+    assert told == ([once, once] if lasting_s == 0 else [])
+
+
+async def test_who_follows_a_run_is_told_once_that_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    is_told = asyncio.Event()
+
+    def warn(form: str, *values: object) -> None:
+        told.append(form % values)
+        is_told.set()
+
+    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(outage_notice.log, "warning", warn)
+    fake = FakeCoordinator()
+    fake.ending = "never"
+    server, address = await serve(fake)
+    async with AsyncClient(address) as client:
+        run = await client.submit(JOB, "mine")
+
+        async def follow() -> None:
+            async for _ in run.watch():
+                pass
+
+        async with asyncio.TaskGroup() as group:
+            following = [group.create_task(follow()) for _ in range(2)]
+            await server.stop(None)
+            await is_told.wait()
+            server, _ = await serve(fake, int(address.rpartition(":")[2]))
+            fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
+            await asyncio.wait(following)
+    await server.stop(None)
+    (text,) = told
+    assert text.startswith(f"no coordinator answers at {address}: ")
+    assert text.endswith("; trying again until one does")
 
 
 def test_nobody_at_the_address_is_said_at_once() -> None:

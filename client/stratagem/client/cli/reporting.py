@@ -84,6 +84,14 @@ def complain_of_warnings() -> None:
         processors=[_complaint],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
+    logging.getLogger("stratagem.client").handlers[:] = [_Complaints(logging.WARNING)]
+
+
+class _Complaints(logging.Handler):
+    """What the client tells a script by way of logging: that it waits for a coordinator."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 def _complaint(_logger: WrappedLogger, level: str, event: EventDict) -> NoReturn:

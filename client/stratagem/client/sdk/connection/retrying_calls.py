@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 import grpc
 
 from stratagem.client.sdk.connection.fork_safety import check_fork, is_lost, note_closed, note_open
+from stratagem.client.sdk.connection.outage_notice import OutageNotice, ToldOutage
 from stratagem.common.base.errors import (
     InvalidInputError,
     StandbyError,
@@ -78,6 +79,7 @@ class Connection:
         self._channel = CoordinatorChannel(self._coordinators, partial(open_channel, proof=proof))
         self._has_answered = False
         self._num_unanswered = 0
+        self._outage = ToldOutage()
         several = self._coordinators.are_several
         self._timeout_s = ONE_OF_SEVERAL_TIMEOUT_S if several else CALL_TIMEOUT_S
         self.stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
@@ -96,6 +98,7 @@ class Connection:
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         began_s = time.monotonic()
         give_up_s = began_s + self._patience_s
+        notice = OutageNotice(self.address, f"for up to {self._patience_s:g} s", self._outage)
         while True:
             asked = self._coordinators.present
             try:
@@ -105,9 +108,11 @@ class Connection:
                 may_retry = self.may_retry(error, asked) or _is_starting(error, began_s)
                 if not may_retry or time.monotonic() >= give_up_s:
                     raise self.translated(error) from None
+                notice.failed(error)
                 await backoff.pause()
             else:
                 self._has_answered = True
+                notice.answered()
                 return response
 
     async def greet(self) -> None:
@@ -125,6 +130,7 @@ class Connection:
         """
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
+        notice = OutageNotice(self.address, "until one does", self._outage)
         while True:
             asked = self._coordinators.present
             stream = open_stream()
@@ -132,6 +138,7 @@ class Connection:
                 async for message in self._messages(stream):
                     self._has_answered = True
                     backoff.reset()
+                    notice.answered()
                     yield message
                 return
             except grpc.aio.AioRpcError as error:
@@ -139,6 +146,7 @@ class Connection:
                 if not self.may_retry(error, asked):
                     raise self.translated(error) from None
                 log.info("coordinator at %s is away: %s", asked, error.details())
+                notice.failed(error)
             finally:
                 stream.cancel()
             await backoff.pause()
