@@ -42,7 +42,7 @@ from stratagem.coordinator.core.state_machine.blob_owners import (
 from stratagem.coordinator.core.state_machine.decide import decide, world_of
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.core.state_machine.retention import expire_runs
-from stratagem.coordinator.core.state_machine.run_view import phase_of
+from stratagem.coordinator.core.state_machine.run_view import phase_of, view_of
 from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
@@ -178,7 +178,10 @@ def test_the_blobs_of_an_archived_run_are_its_owners() -> None:
     assert has_brought(state, run.owner, blob)
     assert not has_brought(state, "token b", blob)
     assert resting_with(state, blob) == [RUN]
-    assert runs_with(state, blob) == [RUN]
+    shown = {RUN: view_of(world_of(simulation.state), run, 7.0)}
+    assert runs_with(state, blob, shown) == [f"{RUN}, segment {run.commits[-1].segment}"]
+    assert runs_with(state, Digest("ab" * 32), shown) == [RUN]
+    assert runs_with(state, blob, {}) == [RUN], "deleted in this instant"
     assert resting_with(state, digest("another")) == []
     (entry,) = decide(state, DeleteRun(RUN))  # type: ignore[misc]
     assert entry.run_id == RUN

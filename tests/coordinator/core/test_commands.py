@@ -186,9 +186,9 @@ def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> N
     assert is_shared(simulation.state, newest)
     assert resting_with(simulation.state, newest) == [], "the run is not archived"
     last = simulation.state.runs[RUN].commits[-1].segment
-    assert runs_with(simulation.state, newest) == [f"{RUN}, segment {last}"]
-    assert runs_with(simulation.state, rows) == [RUN]
-    assert runs_with(simulation.state, digest("another")) == []
+    assert runs_with(simulation.state, newest, {}) == [f"{RUN}, segment {last}"]
+    assert runs_with(simulation.state, rows, {}) == [RUN]
+    assert runs_with(simulation.state, digest("another"), {}) == []
 
 
 def test_a_fact_of_a_run_is_none_of_the_cluster() -> None:

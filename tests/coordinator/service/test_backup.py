@@ -59,9 +59,8 @@ async def test_what_a_backup_copies_stays_and_comes_back(
         assert not list((tmp_path / "a" / "backups").iterdir())
         monkeypatch.setattr(backups, "HOLD_S", -1.0)
         done = await client.back_up(folder)
-        # Of an earlier backup there is still the list.
-        assert (done.num_blobs, done.num_copied) == (2, 2)
-        assert (await client.back_up(folder)).num_copied == 1
+        assert (done.num_blobs, done.num_copied) == (1, 1), "no list of what an earlier one held"
+        assert (await client.back_up(folder)).num_copied == 0
         await collect(app)
         assert app.blobs.exists(gone), "the first hold has not ended"
     with pytest.raises(InvalidInputError, match="has events already"):
@@ -73,6 +72,25 @@ async def test_what_a_backup_copies_stays_and_comes_back(
         (status,) = await client.runs()
         assert (status.run_id, status.pinned) == ("kept", True)
         assert app.blobs.exists(kept)
+        assert not app.blobs.exists(gone)
+
+
+async def test_a_restored_coordinator_holds_nothing_for_backups_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "copy"
+    async with served(tmp_path / "a") as (app, address), AsyncClient(address) as client:
+        gone = await submitted(client, "gone", 1.0)
+        assert [(await client.back_up(folder)).num_copied for _ in range(3)] == [1, 0, 0]
+        assert gone in await app.backups.held()
+    restore(restore_settings(folder, tmp_path / "b"))
+    async with served(tmp_path / "b") as (app, address), AsyncClient(address) as client:
+        assert app.loop.state.holds, "of the first and the second backup"
+        assert await app.backups.held() == set()
+        run = await client.get("gone")
+        await run.cancel()
+        await run.delete()
+        await collect(app)
         assert not app.blobs.exists(gone)
 
 

@@ -2,7 +2,8 @@
 
 Nothing is collected while the moment is fixed, so every blob that the copy of the journal names is
 in the list that the hold keeps. The list is a blob of its own, durable before the fact that names
-it. What a backup copies is then there for a day, though its runs may be deleted meanwhile.
+it. What a backup copies is then there for a day, though its runs may be deleted meanwhile. Lists
+are in no backup: a coordinator that goes on from its journal holds nothing for those of another.
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from stratagem.common.base.errors import WrongStateError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.manifest import Purpose, build_manifest
@@ -20,11 +23,13 @@ from stratagem.common.tensors.safetensors_file import header_bytes, header_of
 from stratagem.coordinator.core.commands import HoldBlobs
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
 from stratagem.coordinator.runtime.loop import Loop
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.blob_store import BlobStore, MissingBlobError
 from stratagem.coordinator.store.journal.snapshot import Snapshot
 
 HOLD_S: Final = 86_400.0
 _DIGEST_BYTES: Final = 32
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Backups:
         """True while no blob may be collected."""
 
     async def held(self) -> frozenset[Digest]:
-        """Return the blobs that are kept for backups now."""
+        """Return the blobs that are kept for backups of this coordinator now."""
         now_s = self._loop.clock.now()
         present = [each for each, until_s in self._loop.state.holds.items() if until_s > now_s]
         for listed in present:
@@ -84,7 +89,7 @@ class Backups:
         try:
             snapshot, state = await self._loop.snapshot()
             try:
-                digests = sorted(live_blobs(state))
+                digests = sorted(live_blobs(state) - state.holds.keys())
                 listed = await asyncio.to_thread(_write, self._blobs, digests)
                 until_s = self._loop.clock.now() + HOLD_S
                 await self._loop.submit(HoldBlobs(listed, until_s, by))
@@ -117,9 +122,14 @@ def _write(blobs: BlobStore, digests: Sequence[Digest]) -> Digest:
 
 
 def _read(blobs: BlobStore, listed: Digest) -> frozenset[Digest]:
-    with blobs.open(listed) as file:
-        _, start = header_of(file, listed)
-        file.seek(start)
-        content = file.read()
+    """Return the blobs that a list names: none where the journal was restored without it."""
+    try:
+        with blobs.open(listed) as file:
+            _, start = header_of(file, listed)
+            file.seek(start)
+            content = file.read()
+    except MissingBlobError:
+        _log.info("a hold is of a backup of another coordinator", listed=listed)
+        return frozenset()
     places = range(0, len(content), _DIGEST_BYTES)
     return frozenset(Digest(content[at : at + _DIGEST_BYTES].hex()) for at in places)

@@ -94,12 +94,14 @@ async def download_of_any(
     app: App, digest: Digest, offset: int
 ) -> AsyncIterator[pb.DownloadBlobResponse]:
     """Send a blob to who backs all up. Raises IntegrityError for one that is damaged or missing,
-    which names the runs that need it: a backup knows digests alone."""
+    which names the runs, and the segment, that need it: a backup knows digests alone."""
     try:
         async for response in download(app.blobs, digest, offset, pb.DownloadBlobResponse):
             yield response
     except (DamagedBlobError, MissingBlobError) as error:
-        runs = runs_with(app.loop.state, digest)
+        state = app.loop.state
+        views = await app.loop.recorded.views(resting_with(state, digest))
+        runs = runs_with(state, digest, views)
         if not runs:
             raise
         shown = "; ".join(runs[:MAX_RUNS_NAMED])

@@ -6,9 +6,12 @@ of them, and to the owners of runs that name it. The states that a run has commi
 all callers that may read runs.
 """
 
+from collections.abc import Mapping, Sequence
+
 from stratagem.common.base.ids import Digest, RunId
-from stratagem.coordinator.core.state import CoordinatorState, RunRecord
+from stratagem.coordinator.core.state import CommittedState, CoordinatorState, RunRecord
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
+from stratagem.coordinator.core.state_machine.run_view import CommitView, RunView
 
 
 def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
@@ -38,12 +41,23 @@ def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
     return [run.run_id for run in state.ended.values() if digest in run.blobs]
 
 
-def runs_with(state: CoordinatorState, digest: Digest) -> list[str]:
-    """Return the runs that need a blob, the oldest first; of one that is in memory with the segment
-    whose commit it is."""
+def runs_with(state: CoordinatorState, digest: Digest, views: Mapping[RunId, RunView]) -> list[str]:
+    """Return the runs that need a blob, the oldest first, with the segment whose commit it is.
+
+    views: of the archived runs that need it.
+    """
     named: list[str] = []
+    for run_id in resting_with(state, digest):
+        view = views.get(run_id)
+        named.append(_named(run_id, digest, () if view is None else view.commits))
     for run in state.runs.values():
         if digest in blobs_of(run):
-            commits = [each.segment for each in run.commits if each.digest == digest]
-            named.append(f"{run.run_id}, segment {commits[-1]}" if commits else run.run_id)
-    return [*resting_with(state, digest), *named]
+            named.append(_named(run.run_id, digest, run.commits))
+    return named
+
+
+def _named(
+    run_id: RunId, digest: Digest, commits: Sequence[CommittedState] | Sequence[CommitView]
+) -> str:
+    segments = [each.segment for each in commits if digest in (each.digest, each.average)]
+    return f"{run_id}, segment {segments[-1]}" if segments else run_id
