@@ -311,7 +311,33 @@ def test_a_joiner_gets_a_slice_at_once() -> None:
     assert (run.open_segment, run.lineage, len(run.finished)) == (3, 0, 1)
     lost = under(MIRRORED).decide(JOB, in_segment_three(A, B, C), world("a"), 0.0)
     assert isinstance(lost, MembersFormed)
-    assert lost.reason.endswith("; back to the last commit")
+    assert lost.reason.endswith("; back to the last commit, segment 2 at step 10")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_where_no_slice_has_a_mirror_a_loss_names_the_commit_gone_back_to(waits: bool) -> None:
+    shape = replace(SOLE, min_members=2 if waits else 1)
+    run = in_segment_three(A, B)
+    lost = under(shape).decide(JOB, run, world("a"), 0.0)
+    assert isinstance(lost, MembersFormed)
+    if waits:
+        assert lost.reason == "b left, a released, 0 of 3 workers"
+        run = play(shape, run, lost)
+        lost = under(shape).decide(JOB, run, world("a", "c"), 0.0)
+        assert isinstance(lost, MembersFormed)
+    assert lost.reason.endswith("; back to the last commit, segment 2 at step 10")
+    after = play(shape, run, lost)
+    assert (after.open_segment, after.lineage) == (3, 1 + waits)
+
+
+def test_what_is_not_gone_back_from_names_no_commit() -> None:
+    alike = replace(SOLE, is_sole_copy=False, parts_of=one_part)
+    lost = under(alike).decide(JOB, in_segment_three(A, B), world("a"), 0.0)
+    assert isinstance(lost, MembersFormed)
+    assert lost.reason == "b left, 1 of 3 workers"
+    first = under(SOLE).decide(JOB, PartyRun(ROOT), world("a", "b"), 0.0)
+    assert isinstance(first, MembersFormed)
+    assert "back to" not in first.reason
 
 
 def test_members_that_miss_a_slice_return_to_the_last_commit() -> None:

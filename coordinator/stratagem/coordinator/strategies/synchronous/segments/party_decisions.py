@@ -117,12 +117,16 @@ def members_due(
 def _what_follows(
     run: PartyRun, members: tuple[Member, ...], shape: SegmentRules, *, are_apart: bool
 ) -> str:
-    """Say what becomes of the step under way, where that depends on who is left."""
-    if shape.fewest_mirrored is None or not run.open_segment or not run.members or not members:
+    """Say what becomes of what was begun, where that depends on who is left."""
+    if not run.open_segment or not members or not (run.members or run.is_recovering):
         return ""
     if goes_on(run, members, shape, are_apart=are_apart):
-        return "; each slice of the state is left with one of them"
-    return "; back to the last commit"
+        is_sliced = shape.fewest_mirrored is not None
+        return "; each slice of the state is left with one of them" if is_sliced else ""
+    if run.committed is None:
+        return ""
+    at = run.committed
+    return f"; back to the last commit, segment {at.segment} at step {at.step}"
 
 
 def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
