@@ -25,7 +25,7 @@ from stratagem.common.process.settings_rules import told
 from stratagem.common.tensors.safetensors_file import from_file, read_header
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.runtime.settings import Settings
-from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.store.blobs.blob_store import BlobStore, DamagedBlobError
 from stratagem.coordinator.store.blobs.durable_file import PIECE_BYTES
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD, Known
@@ -99,12 +99,19 @@ def _digests(path: Path) -> list[Digest]:
 
 
 def _is_stored(blobs: BlobStore, digest: Digest) -> bool:
-    """Return whether a blob is stored, which is read, and checked, then."""
+    """Return whether a blob is stored, which is read, and checked, then; one that is damaged is
+    written again."""
     if not blobs.exists(digest):
         return False
-    with blobs.open(digest) as file:
-        while file.is_in_leaves and file.read(PIECE_BYTES):  # each leaf is checked as it is read
-            pass
+    try:
+        with blobs.open(digest) as file:
+            while file.is_in_leaves and file.read(
+                PIECE_BYTES
+            ):  # each leaf is checked as it is read
+                pass
+    except DamagedBlobError as error:
+        print(f"{error}; it is written again")
+        return False
     return True
 
 

@@ -1,0 +1,92 @@
+"""States in leaves, backed up and restored into a folder and into a bucket."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from stratagem.client.sdk.async_client import AsyncClient
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.base.ids import Digest
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.process.restore import RestoreSettings, restore
+from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
+from tests.coordinator.core.jobs import LOCAL, job_text
+from tests.coordinator.service.serving import served
+from tests.coordinator.store.leaf_states import state
+from tests.coordinator.store.places import Bucket
+from tests.coordinator.updates.updates import flip_bit
+from tests.settings import coordinator_settings
+
+MANIFEST, DATA = state(1)
+
+
+async def begun_from_a_state(app: App, client: AsyncClient) -> Digest:
+    """Store a state in leaves, begin a run from it, and return its digest."""
+    assert isinstance(app.blobs, LeafBlobs)
+    writer = app.blobs.state_writer(MANIFEST, ())
+    writer.write(DATA)
+    digest = writer.commit()
+    await client.submit({**json.loads(job_text(LOCAL)), "initial": {"digest": digest}}, "mine")
+    return digest
+
+
+def restored(folder: Path, data_dir: Path, settings: Mapping[str, str]) -> tuple[int, int]:
+    made = coordinator_settings(data_dir=data_dir, **settings)
+    return restore(RestoreSettings.model_construct(**dict(made), folder=folder))
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def settings(request: pytest.FixtureRequest) -> dict[str, str]:
+    if request.param == "folder":
+        return {"state_path": "direct"}
+    bucket: Bucket = request.getfixturevalue("bucket")
+    return {"state_path": "direct", "blob_store": bucket.url}
+
+
+def damage(data_dir: Path, bucket: Bucket | None) -> None:
+    """Flip a bit of each leaf."""
+    if bucket is not None:
+        bucket.damage_objects("leaves", 0)
+        return
+    for leaf in (data_dir / "states" / "leaves").glob("??/*"):
+        flip_bit(leaf, 0)
+
+
+def remove(data_dir: Path, bucket: Bucket | None) -> None:
+    """Remove each leaf."""
+    if bucket is not None:
+        bucket.objects().delete(bucket.names("leaves"))
+        return
+    for leaf in (data_dir / "states" / "leaves").glob("??/*"):
+        leaf.unlink()
+
+
+@pytest.mark.parametrize("spoil", [damage, remove])
+async def test_what_is_damaged_where_a_backup_is_restored_is_written_again(
+    tmp_path: Path,
+    settings: dict[str, str],
+    request: pytest.FixtureRequest,
+    spoil: Callable[[Path, Bucket | None], None],
+) -> None:
+    data_dir, folder = tmp_path / "a", tmp_path / "copy"
+    bucket = request.getfixturevalue("bucket") if "blob_store" in settings else None
+    async with served(data_dir, **settings) as (app, address), AsyncClient(address) as client:
+        digest = await begun_from_a_state(app, client)
+        assert (await client.back_up(folder)).num_copied == 1
+    spoil(data_dir, bucket)
+    async with served(data_dir, **settings) as (app, address), AsyncClient(address) as client:
+        with pytest.raises(IntegrityError, match=f"{digest} is damaged: .*. It is of run mine: "):
+            await client.back_up(tmp_path / "other")
+    (data_dir / "journal.sqlite").unlink()
+    for _ in range(2):
+        assert restored(folder, data_dir, settings)[1] == 1
+        async with served(data_dir, **settings) as (app, address), AsyncClient(address) as client:
+            with app.blobs.open(digest) as file:
+                assert file.read().endswith(DATA)
+            assert (await client.back_up(folder)).num_copied == 0
+            app.blobs.collect((digest,), -1.0)
+            with app.blobs.open(digest) as file:
+                assert file.read().endswith(DATA), "the sound ones have stayed"
+        (data_dir / "journal.sqlite").unlink()
