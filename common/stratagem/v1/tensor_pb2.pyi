@@ -281,3 +281,45 @@ class Chunk(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+
+@_typing.final
+class OpenFile(_message.Message):
+    """A file that the sender has open until the call ends. A receiver on the same machine may read the
+    byte range from it in place of chunks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    PIECE_BYTES_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    place: _builtins.str
+    """Where process and descriptor mean what they mean to the sender; it has no form."""
+    process: _builtins.int
+    descriptor: _builtins.int
+    start: _builtins.int
+    """Of the byte range, in the file."""
+    piece_bytes: _builtins.int
+    """CRC32C of each piece of this length, in order. None: the file is memory, which needs no check."""
+    @_builtins.property
+    def crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        place: _builtins.str = ...,
+        process: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+        start: _builtins.int = ...,
+        piece_bytes: _builtins.int = ...,
+        crc32c: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "descriptor", b"descriptor", "piece_bytes", b"piece_bytes", "place", b"place", "process", b"process", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenFile: _TypeAlias = OpenFile  # noqa: Y015

@@ -2166,6 +2166,7 @@ class GetStateRequest(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     OF_MIRROR_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.int
     """The snapshot taken at the end of this segment (or round)."""
     live: _builtins.bool
@@ -2184,6 +2185,8 @@ class GetStateRequest(_message.Message):
     """With `snapshot`: name of one that this session gave the caller, who has all of its bytes still."""
     of_mirror: _builtins.bool
     """With `snapshot`: the mirror of the part of the member before this one, and not the own part."""
+    place: _builtins.str
+    """With `snapshot`: OpenFile.place of the caller, who can read a file in place of chunks."""
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
@@ -2207,10 +2210,11 @@ class GetStateRequest(_message.Message):
         base: _builtins.str = ...,
         pieces: Global___SnapshotPieces | None = ...,
         of_mirror: _builtins.bool = ...,
+        place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "kept", b"kept", "live", b"live", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "of_mirror", b"of_mirror", "offset", b"offset", "outputs", b"outputs", "pieces", b"pieces", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "fence", b"fence", "kept", b"kept", "live", b"live", "of_mirror", b"of_mirror", "offset", b"offset", "outputs", b"outputs", "pieces", b"pieces", "place", b"place", "session", b"session", "snapshot", b"snapshot", "which", b"which"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["snapshot", "live", "outputs", "kept"]  # noqa: Y015
     _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015
@@ -2276,6 +2280,7 @@ class GetStateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SAME_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Beside the manifest of a snapshot: its name, which no other one has."""
     @_builtins.property
@@ -2288,6 +2293,12 @@ class GetStateResponse(_message.Message):
         chunks carry all others, and their offsets count only these.
         """
 
+    @_builtins.property
+    def file(self) -> _tensor_pb2.OpenFile:
+        """Beside the manifest, to a caller at the same place, in place of all chunks: what they would carry.
+        The call stays open until the caller ends it.
+        """
+
     def __init__(
         self,
         *,
@@ -2295,10 +2306,11 @@ class GetStateResponse(_message.Message):
         chunk: _tensor_pb2.Chunk | None = ...,
         name: _builtins.str = ...,
         same: _abc.Iterable[Global___SameBytes] | None = ...,
+        file: _tensor_pb2.OpenFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "file", b"file", "manifest", b"manifest", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "manifest", b"manifest", "message", b"message", "name", b"name", "same", b"same"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "file", b"file", "manifest", b"manifest", "message", b"message", "name", b"name", "same", b"same"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["manifest", "chunk"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -2367,6 +2379,7 @@ class SetStateHeader(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     digest: _builtins.str
     """Names the blob: SHA-256 of its canonical form (safetensors)."""
@@ -2374,6 +2387,10 @@ class SetStateHeader(_message.Message):
     def fence(self) -> _types_pb2.Fence: ...
     @_builtins.property
     def manifest(self) -> _tensor_pb2.Manifest: ...
+    @_builtins.property
+    def file(self) -> _tensor_pb2.OpenFile:
+        """The same bytes. Who has read them here wants chunks from the end on."""
+
     def __init__(
         self,
         *,
@@ -2381,10 +2398,11 @@ class SetStateHeader(_message.Message):
         run_id: _builtins.str = ...,
         digest: _builtins.str = ...,
         manifest: _tensor_pb2.Manifest | None = ...,
+        file: _tensor_pb2.OpenFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "manifest", b"manifest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "file", b"file", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "manifest", b"manifest", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "file", b"file", "manifest", b"manifest", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import google_crc32c
@@ -20,10 +20,14 @@ from stratagem.common.base.errors import (
     OutOfRangeError,
     UnavailableError,
 )
+from stratagem.common.rpc import tensor_transfer
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, pull, push
+from stratagem.common.tensors import open_files
 from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import Limits, Purpose, to_proto
+from stratagem.common.tensors.open_files import UnreadableFileError, place
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import worker_pb2
@@ -286,7 +290,9 @@ MEMORY = """
 import asyncio, resource, sys, threading
 import numpy, torch
 from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.tensors import open_files
 from stratagem.common.tensors.chunks import CHUNK_BYTES
+from stratagem.common.tensors.frames import Data
 from tests.common.rpc.rig import Store, serving
 from tests.common.rpc.tensor_store import download, filled
 
@@ -328,3 +334,62 @@ def test_a_download_needs_its_tensor_and_little_more() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+class Taken:
+    """Takes what a file has."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    async def take(self, offset: int, pieces: Iterator[Data]) -> None:
+        assert offset == len(self.data)
+        for piece in pieces:
+            self.data += bytes(piece)
+
+
+async def download_near(port: int, taken: Taken) -> Download:
+    target = Download()
+    async with open_channel(f"127.0.0.1:{port}", own_connection=True) as channel:
+        stub = stub_of(channel)
+
+        def ask(offset: int) -> Any:
+            return stub.GetState(worker_pb2.GetStateRequest(offset=offset, place=place()))
+
+        await pull(ask, target.accept, retry=EAGER, take=taken.take, idle_timeout_s=5.0)
+    return target
+
+
+@pytest.mark.parametrize("named", [state(), {}, {"empty": torch.zeros(0)}], ids=["6MB", "0", "0x"])
+async def test_who_is_near_reads_a_copy_in_place_of_chunks(named: dict[str, torch.Tensor]) -> None:
+    store, taken = filled(Store(), named), Taken()
+    async with serving(store) as port:
+        target = await download_near(port, taken)
+    assert taken.data == b"".join(store.buffers)
+    assert (target.accepted, store.offsets) == (1, [0])
+
+
+async def test_who_may_not_open_the_copy_gets_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_files._Place, "name", place())  # put back behind the test
+    monkeypatch.setattr(tensor_transfer, "opened", forbidden)
+    store, taken = filled(Store(), state()), Taken()
+    async with serving(store) as port:
+        target = await download_near(port, taken)
+    assert_same(target.finish(), state())
+    assert (taken.data, store.offsets, place()) == (b"", [0, 0], "")
+
+
+def forbidden(*_: Any) -> int:
+    raise UnreadableFileError("the kernel does not allow it")
+
+
+async def test_a_copy_whose_owner_has_ended_is_a_stream_that_was_cut() -> None:
+    def gone(message: Any) -> None:
+        message.file.process = 2**22 + 1  # no process has so high a number
+
+    store, taken = filled(Store(idle_timeout_s=0.05), state()), Taken()
+    store.tamper = gone
+    async with serving(store) as port:
+        with pytest.raises(IntegrityError, match="ended after 0"):
+            await download_near(port, taken)
+    assert taken.data == b""

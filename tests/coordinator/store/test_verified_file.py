@@ -111,7 +111,9 @@ def test_no_stream_gives_it_to_anybody(tmp_path: Path, at: int) -> None:
 def test_no_push_to_workers_gives_it_to_anybody(tmp_path: Path) -> None:
     store, digest = store_with(tmp_path)
     with store.open(digest) as file:
-        first, second = (SharedFrames(file.source(), SIZE, file.check) for _ in range(2))
+        first, second = (
+            SharedFrames(file.source(), SIZE, file.check, file.offer) for _ in range(2)
+        )
     for offset in (0, 5, PIECE, PIECE + 5):  # a slow receiver goes on inside a chunk
         assert carried(first(offset), offset) == DATA[offset:]
     rot(store.path(digest), PLACES["first byte"])  # under a reader that has it open

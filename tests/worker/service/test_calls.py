@@ -11,7 +11,9 @@ import pytest
 
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import to_proto
+from stratagem.common.tensors.open_files import COPY_NAME, contents, offer, opened, place
 from stratagem.v1 import worker_pb2 as pb
 from tests.common.tensors.chunk_messages import iter_chunks
 from tests.jobs import LOSSES, user_model
@@ -211,6 +213,52 @@ async def test_set_state_resumes_and_checks(w0: Worker) -> None:
     await done.write(header)
     assert (await done.read()).resume_offset == len(data)
     assert (await done.read()).committed
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_a_state_that_can_be_read_from_an_open_file_needs_no_chunks(
+    w0: Worker, tmp_path: Path, is_damaged: bool
+) -> None:
+    run_id = "near-damaged" if is_damaged else "near"
+    base = await base_of(w0, run_id, evaluated_job())
+    data = b"".join(bytes(buffer) for buffer in base.buffers)
+    sums = [crc32c(data[at : at + 2**16]) + is_damaged for at in range(0, len(data), 2**16)]
+    path = tmp_path / f"{base.digest}.safetensors"
+    path.write_bytes(b"header" + data)
+    with path.open("rb") as file:
+        header = pb.SetStateHeader(
+            fence=fence(0),
+            run_id=run_id,
+            digest=base.digest,
+            manifest=to_proto(base.manifest),
+            file=offer(file.fileno(), 6, 2**16, sums),
+        )
+        call = w0.stub.SetState()
+        await call.write(pb.SetStateRequest(header=header))
+        assert (await call.read()).resume_offset == (0 if is_damaged else len(data))
+    for chunk in iter_chunks([memoryview(data)]) if is_damaged else ():
+        await call.write(pb.SetStateRequest(chunk=chunk))
+    assert (await call.read()).committed
+    await call.done_writing()
+
+
+async def test_who_is_near_gets_a_snapshot_as_an_open_file(w0: Worker) -> None:
+    run_id = "near-snapshot"
+    base = await base_of(w0, run_id, evaluated_job())
+    ask = pb.GetStateRequest(
+        fence=fence(), session=session(run_id, "build"), snapshot=0, place=place()
+    )
+    call = w0.stub.GetState(ask)
+    file = (await call.read()).file
+    found = opened(file, COPY_NAME)
+    assert found is not None
+    data = b"".join(map(bytes, contents(found, file, base.manifest.total_bytes)))
+    call.cancel()
+    assert data == b"".join(map(bytes, base.buffers))
+    ask.offset = 1
+    other = w0.stub.GetState(ask)
+    kinds = [(await other.read()).WhichOneof("message") for _ in range(2)]
+    assert kinds == ["manifest", "chunk"], "a stream that goes on is a stream"
 
 
 async def test_close_frees_everything(w0: Worker) -> None:

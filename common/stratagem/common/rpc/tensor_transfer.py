@@ -12,6 +12,7 @@ a time and are never gathered here. Must not know torch, sessions or where bytes
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -34,7 +35,7 @@ from stratagem.common.tensors.chunks import (
     from_buffers,
     piece_bytes,
 )
-from stratagem.common.tensors.frames import ChunkFrame, iter_frames, recut
+from stratagem.common.tensors.frames import ChunkFrame, Data, iter_frames, recut
 from stratagem.common.tensors.manifest import (
     DEFAULT_LIMITS,
     Limits,
@@ -42,6 +43,15 @@ from stratagem.common.tensors.manifest import (
     Purpose,
     from_proto,
     to_proto,
+)
+from stratagem.common.tensors.open_files import (
+    COPY_NAME,
+    MemoryCopy,
+    UnreadableFileError,
+    contents,
+    leave_place,
+    offered,
+    opened,
 )
 from stratagem.common.tensors.traffic import Flow, sent
 from stratagem.v1 import tensor_pb2
@@ -75,6 +85,9 @@ M = TypeVar("M", bound=CarriesManifest)
 R = TypeVar("R")
 
 KeepUp = Callable[[], Awaitable[None]]
+
+Take = Callable[[int, Iterator[Data]], Awaitable[None]]
+"""Takes all bytes from an offset on, as pieces that are valid until the next one."""
 
 FrameSource = Callable[[int], Iterator[bytes]]
 """Gives the range from an offset on as serialized messages, see `frames`."""
@@ -121,6 +134,27 @@ async def serve_get(
             flow.num_bytes += len(part)
             yield cast(M, part)
         offset += size
+
+
+async def serve_copy(
+    make: Callable[[], M],
+    manifest: Manifest,
+    buffers: Sequence[memoryview],
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+) -> AsyncIterator[M]:
+    """The one response of a download whose caller reads a copy of the content by itself. It is
+    there until the caller ends the call, for idle_timeout_s at most."""
+    copy = await asyncio.to_thread(MemoryCopy, buffers)
+    try:
+        first = make()
+        first.manifest.CopyFrom(to_proto(manifest))
+        cast(Any, first).file.CopyFrom(copy.offer())
+        yield first
+        with suppress(TimeoutError):
+            async with asyncio.timeout(idle_timeout_s):
+                await asyncio.Event().wait()
+    finally:
+        copy.close()
 
 
 async def receive_header(
@@ -208,11 +242,13 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
     keep_up: KeepUp | None = None,
     codecs: Collection[str] = ("",),
     size_of: SizeOf = all_of_it,
+    take: Take | None = None,
 ) -> Manifest:
     """Download a tensor stream into what `accept` names; resumes where it was cut.
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
-    `size_of` says how many bytes the stream carries, by the first message of each call.
+    `size_of` says how many bytes the stream carries, by the first message of each call. `take`
+    reads a file that is offered in place of chunks, instead of what `accept` names.
     Raises an error of our tree; the sink then holds a part that must not be used.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
@@ -220,7 +256,10 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
     async def attempt() -> int:
         call = open_call(download.received)
         try:
-            await _receive(call, download, idle_timeout_s, keep_up)
+            await _receive(call, download, idle_timeout_s, keep_up, take)
+        except UnreadableFileError:
+            leave_place()
+            return await attempt()
         finally:
             call.cancel()  # does nothing to a call that has ended
         return download.received
@@ -265,13 +304,22 @@ class _Download:
 
 
 async def _receive(
-    call: Any, download: _Download, idle_timeout_s: float, keep_up: KeepUp | None
+    call: Any,
+    download: _Download,
+    idle_timeout_s: float,
+    keep_up: KeepUp | None,
+    take: Take | None,
 ) -> None:
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
         raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
     writer = download.begin(first)
+    file = offered(first)
+    if file is not None and take is not None and (found := opened(file, COPY_NAME)) is not None:
+        await take(writer.received, contents(found, file, writer.total_bytes))
+        writer.received = writer.total_bytes
+        return
     await receive_chunks(messages, writer, idle_timeout_s, keep_up)
     if await _next(messages, idle_timeout_s) is not None:
         raise InvalidInputError.at("message", "the stream goes on behind its announced end")

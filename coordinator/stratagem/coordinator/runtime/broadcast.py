@@ -11,6 +11,7 @@ from typing import Final
 
 from stratagem.common.tensors.frames import frame
 from stratagem.common.tensors.safetensors_file import FileSource
+from stratagem.v1 import tensor_pb2
 
 NUM_KEPT: Final = 4
 
@@ -19,10 +20,15 @@ class SharedFrames:
     """The frames of the range that `source` reads, which is total_bytes long."""
 
     def __init__(
-        self, source: FileSource, total_bytes: int, check: Callable[[int, bytes], None]
+        self,
+        source: FileSource,
+        total_bytes: int,
+        check: Callable[[int, bytes], None],
+        offer: Callable[[], tensor_pb2.OpenFile | None],
     ) -> None:
         """Set up without reading; check is called with the offset and bytes of each frame once it
-        is made."""
+        is made. offer: to who reads the same bytes by itself, as long as this lives."""
+        self.offer = offer
         self._source = source
         self._check = check
         self._total_bytes = total_bytes

@@ -13,10 +13,12 @@ import grpc
 import grpc.aio
 
 from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.ids import RunId
 from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.common.rpc.tls_probe import explain
+from stratagem.common.tensors.open_files import place
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.state import CoordinatorState
@@ -49,6 +51,8 @@ class WorkerLink:
         """address: host:port of the worker; "" for one that is reached through its tunnel."""
         self.member = member
         self.address = address
+        self.is_near = is_loopback(address.rpartition(":")[0])
+        """Whether the worker is on this machine, and may read files that are open here."""
         self._proof = proof
         self._term = term
         self._relay = relay
@@ -122,6 +126,7 @@ class WorkerLink:
                 offset=offset,
                 base=base,
                 of_mirror=of_mirror,
+                place=place() if self.is_near and not offset else "",
             )
 
         return lambda offset: self.stub.GetState(request(offset))

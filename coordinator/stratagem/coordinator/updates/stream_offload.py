@@ -6,9 +6,11 @@ when the thread falls behind, so memory is bounded. Created and used on the even
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Final
 
 from stratagem.common.tensors.chunks import Sink
+from stratagem.common.tensors.frames import Data
 
 MAX_PIECES_BEHIND: Final = 2
 
@@ -46,6 +48,12 @@ class Offload:
             self._check()
         self._is_held_up = False
 
+    async def take(self, offset: int, pieces: Iterator[Data]) -> None:
+        """Pass on all that an iterator gives, which runs in the thread; nothing may be waiting.
+        Raises what it or the sink raised."""
+        self._worker = self._loop.run_in_executor(None, self._pass_on, offset, pieces)
+        await asyncio.shield(self._worker)
+
     async def finish(self) -> None:
         """Wait until all pieces are written. Raises what the sink raised."""
         while self._pieces or (self._worker is not None and not self._worker.done()):
@@ -61,6 +69,11 @@ class Offload:
         self._pieces.clear()
         if self._worker is not None:
             await asyncio.wait((self._worker,))
+
+    def _pass_on(self, offset: int, pieces: Iterator[Data]) -> None:
+        for piece in pieces:
+            self._sink(offset, piece)
+            offset += len(piece)
 
     def _ensure_worker(self) -> None:
         if self._worker is None or (self._worker.done() and self._worker.exception() is None):

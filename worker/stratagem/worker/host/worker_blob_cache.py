@@ -17,6 +17,7 @@ import asyncio
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
@@ -26,9 +27,11 @@ from torch import Tensor
 from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.open_files import UnreadableFileError, contents, opened
 from stratagem.common.tensors.safetensors_file import from_file, header_bytes
 from stratagem.common.tensors.state_leaves import state_digest
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
+from stratagem.v1 import tensor_pb2
 
 NUM_STATES_PER_RUN: Final = 2
 MAX_UPLOADS: Final = 16
@@ -135,6 +138,16 @@ class BlobUpload:
         for piece in pieces:
             self._blob.sink(self.writer.received, piece)
             self.writer.received += len(piece)
+
+    def read(self, file: tensor_pb2.OpenFile) -> None:
+        """Take what is offered, where that can be read and nothing is here yet: what is missing
+        comes as chunks. Takes its time, so in a thread."""
+        if self.writer.received:
+            return
+        with suppress(IntegrityError, UnreadableFileError):
+            if (descriptor := opened(file, self.digest)) is not None:
+                for piece in contents(descriptor, file, self.manifest.total_bytes):
+                    self.writer.take(piece)
 
     def check(self) -> None:
         """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""

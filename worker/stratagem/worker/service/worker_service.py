@@ -33,10 +33,12 @@ from stratagem.common.rpc.tensor_transfer import (
     IDLE_TIMEOUT_S,
     receive_header,
     receive_upload,
+    serve_copy,
     serve_get,
 )
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
-from stratagem.v1 import types_pb2
+from stratagem.common.tensors.open_files import MAX_COPY_BYTES, is_near, offered
+from stratagem.v1 import tensor_pb2, types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
 from stratagem.worker.host.signed_states import fetch_state, received_list
@@ -164,9 +166,15 @@ class WorkerServicer(WorkerServiceServicer):
             first = partial(pb.GetStateResponse, same=sent.same)
             if request.WhichOneof("which") == "snapshot":
                 first = partial(first, name=state.name)
-            async for response in serve_get(
-                first, sent.manifest, sent.buffers, request.offset, num_bytes=sent.num_bytes
-            ):
+            if is_near(request.place) and not request.offset and sent.num_bytes <= MAX_COPY_BYTES:
+                responses = serve_copy(
+                    first, sent.manifest, sent.buffers, self._limits.idle_timeout_s
+                )
+            else:
+                responses = serve_get(
+                    first, sent.manifest, sent.buffers, request.offset, num_bytes=sent.num_bytes
+                )
+            async for response in responses:
                 yield response
 
     async def WriteLeaves(
@@ -245,12 +253,21 @@ class WorkerServicer(WorkerServiceServicer):
             failpoint("worker.blob.committed")
 
         try:
+            if (file := offered(header)) is not None:
+                await self._read(run_id, upload, file)
             async for response in receive_upload(
                 request_iterator, pb.SetStateResponse, upload.writer, commit, idle_timeout_s
             ):
                 yield response
         finally:
             upload.is_open = False
+
+    async def _read(self, run_id: str, upload: BlobUpload, file: tensor_pb2.OpenFile) -> None:
+        try:
+            await asyncio.to_thread(upload.read, file)
+        except asyncio.CancelledError:  # the thread goes on, so no other stream may
+            self._host.blobs.forget(run_id, upload)
+            raise
 
     async def _check(self, run_id: str, upload: BlobUpload) -> None:
         try:

@@ -303,8 +303,10 @@ class EffectContext:
         if shared is None:
             file = await asyncio.to_thread(self.blobs.open, digest)
             with file:
-                made = SharedFrames(file.source(), manifest.total_bytes, file.check)
+                made = SharedFrames(file.source(), manifest.total_bytes, file.check, file.offer)
             shared = self.frames.setdefault(digest, made)
+        if link.is_near and (offer := shared.offer()) is not None:
+            header.header.file.CopyFrom(offer)
         await push_frames(link.stub.SetState, header, manifest, shared)
 
     def _read_header(self, digest: Digest) -> tuple[Manifest, int]:

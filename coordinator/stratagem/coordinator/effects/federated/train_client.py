@@ -278,6 +278,7 @@ async def _pull_to_spool(
                 offset=offset,
                 codecs=("", codec_of(decoding.job)),
                 keep_up=offload.keep_up,
+                take=offload.take,
             )
         await offload.finish()
         key = _key(env, effect)

@@ -158,6 +158,7 @@ async def _pull(
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.STATE,
             keep_up=offload.keep_up,
+            take=offload.take,
             size_of=size_of,
         )
         offload.write(manifest.total_bytes, b"")  # nothing more comes

@@ -11,14 +11,16 @@ import io
 import os
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.chunks import piece_bytes
 from stratagem.common.tensors.frames import crc32c, extended, has_crc
+from stratagem.common.tensors.open_files import offer
 from stratagem.common.tensors.safetensors_file import FileSource, header_size
+from stratagem.v1 import tensor_pb2
 
 _PREFIX_BYTES: Final = 8
 
@@ -81,6 +83,11 @@ class Sums:
         """Return True if these bytes are the header before the data."""
         return len(data) == self.head_bytes and crc32c(data) == self._of_head
 
+    @property
+    def of_chunks(self) -> Sequence[int]:
+        """Return the checksums of all chunks of the data."""
+        return self._of_chunks
+
     def of_chunk(self, number: int) -> tuple[int, int]:
         """Return length and checksum of a chunk of the data."""
         size = min(self.piece_bytes, self.data_bytes - number * self.piece_bytes)
@@ -97,6 +104,7 @@ class Content(Protocol):
     def read_into(self, view: memoryview, offset: int) -> None: ...
     def source(self, offset: int) -> Iterator[bytes]: ...
     def check(self, offset: int, frame: bytes) -> None: ...
+    def offer(self) -> tensor_pb2.OpenFile | None: ...
 
 
 class BlobFile(io.RawIOBase):
@@ -164,6 +172,12 @@ class BlobFile(io.RawIOBase):
         return self._content.source
 
     @property
+    def offer(self) -> Callable[[], tensor_pb2.OpenFile | None]:
+        """Return what offers the data to a process on this machine while the content is alive; it
+        gives None where they are in no one file."""
+        return self._content.offer
+
+    @property
     def check(self) -> Callable[[int, bytes], None]:
         """Return the check of a frame (see `frames`) that carries what the source gave for an
         offset."""
@@ -223,6 +237,10 @@ class FileContent:
         number, skipped = divmod(offset, self._piece_bytes)
         if not skipped and not has_crc(frame, offset, *self._sums.of_chunk(number)):
             self._fail()
+
+    def offer(self) -> tensor_pb2.OpenFile:
+        start, sums = len(self._head), self._sums.of_chunks
+        return offer(self._descriptor, start, self._piece_bytes, sums)
 
     def _pread(self, number: int) -> bytes:
         size, _ = self._sums.of_chunk(number)

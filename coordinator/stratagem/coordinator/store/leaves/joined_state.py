@@ -51,6 +51,9 @@ class JoinedState:
             offset += len(piece)
             yield bytes(piece)
 
+    def offer(self) -> None:
+        """Return None: it is in no one file."""
+
     def check(self, offset: int, frame: bytes) -> None:
         """Do nothing: what the source gives has been checked."""
 

@@ -1,0 +1,166 @@
+"""Bytes that a process reads from a file which another one on this machine has open.
+
+They take the place of the chunks of a tensor stream: 4 MB are copied in a millisecond, and sent
+and received over a loopback in ten. Who has the file names it by process and descriptor; who reads
+opens it below /proc, as the same user in the same namespace of processes may. It reads nothing that
+does not have the name it expects, so a peer cannot have it read other files. Must not know gRPC.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from stratagem.common.base.errors import IntegrityError, StratagemError
+from stratagem.common.tensors.chunks import MAX_CHUNK_BYTES, iter_views, piece_bytes
+from stratagem.common.tensors.frames import crc32c
+from stratagem.v1 import tensor_pb2
+
+COPY_NAME: Final = "stratagem-snapshot"
+MAX_COPY_BYTES: Final = 64 * 2**20
+"""A copy takes as much memory again, so what is larger is sent, a few chunks at a time."""
+
+_MEMORY: Final = "memfd:"
+_MIN_PIECE_BYTES: Final = 2**16
+
+
+class UnreadableFileError(StratagemError):
+    """Files of other processes cannot be opened here, although they are at the same place."""
+
+
+class _Place:
+    """Where this process is, for its files; looked up once."""
+
+    name: str | None = None
+
+
+def place() -> str:
+    """Return a name that processes have in common which may open each other's files; "" where none
+    may, and after `leave_place`."""
+    if _Place.name is None:
+        _Place.name = _looked_up()
+    return _Place.name
+
+
+def leave_place() -> None:
+    """Read and offer no files any more: the kernel does not allow it here."""
+    _Place.name = ""
+
+
+def _looked_up() -> str:
+    if not hasattr(os, "memfd_create"):
+        return ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{boot}/{processes}/{os.geteuid()}".encode()).hexdigest()
+
+
+# ---- the side that has a file ----
+
+
+def offer(
+    descriptor: int, start: int = 0, piece_bytes: int = 0, sums: Iterable[int] = ()
+) -> tensor_pb2.OpenFile:
+    """Return what names an open file of this process; sums: CRC32C of its pieces."""
+    return tensor_pb2.OpenFile(
+        place=place(),
+        process=os.getpid(),
+        descriptor=descriptor,
+        start=start,
+        piece_bytes=piece_bytes,
+        crc32c=sums,
+    )
+
+
+class MemoryCopy:
+    """A copy of memory that is open until `close`."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        """Takes its time, so in a thread."""
+        self._descriptor = os.memfd_create(COPY_NAME, os.MFD_CLOEXEC)
+        try:
+            for views in iter_views(buffers, piece_bytes=MAX_COPY_BYTES):
+                for view in views:
+                    _write(self._descriptor, view)
+        except BaseException:
+            self.close()
+            raise
+
+    def offer(self) -> tensor_pb2.OpenFile:
+        return offer(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _write(descriptor: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+# ---- the side that reads it ----
+
+
+def is_near(other: str) -> bool:
+    """Return whether that is the name of the place where this process is."""
+    return bool(other) and other == place()
+
+
+def offered(message: Any) -> tensor_pb2.OpenFile | None:
+    """Return the file in a message, where there is one that this process may read."""
+    if "file" not in message.DESCRIPTOR.fields_by_name or not message.HasField("file"):
+        return None
+    file: tensor_pb2.OpenFile = message.file
+    return file if is_near(file.place) else None
+
+
+def opened(file: tensor_pb2.OpenFile, name: str) -> int | None:
+    """Return a descriptor of what is offered; None where it is not there any more.
+
+    name: what the file's name must begin with. Raises IntegrityError for any other file, and
+    UnreadableFileError where this process may open none.
+    """
+    path = f"/proc/{file.process}/fd/{file.descriptor}"
+    try:
+        _check_name(path, name)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise UnreadableFileError(f"{path}: {error.strerror}") from error
+    except OSError:
+        return None
+    try:
+        _check_name(f"/proc/self/fd/{descriptor}", name)  # it may be another one since then
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_name(path: str, name: str) -> None:
+    found = os.path.basename(os.readlink(path)).removeprefix(_MEMORY)
+    if not (found.startswith(name) and stat.S_ISREG(os.stat(path).st_mode)):
+        raise IntegrityError(f"an open file was offered that is no {name}")
+
+
+def contents(descriptor: int, file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes that are offered, in pieces that share one buffer, and close the file. Raises
+    IntegrityError where it has other bytes."""
+    size = file.piece_bytes if file.crc32c else piece_bytes(total_bytes)
+    try:
+        if not _MIN_PIECE_BYTES <= size <= MAX_CHUNK_BYTES:
+            raise IntegrityError(f"a file was offered in pieces of {size} bytes")
+        buffer = memoryview(bytearray(min(size, total_bytes)))
+        for number, offset in enumerate(range(0, total_bytes, size)):
+            piece = buffer[: total_bytes - offset]
+            got = os.preadv(descriptor, [piece], file.start + offset)
+            sums = file.crc32c[number : number + 1]
+            if got != len(piece) or (file.crc32c and [crc32c(piece)] != list(sums)):
+                raise IntegrityError(f"an offered file has other bytes from {offset} on")
+            yield piece
+    finally:
+        os.close(descriptor)

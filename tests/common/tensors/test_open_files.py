@@ -1,0 +1,121 @@
+"""What one process reads of a file that another one has open."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.common.base.errors import IntegrityError
+from stratagem.common.tensors import open_files
+from stratagem.common.tensors.frames import crc32c
+from stratagem.common.tensors.open_files import (
+    COPY_NAME,
+    MemoryCopy,
+    UnreadableFileError,
+    contents,
+    is_near,
+    leave_place,
+    offer,
+    offered,
+    opened,
+    place,
+)
+from stratagem.v1 import tensor_pb2, worker_pb2
+
+PIECE = 2**16
+DATA = bytes(range(251)) * 1000
+
+
+def read(file: tensor_pb2.OpenFile, name: str, total_bytes: int) -> bytes:
+    found = opened(file, name)
+    assert found is not None
+    return b"".join(map(bytes, contents(found, file, total_bytes)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 2**18, 2**18 + 1, 3 * 2**18 - 1])
+def test_a_copy_of_several_buffers_is_read_whole(size: int) -> None:
+    data = (DATA * 4)[:size]
+    copy = MemoryCopy(
+        [memoryview(data)[: size // 3], memoryview(b""), memoryview(data)[size // 3 :]]
+    )
+    assert read(copy.offer(), COPY_NAME, size) == data
+    copy.close()
+
+
+def file_of(path: Path, sums: list[int], start: int = 0) -> tuple[int, tensor_pb2.OpenFile]:
+    descriptor = os.open(path, os.O_RDONLY)
+    return descriptor, offer(descriptor, start, PIECE, sums)
+
+
+def test_every_piece_of_a_file_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(b"head" + DATA)
+    sums = [crc32c(DATA[at : at + PIECE]) for at in range(0, len(DATA), PIECE)]
+    descriptor, file = file_of(path, sums, start=4)
+    assert read(file, "state", len(DATA)) == DATA
+    path.write_bytes(b"head" + DATA[:PIECE] + b"?" + DATA[PIECE + 1 :])
+    found = opened(file, "state")
+    assert found is not None
+    pieces = contents(found, file, len(DATA))
+    assert bytes(next(pieces)) == DATA[:PIECE]
+    with pytest.raises(IntegrityError, match=f"other bytes from {PIECE} on"):
+        next(pieces)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("wrong", ["too short", "too few sums", "small pieces"])
+def test_a_file_that_is_not_what_was_offered_is_refused(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(DATA[: -1 if wrong == "too short" else None])
+    sums = [crc32c(DATA[at : at + PIECE]) for at in range(0, len(DATA), PIECE)]
+    descriptor, file = file_of(path, sums[:1] if wrong == "too few sums" else sums)
+    if wrong == "small pieces":
+        file.piece_bytes = 1
+    with pytest.raises(IntegrityError):
+        read(file, "state", len(DATA))
+    os.close(descriptor)
+
+
+def test_no_file_of_another_name_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(DATA)
+    descriptor, file = file_of(path, [])
+    with pytest.raises(IntegrityError, match=f"is no {COPY_NAME}"):
+        opened(file, COPY_NAME)
+    os.close(descriptor)
+    assert opened(file, COPY_NAME) is None, "it is closed"
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(IntegrityError):
+        opened(offer(folder), tmp_path.name)
+    os.close(folder)
+
+
+def test_files_of_another_place_are_not_offered_to_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = worker_pb2.GetStateResponse(file=tensor_pb2.OpenFile(place=place(), process=1))
+    assert offered(here) == here.file
+    elsewhere = worker_pb2.GetStateResponse(file=tensor_pb2.OpenFile(place="elsewhere"))
+    assert offered(elsewhere) is None
+    assert offered(worker_pb2.GetStateResponse()) is None
+    assert offered(worker_pb2.GetGradientsRequest()) is None, "it has no such field"
+    monkeypatch.setattr(open_files._Place, "name", place())  # put back behind the test
+    leave_place()
+    assert offered(here) is None
+    assert not is_near("")
+
+
+def test_a_kernel_that_lets_nobody_open_such_files_is_told_from_a_file_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = MemoryCopy([memoryview(b"1234567")])
+
+    def forbidden(*_: Any, **__: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", forbidden)
+    with pytest.raises(UnreadableFileError, match="Permission denied"):
+        opened(copy.offer(), COPY_NAME)
+    copy.close()
