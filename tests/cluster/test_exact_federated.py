@@ -173,7 +173,7 @@ def test_client_with_nan_is_rejected_alone(client: Client, exact_cluster: LocalC
     assert all("hidden" in each["reason"] for each in rejected)
     assert refused(exact_cluster) - before == Counter(not_finite=2)
     first = outcome.of("RoundClosed")[0].sentence
-    assert first.startswith("round 1 closed: round 1: 3 of 4 updates, 1 rejected (client 2: ")
+    assert first.startswith("round 1 closed: 3 of 4 updates, 1 rejected (client 2: ")
     expected = federated_loop(spec, ALLOWED, lambda _: [0, 1, 3])
     assert_same_bits(outcome.state, expected.state)
 

@@ -40,7 +40,7 @@ def test_run_shows_events_and_ends_with_the_status(address: str, job_file: Path)
         "run       mine (digits)",
     ]
     assert "strategy  Local" in lines
-    assert "metrics   test.accuracy 0.97  train.loss 0.1" in lines
+    assert "metrics   train.loss 0.1  test.accuracy 0.97" in lines
 
 
 def test_run_says_every_event_or_only_the_end(address: str, job_file: Path) -> None:

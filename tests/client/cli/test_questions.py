@@ -95,7 +95,7 @@ def test_a_list_has_a_metric_of_the_evaluation(
     status = replace(status, job={**status.job, "evaluation": evaluation}, metrics=metrics)
     out = io.StringIO()
     print_runs(PlainConsole(file=out, width=400), [status])
-    assert f"{told}  train.loss 0.5".strip() in out.getvalue()
+    assert f"train.loss 0.5  {told}".strip() in out.getvalue()
     assert out.getvalue().count("test.") == bool(told)
 
 

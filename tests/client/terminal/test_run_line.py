@@ -248,6 +248,9 @@ def test_of_many_metrics_a_line_has_a_few_and_says_how_many_more_there_are() -> 
     assert found.startswith("test.worst 0.1  test.metric_00 0.5  ")
     assert found.endswith("test.metric_06 0.5  58 more metrics")
     assert metrics_text(many).count("test.metric_") == 65
+    with_loss = metrics_text(many | {"train.loss": 0.2}, "test.metric_09", in_short=True)
+    assert with_loss.startswith("train.loss 0.2  test.metric_09 0.5  test.metric_00 0.5  ")
+    assert with_loss.endswith("test.metric_05 0.5  58 more metrics")
 
 
 LONG = steps(143, 212, training_phase="PREDICT", metrics={"train.distance": 1.0, "ä漢": 2.0})

@@ -4,7 +4,7 @@ import pytest
 
 from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.fact_messages import metrics_text, sentence
+from stratagem.coordinator.core.fact_messages import MAX_METRICS, metrics_text, sentence
 from tests.coordinator.core.simulation import digest, member
 
 pytestmark = pytest.mark.core
@@ -136,5 +136,31 @@ def test_a_fact_is_told_in_one_sentence(fact: f.Fact, said: str) -> None:
     assert sentence(fact) == said
 
 
-def test_metrics_are_sorted_by_name_and_short() -> None:
+def test_metrics_are_sorted_by_name_and_short_after_the_loss_of_the_training() -> None:
     assert metrics_text({"b": 1 / 3, "a": 2.0}) == "a 2, b 0.333333"
+    assert metrics_text({"a": 2.0, "train.loss": 1.0}) == "train.loss 1, a 2"
+
+
+MANY = {f"test.m{number:02}": 0.5 for number in range(30)}
+
+
+def test_of_many_metrics_a_sentence_has_a_few_and_says_how_many_more_there_are() -> None:
+    shown = ", ".join(f"{name} 0.5" for name in sorted(MANY)[:MAX_METRICS])
+    evaluated = f.Evaluated(party=f.ROOT, segment=1, metrics=MANY)
+    assert sentence(evaluated) == f"segment 1 evaluated: {shown}, 22 more metrics"
+    assert metrics_text(dict(list(MANY.items())[:MAX_METRICS])) == shown
+    assert metrics_text(dict(list(MANY.items())[: MAX_METRICS + 1])).endswith(", 1 more metric")
+    assert metrics_text({**MANY, "train.loss": 2.0}).startswith("train.loss 2, test.m00 0.5")
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("round 1: 2 of 3 updates", "round 1 closed: 2 of 3 updates"),
+        ("round 11: 2 of 3 updates", "round 1 closed: round 11: 2 of 3 updates"),
+        ("all updates are here", "round 1 closed: all updates are here"),
+    ],
+)
+def test_a_round_that_is_closed_is_named_once(reason: str, said: str) -> None:
+    closed = f.RoundClosed(party=f.ROOT, round_num=1, accepted=(), reason=reason, by_policy=False)
+    assert sentence(closed) == said

@@ -183,7 +183,7 @@ def test_a_client_that_fails_is_rejected_alone_in_every_round() -> None:
     assert run.is_reproducible
     closed = simulation.facts(RoundClosed)
     assert [[a.client for a in fact.accepted] for fact in closed] == [[0, 2]] * 3
-    text = "round 1 closed: round 1: 2 of 3 updates, 1 rejected (client 1: KeyError: 'label')"
+    text = "round 1 closed: 2 of 3 updates, 1 rejected (client 1: KeyError: 'label')"
     assert sentence(closed[0]).startswith(text)
     assert not any(fact.by_policy for fact in closed)
     simulation.crash()

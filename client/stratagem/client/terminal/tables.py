@@ -42,6 +42,7 @@ SIDE_METRICS: Final = frozenset((
     *("train.loss_min", "train.loss_max", "train.loss_std"),
 ))  # fmt: skip
 """Left out where states are listed: the newest stand with the run, and JSON has all."""
+_LOSS: Final = "train.loss"
 LABEL_CELLS: Final = 10
 MAX_CHANGES: Final = 8
 """Of a member's hyperparameters, that are shown; JSON has all."""
@@ -69,13 +70,13 @@ def _plain(value: Any) -> Any:
 
 
 def metrics_text(metrics: Mapping[str, float], first: str = "", *, in_short: bool = False) -> str:
-    """test.accuracy 0.9722 (0.91 to 0.99)  train.loss 0.0312: with the range over clients, where
-    there is one.
+    """train.loss 0.0312  test.accuracy 0.9722 (0.91 to 0.99): the loss of the training before the
+    others, with the range over clients where there is one.
 
-    first: the metric that comes before the others; in_short: of many a few, and how many more.
+    first: the metric that comes next; in_short: of many a few, and how many more.
     """
     known = without_spreads(metrics)
-    names = sorted(known, key=lambda name: (name != first, name))
+    names = sorted(known, key=lambda name: (name != _LOSS, name != first, name))
     parts = []
     for name in few(names) if in_short else names:
         ends = range_of(metrics, name)

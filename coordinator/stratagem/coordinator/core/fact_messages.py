@@ -11,6 +11,9 @@ from stratagem.coordinator.core.crash_loops import how
 
 MAX_NAMES = 8
 """Number of names that a sentence has, of many."""
+MAX_METRICS = 8
+"""Number of metrics that a sentence has, of many; the fact has all."""
+_LOSSES = ("loss", "train.loss")
 
 
 def sentence(fact: f.Fact) -> str:
@@ -22,8 +25,17 @@ def sentence(fact: f.Fact) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics as "test.accuracy 0.97, test.loss 0.11", sorted by name."""
-    return ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
+    """Return metrics as "train.loss 0.11, test.accuracy 0.97": the loss of the training, then the
+    others by name; of many a few, and how many more there are."""
+    return _few_metrics({name: f"{name} {value:.6g}" for name, value in metrics.items()})
+
+
+def _few_metrics(texts: Mapping[str, str]) -> str:
+    """texts: of metrics, by their names."""
+    names = sorted(texts, key=lambda name: (name not in _LOSSES, name))
+    left = len(names) - MAX_METRICS
+    more = [counted(left, "more metric")] if left > 0 else []
+    return ", ".join([*(texts[name] for name in names[:MAX_METRICS]), *more])
 
 
 def _names(members: Sequence[f.Member]) -> str:
@@ -65,12 +77,12 @@ def _evaluated(fact: f.Evaluated) -> str:
         return f"{text} by nobody: all its clients have left"
     if fact.without:
         text += f" without {_few([f'client {client}' for client in fact.without])}, away too long"
-    parts = []
-    for name, value in sorted(without_spreads(fact.metrics).items()):
+    texts = {}
+    for name, value in without_spreads(fact.metrics).items():
         ends = range_of(fact.metrics, name)
         over = "" if ends is None else f" (clients {ends[0]:.6g} to {ends[1]:.6g})"
-        parts.append(f"{name} {value:.6g}{over}")
-    return f"{text}: {', '.join(parts)}"
+        texts[name] = f"{name} {value:.6g}{over}"
+    return f"{text}: {_few_metrics(texts)}"
 
 
 def _client(binding: f.ClientBinding) -> str:
@@ -106,7 +118,9 @@ def _assigned(fact: f.ClientsAssigned) -> str:
 
 
 def _closed(fact: f.RoundClosed) -> str:
-    text = f"round {fact.round_num} closed: {fact.reason}"
+    # Most reasons begin with the round, which a closed one need not be told again.
+    reason = fact.reason.removeprefix(f"round {fact.round_num}: ")
+    text = f"round {fact.round_num} closed: {reason}"
     return f"{text}: {metrics_text(fact.metrics)}" if fact.metrics else text
 
 
