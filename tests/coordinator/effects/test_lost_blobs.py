@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -92,3 +93,19 @@ async def test_a_transfer_that_may_have_ended_before_a_request_does_not_answer_i
     assert transfers.num_begun == num_begun
     if ahead is not None:
         await ahead
+
+
+async def test_who_waits_for_a_transfer_that_is_stopped_is_told_and_is_not_cancelled_itself() -> (
+    None
+):
+    """A group of tasks says nothing of one that is cancelled: the plan would wait for ever."""
+    transfer = asyncio.ensure_future(asyncio.Event().wait())
+    env = cast(EffectContext, SimpleNamespace(start_push=lambda *_: transfer))
+    asking, gone = (asyncio.ensure_future(EffectContext.push(env, MEMBER, RUN, BASE)) for _ in "ab")
+    await settled()
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    transfer.cancel()
+    with pytest.raises(UnavailableError, match="to worker w0 was stopped"):
+        await asking

@@ -177,7 +177,8 @@ class Outbox:
             while self._progress is not None and self._num_progress > seen_progress:
                 seen_progress = self._num_progress
                 yield pb.ExecuteResponse(progress=self._progress)
-            if parts.has_next_of(self._history):  # they came while progress was taken
+            # What has come while something was taken goes before the outcome.
+            if self._lines or self._profiles or parts.has_next_of(self._history):
                 continue
             if self._failure is not None:
                 raise self._failure

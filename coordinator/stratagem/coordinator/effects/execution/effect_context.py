@@ -1,7 +1,7 @@
 """The context in which effects act: the loop for facts, links to workers, stores, event feed."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import structlog
 from google.protobuf.message import Message
 
-from stratagem.common.base.errors import StaleError, StratagemError
+from stratagem.common.base.errors import StaleError, StratagemError, UnavailableError
 from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.job import JobSpec
@@ -38,6 +38,7 @@ from stratagem.coordinator.runtime.broadcast import SharedFrames
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.tasks.chores import Chores
+from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled
 from stratagem.coordinator.runtime.worker_links import Links, WorkerSession
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
@@ -53,6 +54,9 @@ MAX_PULLS = 2
 """Model-sized streams received at once: more would not be faster, and each takes buffers."""
 
 MAX_HEADERS = 64
+
+MAX_BROUGHT = 16
+"""States that a worker keeps of a run at most; which of them it has still it says when it asks."""
 
 PushKey = tuple[Member, RunId, Digest]
 
@@ -81,8 +85,8 @@ class EffectContext:
     yield_slots: Callable[[Effect], None]
     secret: PrivacySecret
     pushes: dict[PushKey, asyncio.Task[None]] = field(default_factory=dict)
-    brought: dict[tuple[Member, RunId], Digest] = field(default_factory=dict)
-    """The newest state that each member has of each run, as far as is known here."""
+    brought: dict[tuple[Member, RunId], deque[Digest]] = field(default_factory=dict)
+    """The newest states that were brought to each member of each run, and may be there still."""
     frames: WeakValueDictionary[Digest, SharedFrames] = field(default_factory=WeakValueDictionary)
     job_texts: dict[tuple[RunId, Party], tuple[JobSpec, str]] = field(default_factory=dict)
     headers: dict[Digest, tuple[Manifest, int]] = field(default_factory=dict)
@@ -222,7 +226,7 @@ class EffectContext:
 
     async def bring(self, member: Member, run_id: RunId, digest: Digest) -> None:
         """Bring a state to a worker before it asks, unless it was brought already."""
-        if self.brought.get((member, run_id)) != digest:
+        if digest not in self.brought.get((member, run_id), ()):
             await self.push(member, run_id, digest)
 
     def forget(self, run_id: RunId) -> None:
@@ -243,9 +247,16 @@ class EffectContext:
             del self.brought[member_run]
 
     async def push(self, member: Member, run_id: RunId, digest: Digest) -> None:
-        """Bring a blob to a worker; asks for the same one share one transfer."""
-        # One asker that goes away must not take the blob from the others.
-        await asyncio.shield(self.start_push(member, run_id, digest))
+        """Bring a blob to a worker; asks for the same one share one transfer. Raises
+        UnavailableError where that is stopped: a group of tasks would take a cancellation for the
+        asker's own, and the worker would wait for ever."""
+        try:
+            # One asker that goes away must not take the blob from the others.
+            await asyncio.shield(self.start_push(member, run_id, digest))
+        except asyncio.CancelledError:
+            stop_if_cancelled()
+            worker_id = member.worker_id
+            raise UnavailableError(f"the transfer to worker {worker_id} was stopped") from None
 
     def start_push(self, member: Member, run_id: RunId, digest: Digest) -> asyncio.Task[None]:
         """Return the transfer of a blob to a worker, begun now unless it is under way."""
@@ -268,7 +279,10 @@ class EffectContext:
     async def _push(self, member: Member, run_id: RunId, digest: Digest) -> None:
         if not await self._is_fetched(member, run_id, digest):
             await self._send(member, run_id, digest)
-        self.brought[member, run_id] = digest
+        brought = self.brought.setdefault((member, run_id), deque(maxlen=MAX_BROUGHT))
+        if digest in brought:
+            brought.remove(digest)
+        brought.append(digest)
 
     async def _is_fetched(self, member: Member, run_id: RunId, digest: Digest) -> bool:
         """Have a worker read a state from the object store by itself; False where it must be
