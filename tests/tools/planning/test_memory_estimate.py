@@ -13,12 +13,14 @@ from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
+from stratagem.tools.planning.received_states import num_received
 from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.exchange.reducer import solo_exchange
 from stratagem.worker.session.session_states import NUM_SNAPSHOTS
+from tests.cluster.jobs import population
 from tests.jobs import NOT_TRAINED, job, user_model
 from tests.tools.planning.support import SITE, kind_job, replicas
 from tests.worker.engine.gossip_nodes import gossip_job
@@ -102,6 +104,30 @@ def test_a_run_that_commits_again_keeps_two_snapshots() -> None:
     found = estimate(again)
     assert found.num_snapshots == NUM_SNAPSHOTS == 2
     assert found.needed == found.total + 2 * found.snapshot
+
+
+def test_what_clients_of_federations_begin_from_is_in_what_is_needed() -> None:
+    """A worker keeps two states of each federation whose clients it trains by turns."""
+    alone = estimate(kind_job("mlp"))
+    assert (alone.num_received, "received" in str(alone)) == (0, False)
+    found = estimate(kind_job("mlp", strategy=FEDERATED))
+    assert (found.received, found.num_received) == (alone.parameters + alone.buffers, 2)
+    assert found.needed == found.total + found.snapshot + 2 * found.received
+    assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [
+        *("snapshots", "received", "needed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_members", "state_bytes", "number"),
+    [(1, 1, 2), (3, 1, 6), (8, 1, 16), (30, 1, 16), (8, 2**30, 4), (8, 2**40, 2), (8, 0, 16)],
+)
+def test_as_many_states_are_kept_as_federations_and_memory_allow(
+    num_members: int, state_bytes: int, number: int
+) -> None:
+    federations = population(size=num_members, options={"inner": FEDERATED})
+    assert num_received(federations, state_bytes) == number
+    assert num_received(population(size=num_members), state_bytes) == 0
 
 
 def test_rows_only_change_activations_and_workspace() -> None:

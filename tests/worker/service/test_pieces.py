@@ -153,29 +153,82 @@ async def test_a_blob_that_a_plan_wants_outlives_newer_ones_until_it_is_read(
     """All come before the waiting plan goes on, as they do where the event loop was held up."""
     cache = ReceivedBlobs(tmp_path, limit)
     digest = upload(ReceivedBlobs(None, 1), 1.0)
-    for _ in range(2):
-        cache.want("run", digest)
+    for who in (1, 2):
+        cache.want("run", digest, who)
     waiting = asyncio.create_task(cache.get("run", digest))
     await asyncio.sleep(0)
     for value in (1.0, 2.0, 3.0):
         upload(cache, value)
     tensors, _ = (await waiting).load()
     assert torch.equal(tensors["x"], torch.full((600_000,), 1.0))
-    cache.release("run", digest)
+    cache.release("run", 1)
     assert cache.find("run", digest) is not None
     assert not cache.was_dropped("run", digest)
     for value in (4.0, 5.0):
         upload(cache, value)
-    cache.release("run", digest)
+    cache.release("run", 2)
     assert (cache.find("run", digest), cache.was_dropped("run", digest)) == (None, True)
     upload(cache, 1.0)
     assert not cache.was_dropped("run", digest)
     assert len(files_in(tmp_path)) == (2 if limit == 0 else 0)
-    cache.want("run", digest)
+    cache.want("run", digest, 3)
     cache.drop_run("run")
-    cache.release("run", digest)
+    cache.release("run", 3)
     assert not files_in(tmp_path)
     assert not cache.was_dropped("run", digest)
+
+
+def test_a_plan_that_outlives_its_run_takes_no_state_from_the_next_run_of_that_name() -> None:
+    cache = ReceivedBlobs(None, 1 << 30)
+    digest = upload(cache, 1.0)
+    cache.want("run", digest, "of the closed run")
+    cache.drop_run("run")
+    cache.want("run", digest, "of the resumed run")
+    cache.release("run", "of the closed run")
+    for value in (1.0, 2.0, 3.0):
+        upload(cache, value)
+    assert cache.find("run", digest) is not None
+
+
+@pytest.mark.parametrize(
+    ("federations", "limit", "num_kept"),
+    [
+        (0, 1 << 30, 2),
+        (1, 1 << 30, 2),
+        (3, 1 << 30, 6),
+        (3, 0, 6),  # in files
+        (3, 7_000_000, 6),  # the others in files
+        (9, 1 << 30, 16),
+    ],
+)
+def test_two_states_are_kept_for_each_federation_whose_clients_train_here(
+    tmp_path: Path, federations: int, limit: int, num_kept: int
+) -> None:
+    cache = ReceivedBlobs(tmp_path, limit)
+    for number in range(federations):
+        cache.note_federation("run", f"member{number}")
+    digests = [upload(cache, float(value)) for value in range(20)]
+    assert [cache.find("run", digest) is not None for digest in digests] == [
+        place >= 20 - num_kept for place in range(20)
+    ]
+    assert cache.memory_bytes <= limit
+
+
+def test_a_worker_without_a_folder_keeps_more_than_two_states_only_as_far_as_memory_allows() -> (
+    None
+):
+    cache = ReceivedBlobs(None, 7_500_000)  # of 2.4 MB each
+    for number in range(8):
+        cache.note_federation("run", f"member{number}")
+    digests = [upload(cache, float(value)) for value in range(5)]
+    held = [cache.find("run", digest) is not None for digest in digests]
+    assert held == [False, False, True, True, True]
+    tight = ReceivedBlobs(None, 1)
+    for number in range(8):
+        tight.note_federation("run", f"member{number}")
+    digests = [upload(tight, float(value)) for value in range(5)]
+    held = [tight.find("run", digest) is not None for digest in digests]
+    assert held == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
@@ -320,6 +373,19 @@ async def test_a_need_that_comes_while_another_is_sent_is_sent_too() -> None:
             case 3:
                 outbox.finish(pb.ExecuteResult(build=pb.BuildResult()))
     assert told == [("a", False), ("b", True), ("a", False)]
+
+
+async def test_what_comes_with_the_outcome_while_progress_is_taken_goes_before_it() -> None:
+    outbox = Outbox("w")
+    outbox.progress(pb.Progress(step=1))
+    kinds: list[str] = []
+    async for message in outbox.follow():
+        kinds.append(str(message.WhichOneof("message")))
+        if kinds == ["progress"]:
+            outbox.log(pb.LogLine(text="the last line of the user's code"))
+            outbox.add_profile(pb.Profile())
+            outbox.finish(pb.ExecuteResult(build=pb.BuildResult()))
+    assert kinds == ["progress", "log", "profile", "result"]
 
 
 async def test_each_call_gets_the_parts_of_a_history_in_order_from_its_first_on() -> None:

@@ -18,8 +18,9 @@ class MemoryEstimate:
     """Bytes on the device of the worker that needs most; the six parts add up to `total`.
 
     snapshot: of the state at a commit, in host memory; num_snapshots: that are kept at a time.
-    needed: `total`, and on a CPU the snapshots. rows: that pass through the model together.
-    calibrated_by: what corrected it.
+    received: of a state that the clients of a federation begin from, there, too; num_received:
+    likewise. needed: `total`, and on a CPU the snapshots and what is received. rows: that pass
+    through the model together. calibrated_by: what corrected it.
     """
 
     parameters: int
@@ -32,6 +33,8 @@ class MemoryEstimate:
     needed: int
     snapshot: int
     num_snapshots: int
+    received: int
+    num_received: int
     rows: int
     num_parameters: int
     device: str

@@ -31,6 +31,7 @@ from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.outer_messages import outer_messages
+from stratagem.tools.planning.received_states import num_received
 from stratagem.tools.planning.simulated_local_steps import ReplicasReading, play_local_steps
 from stratagem.tools.planning.simulated_step import (
     Reading,
@@ -54,7 +55,8 @@ class StepMemory:
     gradients: all buckets, and what the exchange receives into or copies. activations: the batch
     and what forward keeps for backward. workspace: what is there for a moment at the worst one.
     buffers: with the engine's copies of them, and predictions that are kept. snapshot: of the
-    state at a commit, in host memory; num_snapshots: that are kept at a time. rows: that pass
+    state at a commit, in host memory; num_snapshots: that are kept at a time. received: of a state
+    that the clients of a federation begin from, there, too; num_received: likewise. rows: that pass
     through the model together. measured: the peak of a real step, if one was done; the workspace
     then holds what was measured beyond the rest.
     """
@@ -71,6 +73,8 @@ class StepMemory:
     device: str
     measured: int | None = None
     num_snapshots: int = 1
+    received: int = 0
+    num_received: int = 0
     layout: tuple[TensorLayout, ...] = ()
     """What is trained, where one party trains it."""
     notes: tuple[str, ...] = ()
@@ -81,9 +85,10 @@ class StepMemory:
 
     @property
     def needed(self) -> int:
-        """Return the bytes needed of the device's memory; on a CPU the snapshots are in the same
-        memory."""
-        return self.total + (self.num_snapshots * self.snapshot if self.device == "cpu" else 0)
+        """Return the bytes needed of the device's memory; on a CPU the snapshots and what is
+        received are in the same memory."""
+        states = self.num_snapshots * self.snapshot + self.num_received * self.received
+        return self.total + (states if self.device == "cpu" else 0)
 
     @property
     def calibrated_by(self) -> str:
@@ -105,8 +110,12 @@ class StepMemory:
     def __str__(self) -> str:
         lines = [f"{name:<12} {text_of(getattr(self, name)):>10}" for name in _PARTS]
         lines.append(f"{'total':<12} {text_of(self.total):>10}  on {self.device}, {self.rows} rows")
-        kept = f"in host memory, of {text_of(self.snapshot)} each: {self.num_snapshots}"
-        lines.append(f"{'snapshots':<12} {text_of(self.num_snapshots * self.snapshot):>10}  {kept}")
+        states = [("snapshots", self.snapshot, self.num_snapshots)]
+        if self.num_received:
+            states.append(("received", self.received, self.num_received))
+        for name, size, number in states:
+            kept = f"in host memory, of {text_of(size)} each: {number}"
+            lines.append(f"{name:<12} {text_of(number * size):>10}  {kept}")
         lines.append(f"{'needed':<12} {text_of(self.needed):>10}  of the memory of {self.device}")
         return "\n".join(lines)
 
@@ -153,7 +162,11 @@ def estimate_memory(
     estimate = _training(played, site, job.strategy, num_workers)
     if measure:
         estimate = _calibrated(played, site, estimate)
-    kept = replace(estimate, num_snapshots=_num_snapshots(job))
+    kept = replace(
+        estimate,
+        num_snapshots=_num_snapshots(job),
+        num_received=num_received(job, estimate.received),
+    )
     return _with_phases(job, _with_codec(job, kept, num_workers))
 
 
@@ -205,6 +218,9 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
             return _pipeline(job, site, strategy, job.batch_size)
         case Federated(options=options):
             estimate = _training(job, site, options.inner or Local(), num_workers)
+            if options.inner is None:  # an update, and what it is an update of, has no optimizer
+                of_model = estimate.snapshot - estimate.optimizer
+                estimate = replace(estimate, received=of_model)
             return _of_client(strategy, estimate, float_dtype(job).itemsize)
         case PopulationBased(options=options):
             return _training(job, site, options.inner or Local(), num_workers)

@@ -1,9 +1,13 @@
 """Blobs that the coordinator has uploaded: committed states and inline data, named by digest.
 
-Owns what is kept of each run (all data, the newest two states, and those that plans wait for or
-load), where it is stored (memory, or a file above a limit), and uploads that are not complete yet,
-which a later call may continue. A blob is visible once all its bytes are here. Lives on the event
-loop. Knows nothing of sessions.
+Owns what is kept of each run (all data, the newest states, and those that plans wait for or load),
+where it is stored (memory, or a file above a limit), and uploads that are not complete yet, which a
+later call may continue. A blob is visible once all its bytes are here. Lives on the event loop.
+Knows nothing of sessions.
+
+The newest two states are kept, or two for each federation of the run whose clients train here, as
+far as memory allows it: its state comes as soon as the round before has ended, and its clients have
+their turn after those of the others.
 
 The digest is a name here and is not computed again: the coordinator has checked the file against
 it, and the checksum of every chunk, made from the bytes as they are read there, guards the way.
@@ -15,8 +19,8 @@ computed again: they may have been those of different callers.
 
 import asyncio
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +37,10 @@ from stratagem.common.tensors.state_leaves import state_digest
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 from stratagem.v1 import tensor_pb2
 
-NUM_STATES_PER_RUN: Final = 2
+NUM_STATES: Final = 2
+"""Kept of a run, or of each of its federations."""
+MAX_FEDERATIONS: Final = 8
+"""Of a run for which states are kept."""
 MAX_UPLOADS: Final = 16
 MAX_DROPPED: Final = 1000
 """Digests of dropped states that are remembered of each run."""
@@ -174,16 +181,28 @@ class _RunBlobs:
 
     held: OrderedDict[str, Blob] = field(default_factory=OrderedDict)
     """The least recently used first."""
-    wanted: Counter[str] = field(default_factory=Counter)
-    """Digests that plans wait for or load, and how many do."""
+    wanted: dict[object, str] = field(default_factory=dict)
+    """Digests that plans wait for or load, by who does."""
+    federations: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Those whose clients have trained here last."""
     dropped: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Digests of states that were here; the newest MAX_DROPPED."""
 
-    def drop_old_states(self) -> None:
-        """Drop the states above NUM_STATES_PER_RUN, but for those that plans want."""
+    def note_federation(self, federation: str) -> None:
+        """Note that a client of it trains."""
+        self.federations[federation] = None
+        self.federations.move_to_end(federation)
+        if len(self.federations) > MAX_FEDERATIONS:
+            self.federations.popitem(last=False)
+
+    def drop_old_states(self, has_room: Callable[[], bool]) -> None:
+        """Drop the least recently used states above the number that is kept, or above NUM_STATES
+        while there is no room, but for those that plans want."""
         states = [digest for digest, blob in self.held.items() if blob.purpose is not Purpose.DATA]
-        for digest in states[:-NUM_STATES_PER_RUN]:
-            if digest in self.wanted:
+        num_kept = NUM_STATES * max(len(self.federations), 1)
+        wanted = set(self.wanted.values())
+        for place, digest in enumerate(states[:-NUM_STATES]):
+            if digest in wanted or (len(states) - place <= num_kept and has_room()):
                 continue
             self.held.pop(digest).drop()
             self.dropped[digest] = None
@@ -218,21 +237,22 @@ class ReceivedBlobs:
         run = self._runs.get(run_id)
         return run is not None and digest in run.dropped
 
-    def want(self, run_id: str, digest: str) -> None:
+    def want(self, run_id: str, digest: str, who: object) -> None:
         """Keep a blob from when it is here until `release`, whatever else comes: parties of a run
         that train on this worker by turns would drop each other's states before they are read."""
-        self._runs.setdefault(run_id, _RunBlobs()).wanted[digest] += 1
+        self._runs.setdefault(run_id, _RunBlobs()).wanted[who] = digest
 
-    def release(self, run_id: str, digest: str) -> None:
-        """Take one `want` back."""
+    def note_federation(self, run_id: str, federation: str) -> None:
+        """Note whose client reads a state of the run now, before it does."""
+        self._runs.setdefault(run_id, _RunBlobs()).note_federation(federation)
+
+    def release(self, run_id: str, who: object) -> None:
+        """Take a `want` back."""
         run = self._runs.get(run_id)
-        if run is None or digest not in run.wanted:  # the run was dropped meanwhile
+        if run is None or run.wanted.pop(who, None) is None:  # the run was dropped meanwhile
             return
-        run.wanted[digest] -= 1
-        if not run.wanted[digest]:
-            del run.wanted[digest]
-        run.drop_old_states()
-        if run == _RunBlobs():
+        self._drop_old_states(run)
+        if not run.held and not run.wanted and not run.dropped:
             del self._runs[run_id]
 
     async def get(self, run_id: str, digest: str) -> Blob:
@@ -317,6 +337,9 @@ class ReceivedBlobs:
         run = self._runs.setdefault(run_id, _RunBlobs())
         run.held[digest] = blob
         run.dropped.pop(digest, None)
-        run.drop_old_states()
+        self._drop_old_states(run)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _drop_old_states(self, run: _RunBlobs) -> None:
+        run.drop_old_states(lambda: self.memory_bytes <= self._max_memory_bytes)

@@ -56,6 +56,8 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     """Train one client from the base; the update waits as the snapshot of the round."""
     started_s = time.monotonic()
     work.set_activity("training")
+    federation = work.key.party.rpartition("/")[0]
+    work.post(work.host.blobs.note_federation, work.key.run_id, federation)
     base, _ = work.blob(plan.base.digest)
     loss_before = _loss_before(work, base, plan)
     kept = kept_state(work, plan, base)

@@ -303,12 +303,12 @@ class ExecutionContext:
 
     def blob(self, digest: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """Wait for a blob; return its tensors, which must not be changed, and metadata."""
-        blobs, run_id = self.host.blobs, self.key.run_id
-        self.post(blobs.want, run_id, digest)
+        blobs, run_id, who = self.host.blobs, self.key.run_id, object()
+        self.post(blobs.want, run_id, digest, who)
         try:
             return self.control.wait_for_caller(self._fetch(digest)).load()
         finally:
-            self.post(blobs.release, run_id, digest)
+            self.post(blobs.release, run_id, who)
 
     def base_state(self, base: pb.StateRef) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
         """Wait for the state that a plan begins from; return its tensors and metadata.
