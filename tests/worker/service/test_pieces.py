@@ -330,6 +330,22 @@ async def test_waits_end_when_the_ground_moves() -> None:
     assert end.value.reason == ABORTED
 
 
+@pytest.mark.parametrize("must_cut", [True, False])
+async def test_an_exchange_with_callers_that_is_made_while_there_are_none_is_cut(
+    must_cut: bool,
+) -> None:
+    """It would wait for them in the torch thread, in which the plans that they attend wait."""
+    control, exchange, after = Control(asyncio.get_running_loop(), view(1)), Cut(), Cut()
+    control.set_deserted(True, must_cut=must_cut)
+    control.hold(exchange, 1)
+    assert exchange.event.is_set() == must_cut
+    control.set_deserted(False)
+    control.hold(after, 1)
+    assert not after.event.is_set()
+    control.set_deserted(True, must_cut=must_cut)
+    assert after.event.is_set() == must_cut
+
+
 async def test_an_outbox_tells_latecomers_what_counts() -> None:
     outbox = Outbox("w")
     for step in range(3):

@@ -161,6 +161,8 @@ class PlanExecution:
         if view.membership <= self._work.control.view.membership:
             return
         self._work = replace(self._work, request=request)
+        self._work.control.set_deserted(False)  # the call follows soon
+        self._look_later()
         self._work.control.set_view(view)
         self._unpark()
         if self._phase is ExecutionPhase.FINISHED and self._is_outdated():

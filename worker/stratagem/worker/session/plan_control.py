@@ -91,7 +91,7 @@ class Control:
         self._view = view
         self._interrupt: str | None = None
         self._is_draining = False
-        self._is_deserted = False
+        self._is_deserted = self._cuts_when_deserted = False
         self._changed = asyncio.Event()
         self._cut_lock = threading.Lock()
         self._held: tuple[Cuttable, int] | None = None
@@ -122,14 +122,12 @@ class Control:
     def set_deserted(self, is_deserted: bool, *, must_cut: bool = False) -> None:
         """Set whether no call has followed the plan for a while.
 
-        must_cut: the plan exchanges with its callers, so that exchange is cut.
+        must_cut: the plan exchanges with its callers, so that exchange is cut, as is one that it
+        makes before there is a call again.
         """
-        self._is_deserted = is_deserted
+        self._is_deserted, self._cuts_when_deserted = is_deserted, must_cut
+        self._cut()
         if is_deserted:
-            with self._cut_lock:
-                held = self._held
-            if must_cut and held is not None:
-                held[0].cut()
             self._wake()
 
     def _wake(self) -> None:
@@ -159,11 +157,11 @@ class Control:
     # ---- torch side ----
 
     def hold(self, exchange: Cuttable, membership: int) -> None:
-        """Register the exchange that a newer view, or an interrupt, cuts from now on."""
+        """Register the exchange that is cut from now on by a newer view, by an interrupt, and when
+        no call is left that it needs."""
         with self._cut_lock:
             self._held = (exchange, membership)
-        if self._view.membership > membership or self._interrupt is not None:
-            exchange.cut()
+        self._cut()
 
     def let_go(self) -> None:
         """Release the exchange, which is no longer in use."""
@@ -195,7 +193,8 @@ class Control:
         if held is None:
             return
         exchange, membership = held
-        if self._view.membership > membership or self._interrupt is not None:
+        is_left = self._is_deserted and self._cuts_when_deserted
+        if is_left or self._view.membership > membership or self._interrupt is not None:
             exchange.cut()
 
     def _block(self, race: Coroutine[Any, Any, T]) -> T:
