@@ -14,8 +14,8 @@ then nothing is told from the commit before, and "changed" is the same as "whole
 turns, each with a cluster of its own. Printed per commit are medians, over the rounds, of the bytes
 that the coordinator receives, of CPU seconds of the coordinator and of all workers (with the step:
 the same in all), of seconds from the end of a segment to its commit, of seconds between commits, of
-seconds for which training stood still, and of the peaks of memory of the coordinator and of the
-worker that needed the most.
+seconds for which training stood still on the worker where that was longest, and of the peaks of
+memory of the coordinator and of the worker that needed the most.
 
 The state has 67 MB for each layer, with --all twice that: 15 layers are 2 GB. Two workers need
 about 16 GB of memory then, 13 with --slices, one 12; and the disk 10 GB.
@@ -143,20 +143,21 @@ def measure(way: str, setup: Setup) -> Costs:
                     commits_s.append(item.time_s - finished_s[item.payload["segment"]])
                     flows = scraped(cluster, "coordinator")["stratagem_stream_bytes_total"]
                     workers = sum(_cpu_s(pids[name]) for name in cluster.worker_names)
-                    stall_s = scraped(cluster, "worker-0")[f"{STALL}_sum"][()]
+                    scrapes = [scraped(cluster, name) for name in cluster.worker_names]
+                    stalls_s = [each[f"{STALL}_sum"][()] for each in scrapes]
                     cpu = _cpu_s(pids["coordinator"]), workers
-                    seen.append((flows.get(STATES, 0.0) / 1e6, *cpu, item.time_s, stall_s))
+                    seen.append((flows.get(STATES, 0.0) / 1e6, *cpu, item.time_s, *stalls_s))
             run.result()
             peaks = {name: resident_bytes(pid, "VmHWM") / 1e6 for name, pid in pids.items()}
     first, last = seen[NUM_WARMUP_COMMITS - 1], seen[-1]
     num = len(seen) - NUM_WARMUP_COMMITS
-    received, coordinator, workers, seconds, stall = (
+    received, coordinator, workers, seconds, *stalls = (
         (b - a) / num for a, b in zip(first, last, strict=True)
     )
     commit_s = statistics.median(commits_s[NUM_WARMUP_COMMITS:])
     largest = max(peaks[name] for name in cluster.worker_names)
     cpu = (coordinator, workers)
-    return Costs(received, *cpu, commit_s, seconds, stall, peaks["coordinator"], largest)
+    return Costs(received, *cpu, commit_s, seconds, max(stalls), peaks["coordinator"], largest)
 
 
 def _cpu_s(pid: int) -> float:

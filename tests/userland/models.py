@@ -42,6 +42,13 @@ def batch_norm_mlp() -> nn.Module:
     )
 
 
+def two_norms() -> nn.Module:
+    """Buffers of two widths between layers, of which the middle one is frozen."""
+    middle = nn.Linear(16, 16).requires_grad_(False)
+    first = [nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh()]
+    return nn.Sequential(*first, middle, nn.BatchNorm1d(16), nn.Linear(16, NUM_CLASSES))
+
+
 def wide(width: int) -> nn.Module:
     """One wide layer: an update that is spooled in more than one piece."""
     return nn.Sequential(

@@ -211,8 +211,9 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
     assert whole.total - found.total == whole.optimizer - found.optimizer
     alone = replicas(4) | {"options": {"partition_state": "optimizer", "mirror": 0}}
     owned = estimate(kind_job("mlp", strategy=alone), num_workers=num_workers)
-    assert whole.snapshot - found.snapshot == whole.optimizer - found.optimizer
-    assert whole.snapshot - owned.snapshot == whole.optimizer - owned.optimizer
+    for divided in (found, owned):  # of the parameters as much as of either moment
+        saved = 1.5 * (whole.optimizer - divided.optimizer)
+        assert whole.snapshot - divided.snapshot == pytest.approx(saved, rel=0.01)
     assert owned.optimizer <= found.optimizer
     with pytest.raises(InvalidInputError, match="it is not measured"):
         estimate(spec, num_workers=num_workers, measure=True)

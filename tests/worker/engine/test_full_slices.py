@@ -104,6 +104,9 @@ def test_two_hundred_steps_of_each_optimizer(name: str) -> None:
         pytest.param(
             "batch_norm_mlp", {"data": user_data("classes", num_rows=48)}, id="batch norm"
         ),
+        pytest.param(
+            "two_norms", {"data": user_data("classes", num_rows=48)}, id="buffers of two widths"
+        ),
         pytest.param("token_model", TOKENS, id="embedding"),
         pytest.param("structured", {}, id="blocks that answer mappings"),
         pytest.param("heavy", {}, id="ten layers"),

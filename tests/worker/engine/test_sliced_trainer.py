@@ -10,6 +10,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.tensors.state_slices import slice_name
 from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
+from stratagem.worker.engine.trainers.dealt_tensors import dealt_out
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
@@ -28,6 +29,8 @@ GROUPS = {
     "schedule": "tests.userland.schedules:sequential",
     "groups": [{"name": "vectors", "match": ["*bias*"], "optimizer": {"name": "adam", "lr": 0.01}}],
 }
+EVEN = {"data": user_data("classes", num_rows=48)}
+TOKENS = {"data": user_data("tokens"), "loss": "token_cross_entropy"}
 NUM_SHARDS = 4
 
 
@@ -80,7 +83,7 @@ def assert_same_slices(owner: Trainer, mirror: Trainer) -> None:
 
 
 def assert_same_snapshot(owner: Trainer, mirror: Trainer, *, is_first: bool) -> None:
-    """Of the first member the part has what all members have, too; and so has its mirror."""
+    """Of what is not divided a part has what is dealt to its member; and so has its mirror."""
     copy = mirror.copy_mirror()
     assert copy is not None
     kept, own = freeze(*copy), freeze(*owner.copy_state(is_first=is_first))
@@ -131,6 +134,67 @@ def test_large_buckets_go_in_several_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 def test_settings_have_the_bits_of_one_member(sections: dict[str, Any]) -> None:
     spec = spec_of(**{"model": WIDE, **sections})
     assert_same_training(spec, "shm", 3, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        pytest.param("tied", TOKENS, id="a weight of two layers"),
+        pytest.param("frozen_start", {}, id="a frozen layer"),
+        pytest.param(user_model("shaped", is_tied=True, has_buffer=True), {}, id="tied layers"),
+        pytest.param("two_norms", EVEN, id="batch norms"),
+        pytest.param("two_norms", {**EVEN, "weight_average": {"decay": 0.9}}, id="an average"),
+    ],
+)
+def test_what_is_not_divided_is_dealt_out_without_a_trace(
+    model: Any, sections: dict[str, Any], size: int
+) -> None:
+    spec = spec_of(model, **sections)
+    assert_same_training(spec, "shm", size, 3, is_mirrored=size > 1)
+    assert_same_training(spec, "shm", size, 3)
+
+
+def test_each_member_copies_its_slices_alone() -> None:
+    """A parameter and its two moments, and of a number for each parameter one copy."""
+    for size in (2, 3, 4):
+        spec = spec_of("heavy")
+        with links_over("shm", size) as links, sliced_party(spec, links, NUM_SHARDS) as party:
+            party.step()
+            numbers = []
+            for trainer in party.trainers:
+                assert trainer.pieces is not None
+                tensors, _ = trainer.copy_state()
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                numbers.append(
+                    num_bytes - sum(3 * piece.nbytes for piece in trainer.pieces.tensors)
+                )
+            assert min(numbers) >= 0
+            assert sum(numbers) == 4 * len(party.trainers[0].params)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_members", "first_bytes", "expected"),
+    [
+        ((), 2, 0, [set(), set()]),
+        ((3,), 1, 0, [{"0"}]),
+        ((1, 9, 4, 4), 2, 0, [{"1"}, {"0", "2", "3"}]),
+        ((1, 9, 4, 4), 2, 40, [{"3"}, {"0", "1", "2"}]),
+        ((5, 5, 5), 3, 0, [{"0"}, {"1"}, {"2"}]),
+        ((0, 0), 2, 0, [{"0", "1"}, set()]),
+    ],
+)
+def test_tensors_are_dealt_out_by_size(
+    sizes: tuple[int, ...], num_members: int, first_bytes: int, expected: list[set[str]]
+) -> None:
+    tensors = {str(n): torch.zeros(size) for n, size in enumerate(sizes)}
+    assert dealt_out(tensors, num_members, first_bytes) == expected
+
+
+def test_a_tensor_under_two_names_is_dealt_to_one_member() -> None:
+    one, two = torch.zeros(8), torch.zeros(8)
+    tensors = {"a": one, "b": two, "again": one}
+    assert dealt_out(tensors, 2, 0) == [{"a", "again"}, {"b"}]
 
 
 def test_a_step_whose_gradient_is_not_finite_is_skipped_by_all() -> None:

@@ -24,7 +24,6 @@ class FullSavings:
 
     parameters: int
     gradients: int
-    snapshot: int
 
 
 def lent_layout(params: Sequence[tuple[str, nn.Parameter]], num_extras: int) -> BucketLayout:
@@ -58,7 +57,7 @@ def full_savings(
         under_way = min(whole, _NUM_UNDER_WAY * widest) if is_one_pass else num_sets * whole
         held = round(share * whole) + NUM_WINDOWS * widest * num_sets + under_way
         gradients = num_sets * whole - held
-    return FullSavings(trained - owned - gathered, gradients, trained - owned)
+    return FullSavings(trained - owned - gathered, gradients)
 
 
 def _nbytes(params: Sequence[nn.Parameter]) -> int:

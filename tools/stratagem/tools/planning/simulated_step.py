@@ -104,8 +104,8 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         optimizer = live.size_of(optimizer_tensors(trainer))
         state = live.size_of([*_tensors_of(trainer.model), *optimizer_tensors(trainer)])
         del received, cached
-    elsewhere = 0
-    saved = FullSavings(0, 0, 0)
+    elsewhere = uncopied = 0
+    saved = FullSavings(0, 0)
     if partitions_state(job.strategy):
         is_full, layout = partitions_parameters(job.strategy), buckets.layout
         if is_full and party.size > 1:
@@ -114,6 +114,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         is_mirrored = fewest is not None and party.size >= fewest
         held = largest_slice(layout, party.size, is_mirrored=is_mirrored)
         elsewhere = round(optimizer * (1.0 - held))
+        uncopied = round(sum(param.nbytes for _, param in trainer.params) * (1.0 - held))
         if is_full:
             rows = -(-num_rows // party.num_shards)
             is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
@@ -131,7 +132,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
         before_backward=live.before_backward - away,
         peak=live.peak - away,
         num_parameters=sum(param.numel() for param in trainer.model.parameters()),
-        state=state - elsewhere - saved.snapshot,
+        state=state - elsewhere - uncopied,
         layout=tuple(TensorLayout(name, tuple(param.shape)) for name, param in trainer.params),
     )
 

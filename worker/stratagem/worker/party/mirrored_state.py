@@ -160,7 +160,8 @@ def _gathered(
         tensors, metadata = _slices(_held(work), survival, members, me)
         if me == survival.donor:
             further, texts = beside(work, _held(work))
-            shared, numbers = _held(work).copy_state()
+            shared, numbers = _held(work).state()
+            shared = state_format.copied(shared)  # what is offered must not change
             is_due = {_AVERAGE_IS_DUE: "1"} if donor.is_torn else {}
             tensors = {**shared, **further, **tensors}
             metadata = {**metadata, **numbers, **texts, **is_due}

@@ -152,7 +152,7 @@ def copied(
     taken: set[int] = set()
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = storage_key(tensor)
         if tensor.numel() == 0 or key not in made:
             old = into.get(name)
             if old is None or old.data_ptr() in taken or not _fits(old, tensor):
@@ -161,6 +161,11 @@ def copied(
             made[key] = old.copy_(tensor)
         result[name] = made[key]
     return result
+
+
+def storage_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common that are one under two names."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _fits(old: Tensor, tensor: Tensor) -> bool:

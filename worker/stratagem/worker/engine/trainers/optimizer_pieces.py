@@ -20,6 +20,7 @@ from stratagem.common.tensors.state_slices import ParameterSlice, SliceName
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.step.step_report import StepReport
+from stratagem.worker.engine.trainers.dealt_tensors import dealt_out
 from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.exchange.buckets.held_blocks import HeldBlocks
 from stratagem.worker.exchange.buckets.slice_owners import OwnedPart, SliceOwners
@@ -191,17 +192,30 @@ class OptimizerPieces:
         of the one before it."""
         return self._named_state(self._mirrored if of_mirror else self._pieces)
 
-    def own_parameters(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns the own slices of parameters by `ParameterSlice`, where only they are kept."""
-        if self.held is None:
-            return {}
-        by_param = {id(each.param): each for each in self._pieces}
-        named = {}
-        for place, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
-            each = by_param.get(id(tensor))
-            if each is not None:
-                full, shape = f"{state_format.MODEL}{name}", tuple(each.param.shape)
-                where = ParameterSlice(place, each.part.first, shape, full)
+    def part_of_model(
+        self, model: nn.Module, first_bytes: int, *, of_mirror: bool = False
+    ) -> dict[str, Tensor]:
+        """Returns what this member copies of the model, by `ParameterSlice`; or what the one before
+        it does: its slices of parameters, and of what is not divided its share by size.
+
+        first_bytes: what the first member copies beside.
+        """
+        by_param = {
+            id(each.param): each for each in (self._mirrored if of_mirror else self._pieces)
+        }
+        rank = self.mirrored_rank if of_mirror else self.rank
+        divided = {id(param) for param in self._params if param.numel()}
+        tensors = model.state_dict(keep_vars=True)
+        whole = {name: value for name, value in tensors.items() if id(value) not in divided}
+        dealt = dealt_out(whole, len(self.owners.parts), first_bytes)[rank]
+        named: dict[str, Tensor] = {}
+        for place, (name, tensor) in enumerate(tensors.items()):
+            full, each = f"{state_format.MODEL}{name}", by_param.get(id(tensor))
+            if name in dealt:
+                where = ParameterSlice(place, 0, tuple(tensor.shape), full)
+                named[str(where)] = tensor.detach()
+            elif each is not None:
+                where = ParameterSlice(place, each.part.first, tuple(each.param.shape), full)
                 named[str(where)] = each.piece.detach()
         return named
 

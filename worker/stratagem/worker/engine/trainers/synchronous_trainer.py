@@ -282,10 +282,11 @@ class Trainer:
     def copy_state(self, *, is_first: bool = True, into: Mapping[str, Tensor] = NOTHING) -> State:
         """Returns `state`, copied to the CPU: it does not change while training continues.
 
-        Also what this member alone holds; and of a party of which each member holds something
-        alone, only the first gives what all of them have. into: see `state_format.copied`.
+        Also what this member alone holds; and of a party of which each member holds residuals
+        alone, only the first gives what all of them have. Where each has a slice, each gives a part
+        of all, whichever it is. into: see `state_format.copied`.
         """
-        with_shared = is_first or not (self.is_sole_copy or self.pieces is not None)
+        with_shared = is_first or not self.is_sole_copy
         return self._saved.copied(self.step, with_shared=with_shared, into=into)
 
     def copy_mirror(self, into: Mapping[str, Tensor] = NOTHING) -> State | None:

@@ -78,24 +78,33 @@ class TrainerState:
         if self.pieces is None or not self.pieces.is_mirrored:
             return None
         tensors, metadata = self.live(step)
-        own, numbers = self.pieces.own_state(of_mirror=True)
-        is_of_first = self.pieces.mirrored_rank == 0
-        tensors = {**(tensors if is_of_first else {}), **own}
-        return state_format.copied(tensors, into), {**metadata, **numbers}
+        own, numbers = self._part(self.pieces, tensors, of_mirror=True)
+        return state_format.copied(own, into), {**metadata, **numbers}
 
     def copied(
         self, step: int, *, with_shared: bool, into: Mapping[str, Tensor] = state_format.NOTHING
     ) -> State:
-        """Copies on the CPU, also of residuals and of a slice of the optimizer's state.
-        with_shared: of what all members hold, too. into: see `state_format.copied`."""
+        """Copies on the CPU, also of residuals; of a state that is divided, this member's part.
+        with_shared: beside residuals also what all members hold. into: see `state_format.copied`.
+        """
         tensors, metadata = self.live(step)
         if self.pieces is not None and not self.pieces.holds_all:
-            own, numbers = self.pieces.own_state()
-            own = {**self.pieces.own_parameters(self.model), **own}
-            tensors, metadata = {**(tensors if with_shared else {}), **own}, {**metadata, **numbers}
+            tensors, numbers = self._part(self.pieces, tensors, of_mirror=False)
+            metadata = {**metadata, **numbers}
         if self.compressor is not None:
             tensors = {**(tensors if with_shared else {}), **self.compressor.state()}
         return state_format.copied(tensors, into), metadata
+
+    def _part(
+        self, pieces: OptimizerPieces, live: Mapping[str, Tensor], *, of_mirror: bool
+    ) -> State:
+        """What this member, or the one before it, copies of a state of which each copies a part."""
+        rest = {n: t for n, t in live.items() if not n.startswith(state_format.MODEL)}
+        num_bytes = sum(tensor.nbytes for tensor in rest.values())
+        model = pieces.part_of_model(self.model, num_bytes, of_mirror=of_mirror)
+        own, numbers = pieces.own_state(of_mirror=of_mirror)
+        is_first = (pieces.mirrored_rank if of_mirror else pieces.rank) == 0
+        return {**model, **(rest if is_first else {}), **own}, numbers
 
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
         """Puts a state in the place of the present one; after how many steps it was taken."""
