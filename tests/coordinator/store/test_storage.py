@@ -94,7 +94,10 @@ async def test_a_store_that_copies_no_more_is_told_to_who_submits(
             AsyncClient(address, patience_s=0.0) as client,
         ):
             server.always_of_copies = answer
-            with pytest.raises(error or UnavailableError, match=f"copying leaves/.* {answer} "):
+            with pytest.raises(
+                error or UnavailableError, match=f"copying leaves/.* {answer} "
+            ) as told:
                 await client.submit(job, "mine")
+            assert ("(CopyObject), which refuses that" in str(told.value)) == (error is not None)
             server.always_of_copies = None
             assert (await client.submit(job, "mine")).run_id == "mine"

@@ -122,8 +122,7 @@ class Objects:
         except UnavailableError as error:
             if error.__cause__ is None or not _LASTING.match(brief(error.__cause__)):
                 raise
-            text = f"{error}; states of earlier terms are copied inside the store (CopyObject)"
-            raise WrongStateError(text) from error
+            raise WrongStateError(str(error)) from error
 
     def signed(
         self, method: Literal["GET", "PUT"], names: Sequence[str], valid: timedelta
@@ -223,7 +222,7 @@ def brief(error: BaseException) -> str:
     """Return the server's message, else that of the library without its long second half, of which
     only what is wrong with a certificate stays."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
-    text = text.partition("Server returned non-2xx status code: ")[2] or text
+    text = (text.partition("Server returned non-2xx status code: ")[2] or text).rstrip(": ")
     text = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}…"
     fault = certificate_fault(str(error))
     return f"{text}: its certificate is refused: {fault}" if fault else text

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from stratagem.common.base.errors import IntegrityError, NotFoundError
+from stratagem.common.base.errors import IntegrityError, NotFoundError, WrongStateError
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.store.blobs.blob_store import MissingBlobError
 from stratagem.coordinator.store.blobs.object_store import (
@@ -203,7 +203,11 @@ class LeafObjects:
     def _copy(self, digest: Digest) -> None:
         """Make an object of this term of a sound copy. Raises MissingBlobError."""
         name = _name(digest, unique_name(self._term))
-        self._objects.copy(self._sound(digest, self._copies(digest)).name, name)
+        try:
+            self._objects.copy(self._sound(digest, self._copies(digest)).name, name)
+        except WrongStateError as error:
+            text = "a state of an earlier term has to be copied inside the store (CopyObject)"
+            raise WrongStateError(f"{text}, which refuses that: {error}") from error
         with self._claims.lock:
             self._own[digest] = name
 
