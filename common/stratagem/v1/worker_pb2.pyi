@@ -387,6 +387,7 @@ class ClientRoundPlan(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     KEPT_ROUNDS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     SECURE_MASK_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     num_clients: _builtins.int
@@ -395,6 +396,8 @@ class ClientRoundPlan(_message.Message):
     """As in TrainPlan, before this round."""
     clip_norm: _builtins.float
     """The update is the change to the base, as one vector of at most this 2-norm; 0: it is the state."""
+    place: _builtins.str
+    """As in GetStateRequest."""
     @_builtins.property
     def base(self) -> Global___StateRef: ...
     @_builtins.property
@@ -425,11 +428,12 @@ class ClientRoundPlan(_message.Message):
         rows: Global___RowPrivacy | None = ...,
         state: Global___ClientStateRef | None = ...,
         kept_rounds: _abc.Iterable[_builtins.int] | None = ...,
+        place: _builtins.str = ...,
         secure_mask: Global___SecureMask | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "rows", b"rows", "secure_mask", b"secure_mask", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "kept_rounds", b"kept_rounds", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "rows", b"rows", "secure_mask", b"secure_mask", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "client", b"client", "clip_norm", b"clip_norm", "kept_rounds", b"kept_rounds", "local_epochs", b"local_epochs", "num_clients", b"num_clients", "num_lr_reductions", b"num_lr_reductions", "place", b"place", "rows", b"rows", "secure_mask", b"secure_mask", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1323,6 +1327,8 @@ class ClientRoundResult(_message.Message):
     SPENT_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     STATE_LOST_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Weight of the update: the client's rows."""
     loss: _builtins.float
@@ -1341,6 +1347,10 @@ class ClientRoundResult(_message.Message):
     """SHA-256 of what the client keeps to itself; durable at its worker. "": it keeps nothing."""
     state_lost: _builtins.str
     """Why it did not begin from the state that the plan names. "": it did."""
+    manifest: _builtins.bytes
+    """The update, to a caller at the same place; it is open until the session is closed. GetState gives
+    the same. The manifest is a serialized Manifest, of at most 1 MiB.
+    """
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """As in TrainResult, of the client's own steps: "max_grad_norm", "skipped_steps"."""
@@ -1353,6 +1363,8 @@ class ClientRoundResult(_message.Message):
     def spent(self) -> Global___RowsSpent:
         """Where rows are protected."""
 
+    @_builtins.property
+    def file(self) -> _tensor_pb2.OpenFile: ...
     def __init__(
         self,
         *,
@@ -1370,10 +1382,12 @@ class ClientRoundResult(_message.Message):
         spent: Global___RowsSpent | None = ...,
         state_digest: _builtins.str = ...,
         state_lost: _builtins.str = ...,
+        manifest: _builtins.bytes = ...,
+        file: _tensor_pb2.OpenFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "loss_before", b"loss_before", "num_applied_steps", b"num_applied_steps", "spent", b"spent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "file", b"file", "loss_before", b"loss_before", "num_applied_steps", b"num_applied_steps", "spent", b"spent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "spent", b"spent", "state_digest", b"state_digest", "state_lost", b"state_lost", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before", "_num_applied_steps", b"_num_applied_steps", "file", b"file", "history_digest", b"history_digest", "is_loss_withheld", b"is_loss_withheld", "loss", b"loss", "loss_before", b"loss_before", "manifest", b"manifest", "metrics", b"metrics", "num_applied_steps", b"num_applied_steps", "num_history_parts", b"num_history_parts", "num_samples", b"num_samples", "num_steps", b"num_steps", "seconds", b"seconds", "spent", b"spent", "state_digest", b"state_digest", "state_lost", b"state_lost", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss_before: _TypeAlias = _typing.Literal["loss_before"]  # noqa: Y015
     _WhichOneofArgType__loss_before: _TypeAlias = _typing.Literal["_loss_before", b"_loss_before"]  # noqa: Y015

@@ -136,6 +136,18 @@ def test_a_leader_that_was_replaced_collects_nothing_of_its_successor(tmp_path: 
     assert successor.collect({next_one}, grace_s=0) == [digest_of(b"own")]
 
 
+def test_what_comes_after_a_collection_is_found_by_the_next_one(tmp_path: Path) -> None:
+    put(DirectoryBlobs(tmp_path), b"of an earlier process")
+    store = DirectoryBlobs(tmp_path)
+    assert store.collect(set(), grace_s=0) == [digest_of(b"of an earlier process")]
+    kept, dropped, garbage = (put(store, data) for data in (b"kept", b"dropped", b"garbage"))
+    for digest in (kept, dropped, garbage):
+        store.settle(digest)
+    store.drop(dropped)
+    assert store.collect({kept}, grace_s=0) == [garbage]
+    assert list(store.digests()) == [kept]
+
+
 def test_a_leader_that_is_frozen_while_it_collects_deletes_nothing_when_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,10 @@ import pytest
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.tensors.frames import crc32c
-from stratagem.common.tensors.manifest import to_proto
+from stratagem.common.tensors.manifest import Purpose, to_proto
 from stratagem.common.tensors.open_files import COPY_NAME, contents, offer, opened, place
+from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
 from tests.common.tensors.chunk_messages import iter_chunks
 from tests.jobs import LOSSES, user_model
@@ -324,6 +326,15 @@ async def test_one_client_round(w0: Worker) -> None:
     )
     said = await attend(w0, request, base)
     assert (said.result.client_round.num_samples, said.result.client_round.num_steps) == (25, 2)
+    assert not said.result.client_round.HasField("file"), "nobody near has asked"
     tensors, manifest = await fetch(w0, run_id, 1, "client1")
     assert (manifest.purpose.name, manifest.weight) == ("UPDATE", 25.0)
     assert all(name.startswith("model/") for name in tensors)
+    request.segment, request.client_round.place = 2, place()
+    done = (await attend(w0, request, base)).result.client_round
+    tensors, manifest = await fetch(w0, run_id, 2, "client1")
+    assert tensor_pb2.Manifest.FromString(done.manifest) == to_proto(manifest)
+    found = opened(done.file, COPY_NAME)
+    assert found is not None
+    data = b"".join(map(bytes, contents(found, done.file, manifest.total_bytes)))
+    assert data == b"".join(map(bytes, manifest_of(tensors, Purpose.UPDATE)[1]))

@@ -9,6 +9,7 @@ does not have the name it expects, so a peer cannot have it read other files. Mu
 import hashlib
 import os
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -78,24 +79,18 @@ def offer(
 
 
 class MemoryCopy:
-    """A copy of memory that is open until `close`."""
+    """A copy of memory that is open until `close`, or until nobody has it any more."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """Takes its time, so in a thread."""
         self._descriptor = os.memfd_create(COPY_NAME, os.MFD_CLOEXEC)
-        try:
-            for views in iter_views(buffers, piece_bytes=MAX_COPY_BYTES):
-                for view in views:
-                    _write(self._descriptor, view)
-        except BaseException:
-            self.close()
-            raise
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        for views in iter_views(buffers, piece_bytes=MAX_COPY_BYTES):
+            for view in views:
+                _write(self._descriptor, view)
 
     def offer(self) -> tensor_pb2.OpenFile:
         return offer(self._descriptor)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _write(descriptor: int, view: memoryview) -> None:
@@ -164,3 +159,14 @@ def contents(descriptor: int, file: tensor_pb2.OpenFile, total_bytes: int) -> It
             yield piece
     finally:
         os.close(descriptor)
+
+
+def readable(file: tensor_pb2.OpenFile, name: str, total_bytes: int) -> Iterator[memoryview] | None:
+    """Return the bytes that are offered, see `opened` and `contents`; None where they cannot be
+    read and must be asked for."""
+    try:
+        found = opened(file, name)
+    except UnreadableFileError:
+        leave_place()
+        return None
+    return None if found is None else contents(found, file, total_bytes)

@@ -62,6 +62,11 @@ class WorkerLink:
             self._channel = _TunnelChannel(self._channel, lambda: relay.check_open(member))
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
+    @property
+    def place(self) -> str:
+        """Return where this process is, for a worker that may name files to be read; else ""."""
+        return place() if self.is_near else ""
+
     def fence(self, membership: int) -> types_pb2.Fence:
         """Return the term and the membership that this coordinator believes to be current."""
         return types_pb2.Fence(term=self._term, membership=membership)
@@ -126,7 +131,7 @@ class WorkerLink:
                 offset=offset,
                 base=base,
                 of_mirror=of_mirror,
-                place=place() if self.is_near and not offset else "",
+                place="" if offset else self.place,
             )
 
         return lambda offset: self.stub.GetState(request(offset))

@@ -6,7 +6,7 @@ Run in the torch thread.
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
@@ -18,7 +18,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.secure_aggregation.transcripts import SecureRound
 from stratagem.common.strategy import Federated
-from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose
+from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto
+from stratagem.common.tensors.open_files import MAX_COPY_BYTES, MemoryCopy, is_near
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy.clip_update import clipped_change
@@ -36,6 +37,8 @@ from stratagem.worker.session.work_statistics import ClientSteps
 
 NUM_UPDATES: Final = 1
 """A worker may play many clients, so each keeps its latest update only."""
+MAX_MANIFEST_BYTES: Final = 2**20
+"""Of a manifest that is told with a result: a message has its limit."""
 MAX_RUNNERS: Final = 4
 """Jobs of one run that keep a model for their clients: each costs one."""
 
@@ -82,11 +85,24 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
     if work.admission is not None:
         costs = {} if trained.rows is None else trained.rows.costs
         work.admission.update(update.manifest, update.buffers, done.num_samples, costs)
+    elif is_near(plan.place):
+        update = _offered(update, result)
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
     result.state_digest, result.state_lost = state_digest, kept.lost
     result.num_history_parts, result.history_digest = trained.history.end()
     failpoint("worker.round.trained")
     return result
+
+
+def _offered(update: Frozen, result: pb.ClientRoundResult) -> Frozen:
+    """Offer a small update with the result: nobody has to ask for it then."""
+    manifest = to_proto(update.manifest).SerializeToString()
+    if update.manifest.total_bytes > MAX_COPY_BYTES or len(manifest) > MAX_MANIFEST_BYTES:
+        return update
+    copy = MemoryCopy(update.buffers)
+    result.manifest = manifest
+    result.file.CopyFrom(copy.offer())
+    return replace(update, copy=copy)
 
 
 def _train(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import NotFoundError, UnavailableError
 from stratagem.common.tensors.manifest import Manifest, Purpose
+from stratagem.common.tensors.open_files import MemoryCopy
 from stratagem.common.tensors.torch_codec import manifest_of
 
 NUM_SNAPSHOTS: Final = 2
@@ -34,6 +35,8 @@ class Frozen:
     """What no other state has; whoever has got this one can name it."""
     reusable: Mapping[str, Tensor] = field(default_factory=dict)
     """Its tensors, where a later snapshot may be copied into them when nobody needs this one."""
+    copy: MemoryCopy | None = field(default=None, compare=False)
+    """Open for who is near for as long as this state is here."""
     mirror: "Frozen | None" = None
     """The part that the member before this one has of the same state, where it is here, too."""
 

@@ -38,6 +38,7 @@ from stratagem.coordinator.effects.federated.client_states import (
 from stratagem.coordinator.effects.federated.client_steps import RecordedRound, party_of
 from stratagem.coordinator.effects.federated.coded_client_update import commit_update
 from stratagem.coordinator.effects.federated.late_counts import count_if_late, report_update
+from stratagem.coordinator.effects.federated.offered_update import offered_update
 from stratagem.coordinator.effects.secure_aggregation.masked_sum import masked_manifest
 from stratagem.coordinator.effects.synchronous.coded_gradients import codec_of
 from stratagem.coordinator.effects.synchronous.run_segment import of_training
@@ -64,6 +65,7 @@ async def train_client(env: EffectContext, effect: TrainClient) -> None:
         state=client_state_ref(effect.state),
         kept_rounds=kept_rounds(env, effect),
         secure_mask=_secure_mask(effect),
+        place=env.links.to(effect.member, env.state).place,
     )
     if effect.rows is not None:
         try:
@@ -268,18 +270,24 @@ async def _pull_to_spool(
         return offload.write
 
     limits = Limits(max_total_bytes=env.settings.max_state_bytes)
+    codecs = ("", codec_of(decoding.job))
     try:
         with _announced(offset, manifests):
-            await pull(
-                link.snapshot(_session(effect), effect.round_num),
-                accept,
-                limits=limits,
-                purpose=Purpose.UPDATE,
-                offset=offset,
-                codecs=("", codec_of(decoding.job)),
-                keep_up=offload.keep_up,
-                take=offload.take,
-            )
+            near = None if offset else offered_update(result, limits, codecs)
+            if near is not None:
+                accept(near.manifest)
+                await offload.take(0, near.pieces)
+            else:
+                await pull(
+                    link.snapshot(_session(effect), effect.round_num),
+                    accept,
+                    limits=limits,
+                    purpose=Purpose.UPDATE,
+                    offset=offset,
+                    codecs=codecs,
+                    keep_up=offload.keep_up,
+                    take=offload.take,
+                )
         await offload.finish()
         key = _key(env, effect)
         return await env.in_thread(

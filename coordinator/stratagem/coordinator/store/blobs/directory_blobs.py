@@ -76,6 +76,9 @@ class DirectoryBlobs:
         self._temporary = root / "tmp"
         self._verified: dict[Digest, tuple[_Identity, Sums]] = {}
         self._claims = Claims(monotonic)
+        self._present: set[Digest] | None = None
+        """What there is to collect: to look into all folders takes some milliseconds, which is as
+        long as it takes to write a small state."""
         self._lock = threading.Lock()  # a blob is not collected while it is being named
         root.parent.mkdir(parents=True, exist_ok=True)
         make_folder(root)
@@ -152,11 +155,11 @@ class DirectoryBlobs:
 
         Raises StaleError when another coordinator has opened the folder since.
         """
-        collected = []
-        for digest in self.digests():
-            if digest not in live and self._delete(digest, grace_s):
-                collected.append(digest)
-        return collected
+        with self._lock:
+            if self._present is None:
+                self._present = set(self.digests())
+            garbage = sorted(self._present - set(live))
+        return [digest for digest in garbage if self._delete(digest, grace_s)]
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:
         """Give a complete file its name. One of the same name is replaced by its equal."""
@@ -172,6 +175,8 @@ class DirectoryBlobs:
             failpoint("coordinator.blobs.after_rename")
             self._claims.add(digest)
             self._verified[digest] = _identity(file.descriptor), sums
+            if self._present is not None:
+                self._present.add(digest)
 
     def drop(self, digest: Digest) -> None:
         """Delete a blob, if it is there; readers that have it open can continue."""
@@ -223,6 +228,8 @@ class DirectoryBlobs:
         self._path(digest).unlink(missing_ok=True)
         self._claims.forget(digest)
         self._verified.pop(digest, None)
+        if self._present is not None:
+            self._present.discard(digest)
 
     def _path(self, digest: Digest) -> Path:
         if not _DIGEST.fullmatch(digest):
