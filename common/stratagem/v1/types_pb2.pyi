@@ -260,6 +260,7 @@ class Environment(_message.Message):
     CUDA_DEVICES_FIELD_NUMBER: _builtins.int
     STATE_FOLDER_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
+    STATE_FOLDER_PROBLEM_FIELD_NUMBER: _builtins.int
     open_files_limit: _builtins.int
     malloc: _builtins.str
     """What was done to the allocator."""
@@ -280,6 +281,8 @@ class Environment(_message.Message):
     `store-id`); empty where it has no such setting, or where there is no name.
     """
     store_id: _builtins.str
+    state_folder_problem: _builtins.str
+    """Why that folder cannot be looked into, such as "is not there"; empty where it can."""
     @_builtins.property
     def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Versions of installed packages, and of "python"."""
@@ -310,10 +313,11 @@ class Environment(_message.Message):
         cuda_devices: _abc.Iterable[_builtins.str] | None = ...,
         state_folder: _builtins.str = ...,
         store_id: _builtins.str = ...,
+        state_folder_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "certificate", b"certificate", "certificate_expires_s", b"certificate_expires_s", "certificate_problem", b"certificate_problem", "cuda_devices", b"cuda_devices", "data_dir", b"data_dir", "data_free_bytes", b"data_free_bytes", "data_total_bytes", b"data_total_bytes", "fsync_s", b"fsync_s", "malloc", b"malloc", "open_files_limit", b"open_files_limit", "packages", b"packages", "shared_memory_bytes", b"shared_memory_bytes", "state_folder", b"state_folder", "store_id", b"store_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "certificate", b"certificate", "certificate_expires_s", b"certificate_expires_s", "certificate_problem", b"certificate_problem", "cuda_devices", b"cuda_devices", "data_dir", b"data_dir", "data_free_bytes", b"data_free_bytes", "data_total_bytes", b"data_total_bytes", "fsync_s", b"fsync_s", "malloc", b"malloc", "open_files_limit", b"open_files_limit", "packages", b"packages", "shared_memory_bytes", b"shared_memory_bytes", "state_folder", b"state_folder", "state_folder_problem", b"state_folder_problem", "store_id", b"store_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,7 +105,7 @@ def test_a_worker_whose_coordinator_has_no_port(
     worker_says: Callable[..., tuple[int, str, list[str]]], address: str
 ) -> None:
     status, out, (line,) = worker_says("--name", "w", "--coordinator", address)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert line.endswith(addressed(address))
 
 

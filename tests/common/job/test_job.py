@@ -26,6 +26,7 @@ from stratagem.common.job import (
     ScheduleSpec,
     with_fields,
 )
+from stratagem.common.job.optimizer.optimizer_section import check_optimizer
 from stratagem.common.job.search_section import read_short_form
 from stratagem.common.strategy import (
     AllReduce,
@@ -259,6 +260,29 @@ def test_names_that_an_earlier_version_accepted_are_read_from_its_journal() -> N
         JobSpec.from_json(changed)
     with limits.lifted():
         assert JobSpec.from_json(changed).loss.name == "their_loss"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"clip": 1.0}, "clip: unknown key; did you mean optimizer.clip_norm or privacy.clip?"),
+        ({"clip_norm": 1.0}, "clip_norm: unknown key; did you mean optimizer.clip_norm?"),
+        ({"precision": "Mixed"}, "precision: unknown key; did you mean execution.precision?"),
+        ({"lr": 0.1}, "lr: unknown key; did you mean optimizer.lr?"),
+        ({"optimiser": {}}, "optimiser: unknown key; did you mean optimizer?"),
+    ],
+)
+def test_an_unknown_key_is_led_to_the_section_that_has_it(
+    sections: dict[str, Any], said: str
+) -> None:
+    assert said in wrong({**MINIMAL, **sections})
+
+
+def test_an_unknown_keyword_is_led_to_the_key_of_the_optimizer() -> None:
+    spec = OptimizerSpec.model_validate({"name": "sgd", "lr": 0.1, "clip": 1.0})
+    (violation,) = check_optimizer(spec)
+    text = "optimizer.clip: 1.0, but sgd takes no 'clip'; did you mean clip_norm?; it takes damp"
+    assert str(violation).startswith(text)
 
 
 def test_all_wrong_fields_are_named_at_once() -> None:

@@ -55,9 +55,28 @@ def test_a_worker_refuses_them_too() -> None:
         from_command_line(["--coordinator", "127.0.0.1:1", "--max-calls", "10"])
 
 
-def test_the_process_ends_with_the_reason_and_no_traceback() -> None:
-    command = [sys.executable, "-m", "stratagem.coordinator", "--worker-ttl-s", "1"]
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["coordinator", "--worker-ttl-s", "1"],
+            "--worker-ttl-s is 1 and must be at least 2.4 times --heartbeat",
+        ),
+        (["restore", "backup", "--max-uploads", "-1"], "stratagem restore: --max-uploads: "),
+        (
+            ["worker", "--coordinator", "127.0.0.1:1", "--for-run", "bad id!"],
+            "--for-run: run_id: 'bad id!' is not 1 to 64 of a-z, 0-9, '-'",
+        ),
+        (["worker", "--coordinator", "127.0.0.1:1", "--log-level", "x"], "--log-level: 'x'"),
+        (["worker", "--coordinator", "127.0.0.1:1", "--no-such"], "unrecognized arguments"),
+    ],
+    ids=lambda each: each[-1] if isinstance(each, list) else "",
+)
+def test_wrong_settings_end_a_process_with_2_the_reason_and_no_traceback(
+    words: list[str], problem: str
+) -> None:
+    command = [sys.executable, "-m", "stratagem.program", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == 1
-    assert "--worker-ttl-s is 1 and must be at least 2.4 times --heartbeat" in ended.stderr
+    assert ended.returncode == 2
+    assert problem in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -37,8 +37,20 @@ def test_a_folder_that_is_not_the_coordinators_is_named(
     assert line["reason"].startswith(said.format(tmp_path))
 
 
+def test_a_folder_that_cannot_be_looked_into_is_said_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, problem in (("gone", "is not there"), ("file", "cannot be read: Not a directory")):
+        folder = StateFolder(tmp_path / name)
+        with capture_logs() as lines:
+            say_mismatch(folder, "ours")
+        text = f"--state-folder {tmp_path / name} {problem}, and the coordinator's has ours"
+        assert [line["reason"] for line in lines] == [text]
+        assert surroundings(None, PLAINTEXT, folder).state_folder_problem == problem
+
+
 def test_the_doctor_is_told_what_is_seen(tmp_path: Path) -> None:
     (tmp_path / "store-id").write_text("theirs\n")
     seen = surroundings(None, PLAINTEXT, StateFolder(tmp_path))
     assert (seen.state_folder, seen.store_id) == (str(tmp_path), "theirs")
+    assert seen.state_folder_problem == ""
     assert surroundings(None, PLAINTEXT).state_folder == ""

@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.worker.process import worker_main
 from tests.worker.site.jobs import ANY, site_of
 
 pytestmark = pytest.mark.core
 
 
-def started(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+def started(capfd: pytest.CaptureFixture[str], *flags: str, status: int = MISTAKEN) -> str:
     """What a worker says that does not start."""
-    assert worker_main.main(["--coordinator", "127.0.0.1:1", "--name", "w", *flags]) == 1
+    assert worker_main.main(["--coordinator", "127.0.0.1:1", "--name", "w", *flags]) == status
     return capfd.readouterr().err
 
 
@@ -40,5 +41,5 @@ def test_a_wrong_file_is_said_before_anything_starts(
     site_of(tmp_path, ANY)
     file = tmp_path / "site.toml"
     file.write_text(f"{file.read_text()}max_rounds = 0\n")
-    said = started(capfd, "--site", str(file))
+    said = started(capfd, "--site", str(file), status=1)
     assert f"stratagem worker: --site {file}: accept[0].max_rounds: 0 is not allowed" in said

@@ -150,7 +150,9 @@ def states(
     """Yield whether a worker sees the coordinator's folder of states, where one of them has such a
     folder. may_see: whether it could: it is on a trusted network."""
     folder = environment.state_folder
-    problem = folder_mismatch(folder, environment.store_id, store_id)
+    problem = folder_mismatch(
+        folder, environment.store_id, store_id, environment.state_folder_problem
+    )
     if not problem:
         if folder:
             yield Finding("states", name, Level.OK, f"sees the coordinator's at {folder}")

@@ -46,6 +46,16 @@ class StateFolder:
         except OSError:
             return ""
 
+    def problem(self) -> str:
+        """Return why the folder cannot be looked into; "" where it can."""
+        try:
+            os.scandir(self.root).close()
+        except FileNotFoundError:
+            return "is not there"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return ""
+
     def copies(self, digest: Digest) -> list[Path]:
         """Return the files that have a leaf, the newest first."""
         folder = self.leaves / digest[:2]
@@ -125,12 +135,12 @@ def digest_and_upload(name: str) -> tuple[Digest, str]:
     return Digest(name[:_DIGEST_CHARS]), name[_DIGEST_CHARS + 1 :]
 
 
-def folder_mismatch(folder: str, found_id: str, meant_id: str) -> str:
+def folder_mismatch(folder: str, found_id: str, meant_id: str, problem: str = "") -> str:
     """Return why a worker does not see the folder of states that its coordinator means; "" where it
     does, and where neither has one.
 
     folder: as the worker was told, and found_id: what is there; both "" without. meant_id: that of
-    the coordinator, "" where it has none that workers may write to.
+    the coordinator, "" where it has none that workers may write to. problem: that of the folder.
     """
     if not folder:
         ours = f"the coordinator's folder of states (store-id {meant_id})"
@@ -139,8 +149,8 @@ def folder_mismatch(folder: str, found_id: str, meant_id: str) -> str:
         return f"--state-folder {folder}: the coordinator has no folder of states for workers"
     if found_id == meant_id:
         return ""
-    found = f"store-id {found_id}" if found_id else "no store-id"
-    return f"--state-folder {folder} has {found}, and the coordinator's has {meant_id}"
+    found = problem or f"has {f'store-id {found_id}' if found_id else 'no store-id'}"
+    return f"--state-folder {folder} {found}, and the coordinator's has {meant_id}"
 
 
 def _write(descriptor: int, view: memoryview) -> None:

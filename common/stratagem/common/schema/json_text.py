@@ -7,7 +7,7 @@ that suggests a name for a misspelt one. Knows nothing of what a document means.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +19,8 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 2**16
 """In one text; a megabyte of brackets would else take its reader many seconds."""
+_MAX_PATHS: Final = 3
+"""That a sentence suggests."""
 
 
 def load_json(text: str, field: str = "") -> JSON:
@@ -162,10 +164,17 @@ def not_one_of(value: object, known: Iterable[str]) -> str:
     return f"{value!r} is not one of {', '.join(names)}{hint}"
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The sentence for a key that a strict document does not have."""
+def unknown_key(key: str, known: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
+    """The sentence for a key that a strict document does not have.
+
+    elsewhere: paths of keys in its sections that may be meant; one of the very name is likelier
+    than a similar name here.
+    """
     names = tuple(known)
-    return f"unknown key{suggest(key, names) or '; known: ' + (', '.join(names) or 'none')}"
+    there = f"; did you mean {' or '.join(elsewhere[:_MAX_PATHS])}?" if elsewhere else ""
+    is_exact = any(path.endswith(f".{key}") for path in elsewhere)
+    hint = there if is_exact else suggest(key, names) or there
+    return f"unknown key{hint or '; known: ' + (', '.join(names) or 'none')}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

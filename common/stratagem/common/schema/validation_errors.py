@@ -6,7 +6,8 @@ put under the field that holds it. Pydantic's own messages never leave this modu
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, get_args
+from types import UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -77,7 +78,7 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
         return under(path, cause.violations or [Violation("", str(cause))])
     kind, value = details["type"], details["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return [Violation(path, unknown_key(path, fields))]
+        return [Violation(path, unknown_key(path, fields, _elsewhere(path, fields)))]
     if kind == "missing":
         unknown = [key for key in value if key not in fields] if isinstance(value, Mapping) else []
         hint = suggest(path, unknown).replace("did you mean", "is it")
@@ -88,6 +89,28 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
     if info and (kind.startswith("union_tag") or kind == "model_attributes_type"):
         return [_wrong_tag(details, path, info)]
     return [Violation(path, _sentence(details, info))]
+
+
+def _elsewhere(key: str, fields: Mapping[str, FieldInfo]) -> list[str]:
+    """The paths at which the classes inside this one have a key of this name, or of a name that
+    begins with it."""
+    found = dict.fromkeys(
+        join(name, inner)
+        for name, info in fields.items()
+        for cls in _classes_beside(info.annotation)
+        for inner in cls.__pydantic_fields__
+        if inner == key or inner.startswith(f"{key}_")
+    )
+    return list(found)
+
+
+def _classes_beside(annotation: Any) -> Iterator[Any]:
+    """The classes whose keys a field may have; not those of the items of a list."""
+    if hasattr(annotation, "__pydantic_fields__"):
+        yield annotation
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        for part in get_args(annotation):
+            yield from _classes_beside(part)
 
 
 def _place(details: ErrorDetails, cls: Any) -> tuple[str, FieldInfo | None]:

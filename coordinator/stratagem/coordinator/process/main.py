@@ -19,6 +19,7 @@ from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
 from stratagem.common.process.malloc import tune_malloc
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
@@ -48,7 +49,8 @@ def main() -> None:
     try:
         settings = Settings()
     except ValidationError as error:
-        sys.exit(told("stratagem coordinator", error))
+        print(told("stratagem coordinator", error), file=sys.stderr)
+        sys.exit(MISTAKEN)
     setup_logging("coordinator", settings.log_level, settings.log_json)
     log.info("malloc", tuning=tune_malloc())
     log.info("descriptors", limit=raise_descriptor_limit())

@@ -21,6 +21,7 @@ from stratagem.common.base.errors import (
     StratagemError,
 )
 from stratagem.common.base.ids import Digest, check_digest
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.common.process.settings_rules import told
 from stratagem.common.tensors.safetensors_file import from_file, read_header
 from stratagem.coordinator.app.storage import Storage
@@ -45,7 +46,8 @@ def main() -> None:
     try:
         settings = RestoreSettings()  # type: ignore[call-arg]
     except ValidationError as error:
-        sys.exit(told("stratagem restore", error))
+        print(told("stratagem restore", error), file=sys.stderr)
+        sys.exit(MISTAKEN)
     try:
         term, num_blobs = restore(settings)
     except (OSError, StratagemError) as error:

@@ -29,6 +29,7 @@ from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import identify, setup_logging
 from stratagem.common.process.file_descriptors import raise_descriptor_limit
+from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.common.process.settings_rules import told
 from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.channel import open_channel
@@ -80,10 +81,10 @@ def main(arguments: list[str], malloc: str = "") -> int:
         site = _site(settings)
     except ValidationError as error:
         print(told("stratagem worker", error), file=sys.stderr)
-        return 1
+        return MISTAKEN
     except InvalidInputError as error:
         print(f"stratagem worker: {error}", file=sys.stderr)
-        return 1
+        return 1  # of a device or a file of this machine, which may be there at the next start
     setup_logging(f"worker {settings.worker_id}", settings.log_level, settings.log_json)
     identify(worker_id=settings.worker_id)
     log.info("allocator", result=malloc or "untouched")

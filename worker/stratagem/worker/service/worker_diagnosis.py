@@ -55,15 +55,20 @@ def surroundings(
         environment.cuda_devices.extend(names)
     if folder is not None:
         environment.state_folder, environment.store_id = str(folder.root), folder.store_id()
+        environment.state_folder_problem = folder.problem()
     return environment
 
 
 def say_mismatch(folder: StateFolder | None, store_id: str) -> None:
     """Say in the log where this worker does not see the folder of states that the coordinator
     means: that would show in how long commits take, and in the coordinator's log. Blocking."""
-    root, found_id = ("", "") if folder is None else (str(folder.root), folder.store_id())
-    if problem := folder_mismatch(root, found_id, store_id):
-        log.warning("states are relayed", reason=problem)
+    if folder is None:
+        reason = folder_mismatch("", "", store_id)
+    else:
+        found = folder.store_id()
+        reason = folder_mismatch(str(folder.root), found, store_id, folder.problem())
+    if reason:
+        log.warning("states are relayed", reason=reason)
 
 
 async def probe(proof: Proof, worker_id: str, address: str) -> types_pb2.PeerProbe:

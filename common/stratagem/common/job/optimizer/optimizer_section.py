@@ -194,15 +194,19 @@ def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:
 def _check_rule(rule: UpdateRuleSpec, path: str) -> Iterator[Violation]:
     if rule.name is not None and rule.name.lower() not in KEYWORDS:
         yield Violation(f"{path}.name", not_one_of(rule.name, sorted(KEYWORDS)))
-    yield from _check_keywords(rule.name, rule.kwargs, path)
+    own = [field for field in type(rule).model_fields if field != "kwargs"]
+    yield from _check_keywords(rule.name, rule.kwargs, path, own)
 
 
-def _check_keywords(name: str | None, kwargs: Mapping[str, Any], path: str) -> Iterator[Violation]:
+def _check_keywords(
+    name: str | None, kwargs: Mapping[str, Any], path: str, own: Sequence[str] = ()
+) -> Iterator[Violation]:
+    """own: the keys of the section beside those that the optimizer takes."""
     known = KEYWORDS.get((name or "").lower())
     for key, value in kwargs.items():
         if known is not None and key not in known:
             allowed = ", ".join(sorted(known))
-            text = f"{value!r}, but {name} takes no {key!r}{suggest(key, known)}"
+            text = f"{value!r}, but {name} takes no {key!r}{suggest(key, (*known, *own))}"
             yield Violation(f"{path}.{key}", f"{text}; it takes {allowed}")
         elif known is not None and (why := why_no_value((name or "").lower(), key, value)):
             yield Violation(f"{path}.{key}", why)
