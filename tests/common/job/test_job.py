@@ -27,7 +27,7 @@ from stratagem.common.job import (
     with_fields,
 )
 from stratagem.common.job.optimizer.optimizer_section import check_optimizer
-from stratagem.common.job.search_section import read_short_form
+from stratagem.common.job.optimizer.search_section import read_short_form
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,

@@ -1,0 +1,327 @@
+"""The rules of a job that concern several of its sections at once.
+
+Each section checks what is its own; what several say together is checked here once all of them are
+read, so that all that is wrong is told at once.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stratagem.common.base.errors import Violation
+from stratagem.common.job.accumulation import check_accumulation
+from stratagem.common.job.compression_section import exchanged_codec, why_not_compressed
+from stratagem.common.job.evaluation.followed_metric import check_followed
+from stratagem.common.job.evaluation_only import check_evaluating
+from stratagem.common.job.federation.client_state_rules import check_client_state
+from stratagem.common.job.federation.secure_rules import check_secure_aggregation
+from stratagem.common.job.initial_state import check_resumed
+from stratagem.common.job.interval import Unit
+from stratagem.common.job.nested_strategies import effective, flat
+from stratagem.common.job.objective.step_checks import check_objective
+from stratagem.common.job.objective.turns_section import check_turns
+from stratagem.common.job.optimizer.control_rules import check_control_of
+from stratagem.common.job.optimizer.hyperparameter_schedule import check_schedule
+from stratagem.common.job.optimizer.local_step_rules import OF_ONE_MODEL, check_local_steps
+from stratagem.common.job.optimizer.partition_rules import (
+    OF_WHOLE_GRADIENTS,
+    OF_WHOLE_PARAMETERS,
+    check_partition,
+)
+from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
+from stratagem.common.job.optimizer.weighing_rules import check_weighing_of
+from stratagem.common.job.optimizer.weight_average_section import (
+    reason_against as why_not_averaged,
+)
+from stratagem.common.job.phases_section import reason_against
+from stratagem.common.job.privacy_section import check_privacy
+from stratagem.common.job.stream_rules import against_streams, says_stream
+from stratagem.common.strategy import (
+    DIRECT_ALL_REDUCE,
+    Custom,
+    Federated,
+    Local,
+    PopulationBased,
+    all_reduce_of,
+)
+from stratagem.common.strategy.regions import are_named
+
+if TYPE_CHECKING:
+    from stratagem.common.job.spec import JobSpec
+
+
+def violations_of(job: "JobSpec") -> list[Violation]:
+    """Return what is wrong with a job whose sections are right, each by itself."""
+    if job.only_evaluates:
+        return [
+            *check_objective(job),
+            *check_evaluating(job),
+            *_federated_only(job),
+            *_execution(job),
+        ]
+    return [
+        *_missing(job),
+        *check_objective(job),
+        *check_turns(job),
+        *_length(job),
+        *_federated_only(job),
+        *_population_only(job),
+        *_units(job),
+        *_recording(job),
+        *check_schedule(job, _num_steps(job)),
+        *check_resumed(job.initial, job.strategy, _num_steps(job)),
+        *check_followed(job.strategy, job.evaluation, _plateau(job)),
+        *_graph_strategy(job),
+        *_order_of_sums(job),
+        *_compression(job),
+        *check_accumulation(job),
+        *_execution(job),
+        *_phases(job),
+        *_weight_average(job),
+        *_local_steps(job),
+        *_partition(job),
+        *check_privacy(job),
+        *_weighing(job),
+        *check_client_state(
+            job.strategy,
+            is_at_workers=job.data.worker_local is not None,
+            is_private=job.privacy is not None,
+            is_evaluated=job.evaluation is not None,
+        ),
+        *_secure_aggregation(job),
+        *(against_streams(job) if says_stream(job) else ()),
+    ]
+
+
+def _weighing(job: "JobSpec") -> Iterator[Violation]:
+    has = {
+        "privacy": job.privacy is not None,
+        "data.streams": says_stream(job),
+        "turns": job.turns is not None,
+        "hyperparameter_schedule": job.hyperparameter_schedule is not None,
+        "compression.codec": job.compression is not None and job.compression.codec != "none",
+    }
+    sections = [name for name, is_given in has.items() if is_given]
+    yield from check_weighing_of(job.strategy, job.optimizer, sections)
+    yield from check_control_of(job.strategy, job.optimizer, sections)
+
+
+def _plateau(job: "JobSpec") -> ScheduleSpec | None:
+    return None if job.optimizer is None else job.optimizer.plateau
+
+
+def _num_steps(job: "JobSpec") -> int | None:
+    return job.strategy.rounds if isinstance(job.strategy, Federated) else job.steps
+
+
+def _missing(job: "JobSpec") -> list[Violation]:
+    needed = ("batch_size",) if job.turns is not None else ("optimizer", "batch_size")
+    return [Violation(name, "missing") for name in needed if getattr(job, name) is None]
+
+
+def _length(job: "JobSpec") -> list[Violation]:
+    given = [name for name in ("epochs", "steps") if getattr(job, name) is not None]
+    kind = type(job.strategy).__name__
+    match job.strategy:
+        case Federated():
+            text = "has no meaning under Federated; strategy.rounds and options.local_epochs have"
+            return [Violation(name, text) for name in given]
+        case PopulationBased():
+            text = "has no meaning under PopulationBased; steps_per_generation has"
+            return [Violation(name, text) for name in given]
+        case Custom() if not given:
+            return []  # the plug-in may count in units of its own
+        case _ if not given:
+            return [Violation("epochs", f"missing; {kind} needs epochs or steps")]
+        case _ if len(given) == 2:
+            return [Violation("steps", "epochs is set already; only one of the two may be")]
+        case _:
+            return []
+
+
+def _federated_only(job: "JobSpec") -> list[Violation]:
+    violations = []
+    federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
+    if job.partition and not federated and job.partition.client is None:
+        violations.append(
+            Violation("partition", f"belongs to Federated only; the strategy is {kind}")
+        )
+    if job.partition and federated and job.partition.client is not None:
+        violations.append(Violation("partition.client", "has no meaning under Federated itself"))
+    if federated and job.data.order is not None and job.data.order.by != "shuffle":
+        text = "is not allowed with strategy Federated, whose clients shuffle their own rows"
+        violations.append(Violation("data.order", text))
+    if job.data.worker_local and not federated:
+        text = f"belongs to Federated only; the strategy is {kind}"
+        violations.append(Violation("data.worker_local", text))
+    regions = job.strategy.options.regions if isinstance(job.strategy, Federated) else None
+    if not job.data.worker_local and are_named(regions or {}):
+        text = "names sites, which are workers with rows of their own; give data.worker_local, or "
+        violations.append(Violation("strategy.options.regions", text + "numbers of clients"))
+    if job.partition and job.data.worker_local and federated:
+        violations.append(Violation("partition", "worker_local data is divided by where it is"))
+    return violations
+
+
+def _population_only(job: "JobSpec") -> list[Violation]:
+    if isinstance(job.strategy, PopulationBased):
+        return _population_needs(job)
+    kind = type(job.strategy).__name__
+    text = f"belongs to PopulationBased only; the strategy is {kind}"
+    return [
+        Violation(name, text)
+        for name in ("search_space", "steps_per_generation")
+        if getattr(job, name) is not None
+    ]
+
+
+def _population_needs(job: "JobSpec") -> list[Violation]:
+    violations = []
+    if job.search_space is None or not job.search_space.dimensions:
+        text = "missing; PopulationBased needs hyperparameters to explore"
+        violations.append(Violation("search_space", text))
+    if job.steps_per_generation is None:
+        text = "missing; the optimizer steps of one generation"
+        violations.append(Violation("steps_per_generation", text))
+    if job.evaluation is None or job.evaluation.best is None:
+        text = "missing; PopulationBased needs a metric to compare members by"
+        violations.append(Violation("evaluation.best", text))
+    if job.checkpoint.every is not None:
+        text = "is not allowed; members are committed after every generation"
+        violations.append(Violation("checkpoint.every", text))
+    return violations
+
+
+def _recording(job: "JobSpec") -> list[Violation]:
+    """What would be recorded of nobody."""
+    if job.recording is None or not job.recording.client_steps:
+        return []
+    strategy, where = job.strategy, "recording.client_steps"
+    if isinstance(strategy, PopulationBased):
+        strategy = strategy.options.inner or Local()
+    is_client = job.partition is not None and job.partition.client is not None
+    kind = type(strategy).__name__
+    if not isinstance(strategy, Federated | Custom) and not is_client:
+        return [Violation(where, f"belongs to Federated only; the strategy is {kind}")]
+    if not job.recording.steps:
+        return [Violation(where, "needs recording.steps")]
+    return []
+
+
+def _units(job: "JobSpec") -> list[Violation]:
+    violations = []
+    federated, kind = isinstance(job.strategy, Federated), type(job.strategy).__name__
+    allowed: tuple[Unit, ...] = ("round",) if federated else ("step", "epoch")
+    if isinstance(job.strategy, PopulationBased):
+        allowed = ("generation",)
+    if isinstance(job.strategy, Custom):
+        allowed = ("step", "epoch", "round")
+    for name, every in (
+        ("evaluation.every", job.evaluation.every if job.evaluation else None),
+        ("checkpoint.every", job.checkpoint.every),
+    ):
+        if every is not None and every.unit not in allowed:
+            units = " or ".join(f"{unit}s" for unit in allowed)
+            violations.append(
+                Violation(name, f"'{every}' is not allowed; {kind} counts in {units}")
+            )
+    return violations
+
+
+def _order_of_sums(job: "JobSpec") -> list[Violation]:
+    how = all_reduce_of(job.strategy)
+    if how == DIRECT_ALL_REDUCE or not job.execution.deterministic:
+        return []
+    text = f"{how} adds in an order that depends on the workers; set execution.deterministic: false"
+    return [Violation("strategy.options.all_reduce", text)]
+
+
+def _secure_aggregation(job: "JobSpec") -> Iterator[Violation]:
+    return check_secure_aggregation(
+        job.strategy,
+        is_coded=job.compression is not None and job.compression.codec != "none",
+        is_private=job.privacy is not None,
+        evaluates_at_clients=job.evaluation is not None and job.data.worker_local is not None,
+        records_clients=job.recording is not None and job.recording.client_steps,
+    )
+
+
+def _compression(job: "JobSpec") -> list[Violation]:
+    if job.compression is None:
+        return []
+    return list(why_not_compressed(job.compression, job.strategy, job.execution.precision))
+
+
+def _execution(job: "JobSpec") -> list[Violation]:
+    violations = []
+    if job.data.collate is not None and job.execution.memory == "Cached":
+        text = "Cached reads each row once, so it cannot go with data.collate; leave one out"
+        violations.append(Violation("execution.memory", text))
+    if job.data.readers and job.execution.memory == "Cached":
+        text = "Cached reads each row once, so it cannot go with data.readers; leave one out"
+        violations.append(Violation("execution.memory", text))
+    if job.evaluation and job.evaluation.predictions and not job.only_evaluates:
+        text = "belongs to a job that only evaluates: set execution.gradient to None"
+        violations.append(Violation("evaluation.predictions", text))
+    own = job.accumulation
+    if job.execution.accumulation_steps is not None and own is not None:
+        for name in ("micro_batch_size", "steps"):
+            if getattr(own, name) is not None:
+                text = f"Accumulated says what accumulation.{name} says already; leave one out"
+                violations.append(Violation("execution.gradient", text))
+    if job.execution.parallelism != "None" and not isinstance(job.strategy, Local):
+        kind = type(job.strategy).__name__
+        text = f"chooses the strategy, which is {kind} already; leave one of the two out"
+        violations.append(Violation("execution.parallelism", text))
+    return violations
+
+
+def _phases(job: "JobSpec") -> list[Violation]:
+    if job.phases is None:
+        return []
+    reason = reason_against(job.strategy)
+    if reason is None and not job.execution.deterministic:
+        reason = "needs execution.deterministic: replicas decide alike only on equal bits"
+    return [] if reason is None else [Violation("phases", reason)]
+
+
+def _weight_average(job: "JobSpec") -> list[Violation]:
+    if job.weight_average is None:
+        if job.evaluation is not None and job.evaluation.of == "average":
+            return [Violation("evaluation.of", "there is no average without weight_average")]
+        return []
+    reason = why_not_averaged(job.strategy)
+    return [] if reason is None else [Violation("weight_average", reason)]
+
+
+def _local_steps(job: "JobSpec") -> Iterator[Violation]:
+    given = {
+        "evaluation.every": job.evaluation.every if job.evaluation else None,
+        "checkpoint.every": job.checkpoint.every,
+    }
+    periods = {name: (every.count, every.unit) for name, every in given.items() if every}
+    sections = [name for name in OF_ONE_MODEL if getattr(job, name) is not None]
+    yield from check_local_steps(job.strategy, periods, sections)
+    bits, precision = exchanged_codec(None, job.strategy), job.execution.precision
+    if bits is not None and precision not in ("Single", "Mixed"):
+        text = f"codes float32; precision is {precision}"
+        yield Violation("strategy.options.outer_bits", text)
+
+
+def _partition(job: "JobSpec") -> Iterator[Violation]:
+    settings = [name for name in OF_WHOLE_GRADIENTS if getattr(job, name) is not None]
+    is_there = {
+        "weight_average": job.weight_average is not None,
+        "execution.mode": job.execution.mode != "Eager",
+        "execution.precision": job.execution.precision == "Half",
+    }
+    settings += [name for name in OF_WHOLE_PARAMETERS if is_there[name]]
+    yield from check_partition(job.strategy, job.optimizer, settings)
+
+
+def _graph_strategy(job: "JobSpec") -> list[Violation]:
+    own = job.model.graph.training_strategy if job.model.graph else None
+    if own is None or job.model.graph is None:
+        return []
+    if effective(flat(own), job.model.graph) == job.strategy:
+        return []
+    return [Violation("model.graph.training_strategy", "differs from strategy; set one of the two")]
