@@ -1,9 +1,10 @@
 """The new state of a round goes ahead to the workers that the next one is expected on, alone."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from stratagem.common.base.ids import Digest, Incarnation, WorkerId
+from stratagem.common.base.ids import Digest, Incarnation, Party, WorkerId
 from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.facts import ROOT, ClientBinding, Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -20,12 +21,21 @@ ROSTER = tuple(
 )
 
 
-def brought(value: Any, round_num: int = 1) -> list[str]:
-    """The workers that get the state, of a job that selects those with the tag b."""
+def brought(value: Any, round_num: int = 1, members: Sequence[Any] = ()) -> list[str]:
+    """The workers that get the state, of a job that selects those with the tag b; members: of a
+    run that is a population, of which the first has made it."""
     only_b = {"method": "ByCapability", "required_tags": ["b"]}
     strategy = {**FEDERATED, "num_clients": 3, "client_selection": only_b}
     job = start(job_text(strategy), "a").state.runs[RUN].job
-    run = SimpleNamespace(ended=None, touched=frozenset(MEMBERS), value=value)
+    leaf = SimpleNamespace(children=lambda _value: ())
+    inside = [
+        SimpleNamespace(party=Party(f"member{n}"), strategy=leaf, value=each)
+        for n, each in enumerate(members)
+    ]
+    strategy_of_run = SimpleNamespace(children=lambda _value: inside)
+    run = SimpleNamespace(
+        ended=None, touched=frozenset(MEMBERS), value=value, strategy=strategy_of_run
+    )
     usable = {m.worker_id: SimpleNamespace(member=m, is_usable=True) for m in MEMBERS}
     names: list[str] = []
     env = SimpleNamespace(
@@ -33,7 +43,8 @@ def brought(value: Any, round_num: int = 1) -> list[str]:
         job_of=lambda _run_id, _party: job,
         start_push=lambda member, _run_id, _digest: names.append(member.worker_id),
     )
-    effect = SimpleNamespace(run_id=RUN, party=ROOT, round_num=round_num)
+    party = Party("member0") if members else ROOT
+    effect = SimpleNamespace(run_id=RUN, party=party, round_num=round_num)
     _bring_ahead(cast(EffectContext, env), cast(AggregateRound, effect), NEW)
     return sorted(names)
 
@@ -43,7 +54,13 @@ def test_only_workers_of_the_next_round_get_the_state() -> None:
     assert brought(FederatedRun(party=ROOT, roster=ROSTER, round_num=1)) == ["b"]
 
 
-def test_all_workers_get_it_where_silos_or_populations_choose() -> None:
+def test_that_of_a_member_of_a_population_goes_to_the_workers_of_its_own_next_round() -> None:
+    one = FederatedRun(party=Party("member0"), roster=ROSTER, round_num=1)
+    other = FederatedRun(party=Party("member1"), roster=(), round_num=1)
+    assert brought(object(), members=(one, other)) == ["b"]
+
+
+def test_all_workers_get_it_where_silos_choose() -> None:
     assert brought(object()) == ["a", "b", "c"]
 
 

@@ -7,6 +7,7 @@ Only apply.py calls a strategy elsewhere, under the same rule: `init`, `transiti
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from stratagem.common.base.errors import StratagemError, Violation
 from stratagem.common.base.exception_text import told
@@ -100,6 +101,23 @@ def parties_of(run: RunRecord) -> Mapping[Party, PartyView]:
         return run.strategy.parties(run.value)
     except Exception:  # no party forms; its segments run into their deadlines
         return {}
+
+
+def value_of(run: RunRecord, party: Party) -> Any:
+    """Return the run value of the strategy that runs a party; None where there is none."""
+    strategy, value = run.strategy, run.value
+    try:
+        while True:
+            inside = [
+                child
+                for child in strategy.children(value)
+                if party == child.party or party.startswith(f"{child.party}/")
+            ]
+            if not inside:
+                return value
+            strategy, value = inside[0].strategy, inside[0].value
+    except Exception:  # as with its parties
+        return None
 
 
 def reject_reason_of(run: RunRecord, fact: Fact) -> str | Raised:

@@ -13,6 +13,7 @@ from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.core.effects import AggregateRound, JudgeUpdates, TrainClient
 from stratagem.coordinator.core.facts import RoundRestarted, RunFailed, SegmentCommitted
+from stratagem.coordinator.core.state_machine.strategy_boundary import value_of
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
 from stratagem.coordinator.effects.federated.account_round import PrivateRound
 from stratagem.coordinator.effects.federated.combined_updates import combined_updates
@@ -100,9 +101,9 @@ def _bring_ahead(env: EffectContext, effect: AggregateRound, digest: Digest) -> 
     job = env.job_of(effect.run_id, effect.party)
     if effect.round_num >= spec_of(job).rounds:
         return
-    names = {member.worker_id for member in run.touched}
-    if isinstance(run.value, FederatedRun):
-        names &= next_trainers(job, run.value)
+    names, value = {member.worker_id for member in run.touched}, value_of(run, effect.party)
+    if isinstance(value, FederatedRun):
+        names &= next_trainers(job, value)
     for member in run.touched:
         worker = env.state.workers.get(member.worker_id)
         is_there = worker is not None and worker.member == member and worker.is_usable
