@@ -141,13 +141,13 @@ async def test_what_is_named_while_others_are_collected_stays(
     written, original = put(app.blobs, b"a state"), app.blobs.collect
 
     def collect(live: Collection[Digest], grace_s: float) -> list[Digest]:
-        app._named.append(written)  # as its fact would, on the event loop
+        app.collector._named.append(written)  # as its fact would, on the event loop
         return original(live, grace_s)
 
     monkeypatch.setattr(app.blobs, "collect", collect)
-    await app._collect_blobs()
+    await app.collector.collect()
     assert app.blobs.exists(written)
-    await app._collect_blobs()
+    await app.collector.collect()
     assert not app.blobs.exists(written), "nobody has named it in earnest"
     await app.loop.close()
 

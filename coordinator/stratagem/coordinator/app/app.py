@@ -7,9 +7,8 @@ follows from a batch of facts (events for watchers, links to drop, files to dele
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,6 +22,7 @@ from stratagem.common.process.malloc import give_back
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.tensors.traffic import stream_bytes
 from stratagem.coordinator.app.backups import Backups
+from stratagem.coordinator.app.collector import Collector
 from stratagem.coordinator.app.housekeeping import House
 from stratagem.coordinator.app.listeners import tls_of
 from stratagem.coordinator.app.shown_facts import shown_facts
@@ -32,30 +32,21 @@ from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
-    BlobsHeld,
-    ClientEvaluated,
-    CommitUploaded,
-    Evaluated,
     Fact,
     Member,
-    ModelBuilt,
     RoundClosed,
-    RunCompleted,
     RunDeleted,
-    RunResumed,
     RunSubmitted,
-    SegmentCommitted,
     SegmentFinished,
-    UpdateReceived,
     UpdateRejected,
     WorkerLeft,
     WorkerLost,
     WorkerRegistered,
 )
 from stratagem.coordinator.core.secret_draws import hides_draws, shown
-from stratagem.coordinator.core.state import EndedRun, RunPhase, RunRecord
+from stratagem.coordinator.core.state import EndedRun, RunRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending, pending_of
+from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
 from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -79,7 +70,6 @@ from stratagem.coordinator.runtime.rendezvous import Barriers
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.runtime.tasks.chores import Chores
 from stratagem.coordinator.runtime.tasks.effect_supervisor import RunSupervisor
-from stratagem.coordinator.runtime.tasks.throttle import Paced
 from stratagem.coordinator.runtime.worker_links import Links
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.journal import Journal
@@ -87,17 +77,6 @@ from stratagem.coordinator.store.journal.lead import Lead
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.postgres import SCHEME
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.strategies.client_parties.regional import rounds_inside
-from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
-
-BLOB_GRACE_S = 600.0
-"""Seconds for which a blob that no fact names yet is kept: a fact, or a job, may soon name it."""
-
-COLLECT_PAUSE_S = 5.0
-"""Seconds between two collections: each one looks at every blob, whatever was committed."""
-
-KEEP_ROOM_S = 5.0
-"""Seconds between two checks for free space: less than the coordinator waits on a full disk."""
 
 log = structlog.get_logger()
 
@@ -144,11 +123,10 @@ class App:
             yield_slots=self.supervisor.yield_slots,
             secret=_secret(settings),
         )
-        self.backups = Backups(loop, self.blobs, data / "backups", self._collect)
+        self.collector = Collector(
+            loop, self.blobs, self.spool, self.feed, self._chores, data / "backups"
+        )
         self._house = House(loop, settings, self.logs, self.profiles)
-        self._named: list[Digest] = []
-        """Blobs that facts have named since the last collection."""
-        self._collecting = Paced(self._collect_blobs, COLLECT_PAUSE_S)
 
     @classmethod
     async def lead(cls, settings: Settings, entrance: LeaderGate) -> "App":
@@ -178,8 +156,7 @@ class App:
         alive = [worker.member for worker in workers if worker.is_alive]
         self.leases.grant(alive, self.leases.rule.of(len(alive)).ttl_s)
         self.supervisor.reconcile(pending(self.loop.state))
-        self._collect()
-        self._do_in_thread(self._clean_spool, "clean the spool")
+        self.collector.begin()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.loop.clock.run())
@@ -187,7 +164,7 @@ class App:
                 group.create_task(self._keep_lead())
                 group.create_task(self.leases.expire())
                 group.create_task(self._house.keep())
-                group.create_task(self._keep_room())
+                group.create_task(self.collector.keep_room())
                 group.create_task(rest(lambda: sum(stream_bytes().values()), give_back))
         finally:
             self.barriers.close()
@@ -197,6 +174,11 @@ class App:
             await self.heartbeats.close()
             await self.relay.close()
             self.logs.close()
+
+    @property
+    def backups(self) -> Backups:
+        """Return the backups, whose blobs are kept."""
+        return self.collector.backups
 
     @property
     def store_id(self) -> str:
@@ -290,7 +272,7 @@ class App:
         if run_id != CLUSTER and not isinstance(fact, RunDeleted) and shown_index >= 0:
             told = sentence(shown(self.loop.state.find(run_id), fact))
             self.logs.add(run_id, RunLogLine(time.time(), "", "INFO", told))
-        self._named += _written_for(fact)
+        self.collector.follow(run_id, fact)
         match fact:
             case WorkerRegistered():
                 self.leases.grant([fact.member], self.leases.rule.ttl_s)
@@ -302,24 +284,11 @@ class App:
                 self.history.end(run_id, fact.party)
             case RoundClosed():
                 self.feed.set_progress(run_id, None)
-            case SegmentCommitted():
-                self._empty_spool(run_id, fact)
-                self._collect()
             case UpdateRejected():
                 self.env.refused[fact.cause] += 1
-            case RunCompleted():
-                self._delete_updates(self._spool_run(run_id))
-            case RunResumed(from_segment=int()):
-                of_run = self._spool_run(run_id)
-                self._do_in_thread(
-                    lambda: self.spool.delete_returned(of_run), f"go back in run {run_id}"
-                )
-                self._collect()
             case RunDeleted():
                 self.feed.forget(run_id)
                 self._forget_lines(run_id)
-                self._delete_updates(SpoolRun(run_id, fact.submission))
-                self._collect()
 
     def _end_of(self, run_id: RunId) -> None:
         """Let go of what is kept open, or in memory, of a run that has ended."""
@@ -333,69 +302,6 @@ class App:
     def _forget_lines(self, run_id: RunId) -> None:
         self.logs.delete(run_id)
         self.profiles.delete(run_id)
-
-    def _empty_spool(self, run_id: RunId, fact: SegmentCommitted) -> None:
-        """Delete the updates that made a round, and rounds for which no late update can arrive."""
-        party, number, oldest = fact.party, fact.segment, fact.segment - fact.max_staleness
-        of_run = self._spool_run(run_id)
-        what = f"delete the updates of a round of run {run_id}"
-        self._do_in_thread(lambda: self.spool.delete_round(of_run, party, oldest), what)
-        run = self.loop.state.runs.get(run_id)
-        for below, each in rounds_inside(run.job, run.value, number) if run and not party else ():
-            self._do_in_thread(partial(self.spool.delete_round, of_run, below, each), what)
-        if not fact.max_staleness:
-            return
-        # The committed state no longer says what made it; the newest closing of the round does.
-        closed = self.feed.newest(
-            run_id,
-            lambda worker: (
-                isinstance(worker, RoundClosed)
-                and (worker.party, worker.round_num) == (party, number)
-            ),
-        )
-        accepted = closed.accepted if isinstance(closed, RoundClosed) else ()
-        folded = [SpoolKey(of_run, party, number - a.staleness, a.client) for a in accepted]
-        self._do_in_thread(lambda: self.spool.delete_updates(folded), what)
-
-    def _delete_updates(self, of_run: SpoolRun) -> None:
-        what = f"delete the updates of run {of_run.run_id}"
-        self._do_in_thread(lambda: self.spool.delete_run(of_run), what)
-
-    def _spool_run(self, run_id: RunId) -> SpoolRun:
-        run = self.loop.state.find(run_id)
-        return SpoolRun(run_id) if run is None else SpoolRun.of(run)
-
-    async def _collect_blobs(self) -> None:
-        held = await self.backups.held()
-        if self.backups.is_fixing:  # it asks for a collection at its end
-            return
-        # Together: what is named from now on is not in `live`, and must not be settled yet.
-        live, named, self._named = live_blobs(self.loop.state) | held, self._named, []
-
-        def collect() -> None:
-            for digest in named:
-                self.blobs.settle(digest)
-            self.blobs.collect(live, BLOB_GRACE_S)
-
-        await asyncio.to_thread(collect)
-
-    async def _keep_room(self) -> None:
-        """Free disk space regularly: others fill the disk too, and a journal that waits cannot ask
-        for it."""
-        while True:
-            await asyncio.sleep(KEEP_ROOM_S)
-            await asyncio.to_thread(self.blobs.keep_room)
-
-    def _clean_spool(self) -> None:
-        """Delete updates that a crash between a run's end and their deletion has left."""
-        runs = self.loop.state.all_runs()
-        self.spool.clean(SpoolRun.of(run) for run in runs if run.ended is not RunPhase.COMPLETED)
-
-    def _do_in_thread(self, call: Callable[[], None], what: str) -> None:
-        self._chores.do(asyncio.to_thread(call), what)
-
-    def _collect(self) -> None:
-        self._chores.do(self._collecting.ask(), "collect blobs")
 
     # ---- what others ask ----
 
@@ -442,27 +348,6 @@ class App:
                 await renewing
                 await self.entrance.open()
                 self.leases.resume()
-
-
-def _written_for(fact: Fact) -> tuple[Digest, ...]:
-    """Return the blobs that were written to be named by this fact."""
-    match fact:
-        case ModelBuilt():
-            return (fact.digest,)
-        case SegmentCommitted():
-            return (fact.digest, *fact.server_state, *((fact.average,) if fact.average else ()))
-        case CommitUploaded():
-            return (fact.digest,)
-        case Evaluated():
-            return (fact.predictions,) if fact.predictions else ()
-        case BlobsHeld():
-            return (fact.listed,)
-        case UpdateReceived():
-            return (fact.client_state,) if fact.client_state else ()
-        case ClientEvaluated():
-            return (fact.states,) if fact.states else ()
-        case _:
-            return ()
 
 
 def _pace_of(settings: Settings) -> PaceRule:
