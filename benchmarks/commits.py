@@ -170,10 +170,10 @@ def coordinator_without_bases() -> None:
     from stratagem.coordinator.effects.synchronous import snapshot
     from stratagem.coordinator.process.main import main as run_coordinator
 
-    async def none(_env: Any, _at: Any) -> None:
+    async def none(env: Any, at: Any) -> Any:
         return None
 
-    snapshot._base = none  # type: ignore[assignment]
+    snapshot.base_of = none
     run_coordinator()
 
 

@@ -32,7 +32,7 @@ from stratagem.client.local.local_cluster import LocalCluster  # noqa: E402
 from tests.client.dashboard.page_rig import Answer, Browser  # noqa: E402
 from tests.free_ports import free_port  # noqa: E402
 
-SETTLE_S = 3.0
+MEASURED_S = 3.0
 REFRESH_S = 0.3
 """After what has changed a tab asks again, as static/run.js does."""
 WIDTH = 760
@@ -92,8 +92,12 @@ def asked(browser: Browser, path: str) -> Answer:
     return answer
 
 
-def tab(browser: Browser, run: str, is_over: threading.Event) -> None:
-    """Look at a run until it is over: as static/run.js, without drawing."""
+def tab(
+    browser: Browser, run: str, is_over: threading.Event, following: threading.Semaphore
+) -> None:
+    """Look at a run until it is over: as static/run.js, without drawing. following: is released
+    once the tab has seen a fact of the run."""
+    is_new = True
     browser.get(f"/api/runs/{run}")
     newest = browser.get(f"/api/events?run={run}&newest&limit=100").value
     browser.get(f"/api/panels?run={run}&width={WIDTH}")
@@ -101,6 +105,9 @@ def tab(browser: Browser, run: str, is_over: threading.Event) -> None:
     for kind, _, _ in browser.events(f"/api/stream?run={run}&from={newest[0]['index'] + 1}"):
         if is_over.is_set():
             return
+        if kind == "fact" and is_new:
+            following.release()
+            is_new = False
         if kind == "fact" and time.monotonic() - asked_s > REFRESH_S:
             browser.get(f"/api/runs/{run}")
             browser.get(f"/api/panels?run={run}&width={WIDTH}")
@@ -109,11 +116,15 @@ def tab(browser: Browser, run: str, is_over: threading.Event) -> None:
 
 def live(coordinator: int, browser: Browser, runs: Sequence[str], seconds: float) -> float:
     """The coordinator's share of a core while a tab looks at each of these runs."""
-    is_over = threading.Event()
-    tabs = [threading.Thread(target=tab, args=(browser, run, is_over), daemon=True) for run in runs]
+    is_over, following = threading.Event(), threading.Semaphore(0)
+    tabs = [
+        threading.Thread(target=tab, args=(browser, run, is_over, following), daemon=True)
+        for run in runs
+    ]
     for each in tabs:
         each.start()
-    time.sleep(SETTLE_S)
+    for _ in tabs:
+        following.acquire()
     share = cpu_share(coordinator, seconds)
     is_over.set()
     for each in tabs:
@@ -124,9 +135,8 @@ def live(coordinator: int, browser: Browser, runs: Sequence[str], seconds: float
 def compare(client: Any, coordinator: int, browser: Browser, num_tabs: int, seconds: float) -> None:
     """Print what pages cost the coordinator: all on one run, and each on a run of its own."""
     for runs in (["live-0"], [f"live-{number}" for number in range(num_tabs)]):
-        for run in runs:
-            client.submit(JOB, run)
-        time.sleep(SETTLE_S)
+        for handle in [client.submit(JOB, run) for run in runs]:
+            next(iter(handle.watch(kinds=["SegmentCommitted"])))
         alone = cpu_share(coordinator, seconds)
         shown = (runs * num_tabs)[:num_tabs]
         watched = live(coordinator, browser, shown, seconds)
@@ -147,8 +157,7 @@ def streams(browser: Browser, pid: int, count: int) -> None:
             response = stack.enter_context(browser.open("GET", path))
             assert response.status == 200
             assert response.readline().startswith(b"event: beat")
-        time.sleep(SETTLE_S)
-        share, after_mb = cpu_share(pid, SETTLE_S), memory_mb(pid)
+        share, after_mb = cpu_share(pid, MEASURED_S), memory_mb(pid)
     print(
         f"{count} open streams, which nobody reads on: memory {before_mb:.0f} to {after_mb:.0f} MB"
         f", the page's CPU {share:.1%} of a core"

@@ -4,7 +4,7 @@ same bits whatever dies, and no leaf left that nothing needs.
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -316,6 +316,8 @@ def test_states_go_on_into_other_runs_and_out_again(
         assert file.read() == (tmp_path / "first.safetensors").read_bytes()
 
 
+Crash = tuple[str, str, int]
+"""The process, the failpoint where it dies, and how often it passes that before."""
 CASES = [
     ("worker-1", "worker.leaf.unnamed", 1),
     ("worker-0", "worker.leaf.untold", 3),
@@ -349,22 +351,30 @@ def placed(failpoint: str, store: LeafPlaceOutside) -> str:
     return IN_BUCKET.get(failpoint, failpoint) if isinstance(store, InBucket) else failpoint
 
 
-@pytest.mark.parametrize(
-    ("process", "failpoint", "num_passed"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE)],
-)
-def test_a_crash_changes_no_bits_and_leaves_no_garbage(
-    rig: Rig,
-    store: LeafPlaceOutside,
-    undisturbed: Outcome,
-    process: str,
-    failpoint: str,
-    num_passed: int,
-) -> None:
+def crashes(cases: Sequence[Crash], more: Sequence[Crash]) -> pytest.MarkDecorator:
+    """The crashes of a test; more: those of the long tests."""
+    long = (pytest.param(case, marks=pytest.mark.sweep) for case in more)
+    return pytest.mark.parametrize("crash", [*cases, *long], ids=[*map(name_of, (*cases, *more))])
+
+
+def name_of(crash: Crash) -> str:
+    return "-".join(map(str, crash))
+
+
+def outcome_after(rig: Rig, store: LeafPlaceOutside, job: dict[str, Any], crash: Crash) -> Outcome:
+    """What becomes of a job in which a process dies; no leaf may be left that nothing needs."""
+    process, failpoint, num_passed = crash
     with rig.armed(process, placed(failpoint, store), num_passed):
-        outcome = rig.outcome(JOB)
-    assert outcome == undisturbed
+        outcome = rig.outcome(job)
     until(lambda: has_no_garbage(store), "all that nothing names is collected")
+    return outcome
+
+
+@crashes(CASES, MORE)
+def test_a_crash_changes_no_bits_and_leaves_no_garbage(
+    rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome, crash: Crash
+) -> None:
+    assert outcome_after(rig, store, JOB, crash) == undisturbed
 
 
 OF_OWNERS = [
@@ -414,19 +424,8 @@ def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
 
 
 @BOTH_STORES
-@pytest.mark.parametrize(
-    ("process", "failpoint", "num_passed"),
-    [*OF_OWNERS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_OF_OWNERS)],
-)
+@crashes(OF_OWNERS, MORE_OF_OWNERS)
 def test_a_crash_of_owners_changes_no_bits_and_leaves_no_garbage(
-    rig: Rig,
-    store: LeafPlaceOutside,
-    undisturbed: Outcome,
-    process: str,
-    failpoint: str,
-    num_passed: int,
+    rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome, crash: Crash
 ) -> None:
-    with rig.armed(process, placed(failpoint, store), num_passed):
-        outcome = rig.outcome(SLICED)
-    assert outcome.digests == undisturbed.digests
-    until(lambda: has_no_garbage(store), "all that nothing names is collected")
+    assert outcome_after(rig, store, SLICED, crash).digests == undisturbed.digests

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import grpc
 import pytest
 import torch
 
 from stratagem.common.base.errors import LimitError, UnavailableError
-from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
-from stratagem.coordinator.core.facts import ROOT, Capability, Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.core.facts import ROOT
 from stratagem.coordinator.effects.execution.leaf_signing import (
     MAX_ASKED,
     MAX_SIGNED,
@@ -31,11 +28,11 @@ from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
-from stratagem.v1 import types_pb2, worker_pb2
+from stratagem.v1 import worker_pb2
 from stratagem.worker.session.session_states import Frozen, freeze
 from stratagem.worker.session.written_leaves import written_leaves
+from tests.coordinator.effects.leaf_writers import LeafWriters, Messages, lied
 
-Messages = AsyncIterator[worker_pb2.WriteLeavesResponse]
 Answer = Callable[[StateFolder, worker_pb2.WriteLeavesRequest], Messages]
 
 
@@ -68,14 +65,9 @@ async def lazy(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> M
         yield message
 
 
-async def lying(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
+def lying(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
     """Has other bytes on the disk than it says."""
-    async for message in honest(folder, request):
-        if message.WhichOneof("message") == "leaf":
-            digest = message.leaf.digest.hex()
-            path = folder.leaves / digest[:2] / f"{digest}-{request.upload}"
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
-        yield message
+    return lied(folder, request, honest(folder, request))
 
 
 async def cutting(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
@@ -99,62 +91,19 @@ def other(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messag
     return written_leaves(folder, state(5), request)
 
 
-class Call:
-    def __init__(self, messages: Messages) -> None:
-        self._messages = messages
-
-    async def read(self) -> Any:
-        return await anext(self._messages, grpc.aio.EOF)
-
-    async def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.OK
-
-    def cancel(self) -> None:
-        pass
-
-
-class Party:
-    """Members that answer in some way each, and a coordinator before them."""
+class Party(LeafWriters):
+    """Members that answer in some way each."""
 
     def __init__(self, root: Path, *answers: Answer, **capability: Any) -> None:
-        offered = Capability(**{"writes_states": True, "data_plane": "trusted", **capability})
-        names = [WorkerId(f"w{number}") for number in range(len(answers))]
-        self.members = [Member(worker_id=n, incarnation=Incarnation("one")) for n in names]
         self.asked: list[str] = []
-        self.folder = StateFolder(root / "states")
-        whole = DirectoryBlobs(root / "blobs")
-        self.blobs = LeafBlobs(
-            whole, in_folder(root / "states"), 1, writes_leaves=True, limits=DEFAULT_LIMITS
-        )
-        by_member = dict(zip(self.members, answers, strict=True))
 
-        def link(member: Member, _state: object) -> Any:
-            def write(request: worker_pb2.WriteLeavesRequest) -> Call:
-                self.asked.append(f"{member.worker_id} {request.rank}/{request.num_ranks}")
-                assert request.store_id == self.folder.store_id()
-                return Call(by_member[member](self.folder, request))
+        def answer(number: int, request: worker_pb2.WriteLeavesRequest) -> Messages:
+            name = self.members[number].worker_id
+            self.asked.append(f"{name} {request.rank}/{request.num_ranks}")
+            assert request.store_id == self.folder.store_id()
+            return answers[number](self.folder, request)
 
-            stub = SimpleNamespace(WriteLeaves=write)
-            return SimpleNamespace(stub=stub, fence=lambda m: types_pb2.Fence(membership=m))
-
-        async def in_thread(call: Callable[[], Any]) -> Any:
-            return call()
-
-        workers = {
-            m.worker_id: SimpleNamespace(member=m, is_alive=True, capability=offered)
-            for m in self.members
-        }
-        settings = SimpleNamespace(max_state_bytes=2**30, stream_idle_timeout_s=30.0)
-        self.env = cast(
-            EffectContext,
-            SimpleNamespace(
-                blobs=self.blobs,
-                links=SimpleNamespace(to=link),
-                state=SimpleNamespace(workers=workers, runs={}),
-                settings=settings,
-                in_thread=in_thread,
-            ),
-        )
+        super().__init__(root, len(answers), answer, **capability)
 
     async def written(self) -> Digest | None:
         sessions = [WorkerSession(m, RunId("r"), ROOT, 1) for m in self.members]
@@ -168,9 +117,6 @@ class Party:
 
     def has_claims(self) -> bool:
         return any(self.blobs.claims.is_under_way(path.name[65:]) for path in self.files())
-
-    def files(self) -> list[Path]:
-        return list(self.folder.leaves.glob("??/*"))
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 7])

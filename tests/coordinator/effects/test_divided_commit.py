@@ -4,35 +4,30 @@ coordinator, or it is pulled as ever."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc
 import pytest
 import torch
 
 from stratagem.common.base.errors import UnavailableError
-from stratagem.common.base.ids import Digest, Incarnation, RunId, WorkerId
+from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Purpose
+from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.state_slices import SliceName
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.core.facts import ROOT, Capability, Member
-from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.core.facts import ROOT, Capability
 from stratagem.coordinator.effects.synchronous.divided_commit import written_by_owners
 from stratagem.coordinator.effects.synchronous.snapshot import PartHolder
 from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
-from stratagem.v1 import types_pb2, worker_pb2
+from stratagem.v1 import worker_pb2
 from stratagem.worker.session.session_states import Frozen, freeze
 from stratagem.worker.session.written_leaves import written_leaves
+from tests.coordinator.effects.leaf_writers import LeafWriters, Messages, lied
 from tests.worker.session.piece_server import serving
 
 NUMEL = 700_001
@@ -43,7 +38,6 @@ MOMENTS = {
 }
 WHOLE = {**MODEL, **MOMENTS}
 METADATA = {"format": "1", "step": "3"}
-Messages = AsyncIterator[worker_pb2.WriteLeavesResponse]
 Answer = Callable[[StateFolder, Frozen, worker_pb2.WriteLeavesRequest], Messages]
 
 
@@ -95,16 +89,9 @@ async def blind(
     yield
 
 
-async def lying(
-    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
-) -> Messages:
+def lying(folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest) -> Messages:
     """Has other bytes on the disk than it says."""
-    async for message in written_leaves(folder, state, request):
-        if message.WhichOneof("message") == "leaf":
-            digest = message.leaf.digest.hex()
-            path = folder.leaves / digest[:2] / f"{digest}-{request.upload}"
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
-        yield message
+    return lied(folder, request, written_leaves(folder, state, request))
 
 
 async def meddling(
@@ -117,67 +104,20 @@ async def meddling(
         yield message
 
 
-class Call:
-    def __init__(self, messages: Messages) -> None:
-        self._messages = messages
-
-    async def read(self) -> Any:
-        return await anext(self._messages, grpc.aio.EOF)
-
-    async def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.OK
-
-    def cancel(self) -> None:
-        pass
-
-
-class Owners:
-    """Members that hold a part each and answer in some way, and a coordinator before them."""
+class Owners(LeafWriters):
+    """Members that hold a part each and answer in some way."""
 
     def __init__(self, root: Path, held: Sequence[Frozen], answers: Sequence[Answer]) -> None:
-        offered = Capability(writes_states=True, data_plane="trusted")
-        names = [WorkerId(f"w{number}") for number in range(len(held))]
-        self.members = [Member(worker_id=n, incarnation=Incarnation("one")) for n in names]
         self.asked: list[str] = []
-        self.folder = StateFolder(root / "states")
-        whole = DirectoryBlobs(root / "blobs")
-        self.blobs = LeafBlobs(
-            whole, in_folder(root / "states"), 1, writes_leaves=True, limits=DEFAULT_LIMITS
-        )
-        self._held, self._answers = held, answers
+        self._held = held
         self._addresses: list[str] = []
 
-        def link(member: Member, _state: object) -> Any:
-            rank = self.members.index(member)
+        def answer(number: int, request: worker_pb2.WriteLeavesRequest) -> Messages:
+            if not request.describe:
+                self.asked.append(self.members[number].worker_id)
+            return answers[number](self.folder, held[number], request)
 
-            def write(request: worker_pb2.WriteLeavesRequest) -> Call:
-                if not request.describe:
-                    self.asked.append(member.worker_id)
-                return Call(answers[rank](self.folder, held[rank], request))
-
-            return SimpleNamespace(
-                stub=SimpleNamespace(WriteLeaves=write),
-                fence=lambda m: types_pb2.Fence(membership=m),
-                address=self._addresses[rank],
-            )
-
-        async def in_thread(call: Callable[[], Any]) -> Any:
-            return call()
-
-        workers = {
-            m.worker_id: SimpleNamespace(member=m, is_alive=True, capability=offered)
-            for m in self.members
-        }
-        self.env = cast(
-            EffectContext,
-            SimpleNamespace(
-                blobs=self.blobs,
-                links=SimpleNamespace(to=link),
-                state=SimpleNamespace(workers=workers, runs={}),
-                settings=SimpleNamespace(max_state_bytes=2**30, stream_idle_timeout_s=30.0),
-                in_thread=in_thread,
-            ),
-        )
+        super().__init__(root, len(held), answer, lambda number: self._addresses[number])
 
     async def written(self, holders: list[list[int]] | None = None) -> Digest | None:
         """holders: by part, the members that have it; unless given, one each. Those with a mirror
@@ -199,9 +139,6 @@ class Owners:
         with self.blobs.open(found[0]) as file:
             assert file.read().endswith(b"".join(buffers))
         return found[0]
-
-    def files(self) -> list[Path]:
-        return list(self.folder.leaves.glob("??/*"))
 
 
 async def undivided(root: Path) -> Digest:

@@ -1,5 +1,6 @@
 """Members that each keep a slice of the parameters, too, against one trainer that keeps all."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,52 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError
-from stratagem.common.job import JobSpec
 from stratagem.common.job.optimizer.partition_rules import BY_ELEMENT
 from stratagem.worker.engine import EvaluationPart, EvaluationShare, build_sliced_trainer
 from stratagem.worker.engine.trainers import synchronous_trainer
-from stratagem.worker.engine.trainers.gathered_blocks import AbsentParameter
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
-from tests.jobs import job, user_data, user_model
-from tests.worker.engine.sliced_party import links_over, replicated, sliced_party, told
+from tests.jobs import user_data, user_model
+from tests.worker.engine.sliced_party import links_over, replicated, sliced_party
+from tests.worker.engine.sliced_training import (
+    NUM_SHARDS,
+    WIDE,
+    assert_same_training,
+    sliced_job,
+)
 from tests.worker.engine.support import ALLOWED, CPU, evaluated, in_buckets, trainer_of
 
-WIDE = user_model("mlp", hidden=12_007)
-"""The first layer has 3 blocks of the norm, and no parameter ends with one."""
-ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5}
 TOKENS = {"data": user_data("tokens"), "loss": "token_cross_entropy"}
-NUM_SHARDS = 4
 
 
-def spec_of(model: Any = WIDE, **sections: Any) -> JobSpec:
-    strategy = {
-        "type": "DataParallel",
-        "num_replicas": NUM_SHARDS,
-        "aggregation": {"method": "AllReduce"},
-        "options": {"partition_state": "full"},
-    }
-    # 55 rows: the last batch of an epoch has 7, fewer than two for each shard.
-    data = user_data("classes", num_rows=55)
-    return job(model, **{"optimizer": ADAMW, "data": data, "strategy": strategy, **sections})
-
-
-# Members are threads here: a model that draws random numbers would draw them from one generator.
-def assert_same_training(spec: JobSpec, engine: str, size: int, num_steps: int) -> None:
-    whole = trainer_of(spec)
-    exchange = in_buckets(whole, NUM_SHARDS)
-    with (
-        links_over(engine, size) as links,
-        sliced_party(spec, links, NUM_SHARDS, is_full=True) as party,
-    ):
-        for _ in range(num_steps):
-            expected = told(whole.train_step(exchange, range(NUM_SHARDS), NUM_SHARDS))
-            assert [told(report) for report in party.step()] == [expected] * size
-        assert party.digest() == replicated(whole)
-        assert len({trainer.fingerprint() for trainer in party.trainers}) == 1
-        for trainer in party.trainers:
-            assert all(isinstance(param, AbsentParameter) for _, param in trainer.params)
-    exchange.close()
+spec_of = partial(sliced_job, "full")
 
 
 @pytest.fixture(params=[None, 100_000], ids=["one bucket", "small buckets"])

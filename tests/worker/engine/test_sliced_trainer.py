@@ -1,27 +1,30 @@
 """Members that each step a slice of all parameters against one trainer that steps all of them."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stratagem.common.job import JobSpec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.tensors.state_slices import slice_name
-from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
+from stratagem.worker.engine import StepReport, build_sliced_trainer
 from stratagem.worker.engine.trainers.dealt_tensors import dealt_out
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
-from stratagem.worker.session.session_states import freeze
-from tests.jobs import job, user_data, user_model
+from tests.jobs import user_data, user_model
 from tests.worker.engine.sliced_party import links_over, replicated, sliced_party, told
+from tests.worker.engine.sliced_training import (
+    NUM_SHARDS,
+    WIDE,
+    assert_same_slices,
+    assert_same_training,
+    sliced_job,
+)
 from tests.worker.engine.support import ALLOWED, CPU, in_buckets, trainer_of
 
-WIDE = user_model("mlp", hidden=12_007)
-"""The first layer has 3 blocks of the norm, and no parameter ends with one."""
-ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5}
 GROUPS = {
     "name": "sgd",
     "lr": 0.1,
@@ -31,64 +34,8 @@ GROUPS = {
 }
 EVEN = {"data": user_data("classes", num_rows=48)}
 TOKENS = {"data": user_data("tokens"), "loss": "token_cross_entropy"}
-NUM_SHARDS = 4
 
-
-def spec_of(model: Any = WIDE, **sections: Any) -> JobSpec:
-    strategy = {
-        "type": "DataParallel",
-        "num_replicas": NUM_SHARDS,
-        "aggregation": {"method": "AllReduce"},
-        "options": {"partition_state": "optimizer"},
-    }
-    # 55 rows: the last batch of an epoch has 7, fewer than two for each shard.
-    data = user_data("classes", num_rows=55)
-    return job(model, **{"optimizer": ADAMW, "data": data, "strategy": strategy, **sections})
-
-
-# Members are threads here: a model that draws random numbers would draw them from one generator.
-def assert_same_training(
-    spec: JobSpec, engine: str, size: int, num_steps: int, *, is_mirrored: bool = False
-) -> None:
-    whole = trainer_of(spec)
-    exchange = in_buckets(whole, NUM_SHARDS)
-    with (
-        links_over(engine, size) as links,
-        sliced_party(spec, links, NUM_SHARDS, is_mirrored=is_mirrored) as party,
-    ):
-        for _ in range(num_steps):
-            expected = told(whole.train_step(exchange, range(NUM_SHARDS), NUM_SHARDS))
-            assert [told(report) for report in party.step()] == [expected] * size
-        assert party.digest() == replicated(whole)
-        assert len({trainer.fingerprint() for trainer in party.trainers}) == 1
-        if is_mirrored:
-            for rank, trainer in enumerate(party.trainers):
-                assert_same_slices(party.trainers[rank - 1], trainer)
-                assert_same_snapshot(party.trainers[rank - 1], trainer, is_first=rank == 1)
-        else:
-            assert [trainer.copy_mirror() for trainer in party.trainers] == [None] * size
-    exchange.close()
-
-
-def assert_same_slices(owner: Trainer, mirror: Trainer) -> None:
-    assert owner.pieces is not None
-    assert mirror.pieces is not None
-    (own, own_texts), (kept, kept_texts) = (
-        owner.pieces.slices(of_mirror=False),
-        mirror.pieces.slices(of_mirror=True),
-    )
-    assert list(own) == list(kept)
-    assert own_texts == kept_texts
-    assert all(torch.equal(own[name], kept[name]) for name in own)
-
-
-def assert_same_snapshot(owner: Trainer, mirror: Trainer, *, is_first: bool) -> None:
-    """Of what is not divided a part has what is dealt to its member; and so has its mirror."""
-    copy = mirror.copy_mirror()
-    assert copy is not None
-    kept, own = freeze(*copy), freeze(*owner.copy_state(is_first=is_first))
-    assert kept.manifest == own.manifest
-    assert [bytes(each) for each in kept.buffers] == [bytes(each) for each in own.buffers]
+spec_of = partial(sliced_job, "optimizer")
 
 
 @pytest.mark.parametrize(

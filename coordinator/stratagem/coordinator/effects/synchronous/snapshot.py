@@ -63,7 +63,7 @@ async def pull_snapshot(
     Of the bytes of the snapshot that this session gave before, which are here, none is sent again.
     """
     link = env.links.to(at.member, env.state)
-    base = await _base(env, at)
+    base = await base_of(env, at)
     if base is not None:
         with base.file:
             try:
@@ -80,7 +80,7 @@ async def pull_outputs(
     return await _pulled(env, at, env.links.to(at.member, env.state).outputs(at, segment))
 
 
-async def _base(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
+async def base_of(env: EffectContext, at: WorkerSession) -> BaseBlob | None:
     """Open the snapshot that the session gave before; None where it cannot be read, or was that of
     another member."""
     known = env.snapshots.get((at.run_id, Party(at.party)))
