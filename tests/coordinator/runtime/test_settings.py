@@ -65,7 +65,7 @@ def test_a_worker_refuses_them_too() -> None:
         (["restore", "backup", "--max-uploads", "-1"], "stratagem restore: --max-uploads: "),
         (
             ["worker", "--coordinator", "127.0.0.1:1", "--for-run", "bad id!"],
-            "--for-run: run_id: 'bad id!' is not 1 to 64 of a-z, 0-9, '-'",
+            "--for-run: 'bad id!' is not 1 to 64 of a-z, 0-9, '-'",
         ),
         (["worker", "--coordinator", "127.0.0.1:1", "--log-level", "x"], "--log-level: 'x'"),
         (["worker", "--coordinator", "127.0.0.1:1", "--no-such"], "unrecognized arguments"),

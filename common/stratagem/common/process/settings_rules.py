@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from stratagem.common.base.errors import InvalidInputError
+
 HEARTBEATS_PER_TTL: Final = 2.4
 """A worker whose lease runs out after fewer is lost with the first heartbeat that is late."""
 
@@ -32,6 +34,9 @@ def told(program: str, error: ValidationError) -> str:
     lines = []
     for detail in error.errors():
         where = ".".join(map(str, detail["loc"]))
+        cause = detail.get("ctx", {}).get("error")
         text = detail["msg"].removeprefix("Value error, ")
+        if isinstance(cause, InvalidInputError) and cause.violations:
+            text = "; ".join(each.message for each in cause.violations)  # the flag is their field
         lines.append(f"{program}: {flag(where)}: {text}" if where else f"{program}: {text}")
     return "\n".join(lines)
