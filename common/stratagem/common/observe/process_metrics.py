@@ -41,7 +41,7 @@ LOOP_LAG: Final = Metric(
 STREAM_BYTES: Final = Metric(
     "stratagem_stream_bytes_total",
     "counter",
-    "tensor bytes over gRPC, by what they are: state, update, gradients, data, mesh",
+    "tensor bytes over gRPC, or read on one machine: state, update, gradients, data, mesh",
     ("direction", "kind"),
 )
 SHARED: Final = (

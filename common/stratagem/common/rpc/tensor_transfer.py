@@ -53,7 +53,7 @@ from stratagem.common.tensors.open_files import (
     offered,
     opened,
 )
-from stratagem.common.tensors.traffic import Flow, sent
+from stratagem.common.tensors.traffic import Flow, received, sent
 from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0
@@ -149,6 +149,7 @@ async def serve_copy(
         first = make()
         first.manifest.CopyFrom(to_proto(manifest))
         cast(Any, first).file.CopyFrom(copy.offer())
+        sent(manifest.purpose).num_bytes += sum(buffer.nbytes for buffer in buffers)
         yield first
         with suppress(TimeoutError):
             async with asyncio.timeout(idle_timeout_s):
@@ -317,8 +318,11 @@ async def _receive(
     writer = download.begin(first)
     file = offered(first)
     if file is not None and take is not None and (found := opened(file, COPY_NAME)) is not None:
+        manifest = download.manifest
+        assert manifest is not None
         await take(writer.received, contents(found, file, writer.total_bytes))
         writer.received = writer.total_bytes
+        received(manifest.purpose).num_bytes += writer.total_bytes
         return
     await receive_chunks(messages, writer, idle_timeout_s, keep_up)
     if await _next(messages, idle_timeout_s) is not None:

@@ -138,6 +138,7 @@ class ChunkWriter:
         """Pass on the next bytes, which have come by another way and are checked."""
         self._sink(self.received, data)
         self.received += len(data)
+        self._flow.num_bytes += len(data)
 
     def finish(self) -> None:
         """Say that the stream has ended; raises when bytes are missing."""

@@ -34,12 +34,12 @@ _ENGINES: Final = {
 
 
 def sent(purpose: Purpose) -> Flow:
-    """Tensor streams that leave, over gRPC."""
+    """Tensor streams that leave, over gRPC or for who reads them on this machine."""
     return _STREAMS[SENT, purpose]
 
 
 def received(purpose: Purpose) -> Flow:
-    """Tensor streams that come in, over gRPC."""
+    """Tensor streams that come in, over gRPC or read on this machine."""
     return _STREAMS[RECEIVED, purpose]
 
 

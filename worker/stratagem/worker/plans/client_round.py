@@ -20,6 +20,7 @@ from stratagem.common.secure_aggregation.transcripts import SecureRound
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto
 from stratagem.common.tensors.open_files import MAX_COPY_BYTES, MemoryCopy, is_near
+from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy.clip_update import clipped_change
@@ -102,6 +103,7 @@ def _offered(update: Frozen, result: pb.ClientRoundResult) -> Frozen:
     copy = MemoryCopy(update.buffers)
     result.manifest = manifest
     result.file.CopyFrom(copy.offer())
+    sent(Purpose.UPDATE).num_bytes += update.manifest.total_bytes
     return replace(update, copy=copy)
 
 

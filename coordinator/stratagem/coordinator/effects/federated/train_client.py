@@ -15,6 +15,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.rpc.tensor_transfer import pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
+from stratagem.common.tensors.traffic import received
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.facts import RunFailed, UpdateReceived
 from stratagem.coordinator.core.facts.rejection_causes import Cause
@@ -277,6 +278,7 @@ async def _pull_to_spool(
             if near is not None:
                 accept(near.manifest)
                 await offload.take(0, near.pieces)
+                received(Purpose.UPDATE).num_bytes += near.manifest.total_bytes
             else:
                 await pull(
                     link.snapshot(_session(effect), effect.round_num),
