@@ -296,6 +296,7 @@ class OpenFile(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     PIECE_BYTES_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     place: _builtins.str
     """Where process and descriptor mean what they mean to the sender; it has no form."""
     process: _builtins.int
@@ -304,6 +305,10 @@ class OpenFile(_message.Message):
     """Of the byte range, in the file."""
     piece_bytes: _builtins.int
     """CRC32C of each piece of this length, in order. None: the file is memory, which needs no check."""
+    name: _builtins.str
+    """Of a copy of memory: its name, which no other file has, so that a descriptor that has got another
+    meaning since is not taken for it.
+    """
     @_builtins.property
     def crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -315,10 +320,11 @@ class OpenFile(_message.Message):
         start: _builtins.int = ...,
         piece_bytes: _builtins.int = ...,
         crc32c: _abc.Iterable[_builtins.int] | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "descriptor", b"descriptor", "piece_bytes", b"piece_bytes", "place", b"place", "process", b"process", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "descriptor", b"descriptor", "name", b"name", "piece_bytes", b"piece_bytes", "place", b"place", "process", b"process", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -371,7 +371,7 @@ async def test_who_is_near_reads_a_copy_in_place_of_chunks(named: dict[str, torc
 
 async def test_who_may_not_open_the_copy_gets_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_files._Place, "name", place())  # put back behind the test
-    monkeypatch.setattr(tensor_transfer, "opened", forbidden)
+    monkeypatch.setattr(tensor_transfer, "opened_copy", forbidden)
     store, taken = filled(Store(), state()), Taken()
     async with serving(store) as port:
         target = await download_near(port, taken)

@@ -11,7 +11,6 @@ from stratagem.common.base.errors import IntegrityError
 from stratagem.common.tensors import open_files
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.open_files import (
-    COPY_NAME,
     MemoryCopy,
     UnreadableFileError,
     contents,
@@ -20,7 +19,9 @@ from stratagem.common.tensors.open_files import (
     offer,
     offered,
     opened,
+    opened_copy,
     place,
+    readable_copy,
 )
 from stratagem.v1 import tensor_pb2, worker_pb2
 
@@ -40,7 +41,9 @@ def test_a_copy_of_several_buffers_is_read_whole(size: int) -> None:
     copy = MemoryCopy(
         [memoryview(data)[: size // 3], memoryview(b""), memoryview(data)[size // 3 :]]
     )
-    assert read(copy.offer(), COPY_NAME, size) == data
+    pieces = readable_copy(copy.offer(), size)
+    assert pieces is not None
+    assert b"".join(map(bytes, pieces)) == data
     copy.close()
 
 
@@ -82,14 +85,34 @@ def test_no_file_of_another_name_is_read(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(DATA)
     descriptor, file = file_of(path, [])
-    with pytest.raises(IntegrityError, match=f"is no {COPY_NAME}"):
-        opened(file, COPY_NAME)
+    with pytest.raises(IntegrityError, match="is no state"):
+        opened(file, "state")
+    for name in ("", "secret", "stratagem-snapshot-", f"stratagem-snapshot-{'0' * 32}/../secret"):
+        file.name = name
+        with pytest.raises(IntegrityError, match="is no copy of a snapshot"):
+            opened_copy(file)
+    file.name = f"stratagem-snapshot-{'0' * 32}"
+    with pytest.raises(IntegrityError, match="is no stratagem-snapshot-0"):
+        opened_copy(file)
     os.close(descriptor)
-    assert opened(file, COPY_NAME) is None, "it is closed"
+    assert opened_copy(file) is None, "it is closed"
     folder = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(IntegrityError):
         opened(offer(folder), tmp_path.name)
     os.close(folder)
+
+
+def test_a_descriptor_that_is_used_again_is_not_taken_for_the_copy_before() -> None:
+    """A result that is told again may name a copy that has been closed since."""
+    first = MemoryCopy([memoryview(b"first")])
+    offer_of_first = first.offer()
+    first.close()
+    second = MemoryCopy([memoryview(b"other")])
+    assert second.offer().descriptor == offer_of_first.descriptor
+    with pytest.raises(IntegrityError, match="an open file was offered that is no stratagem"):
+        opened_copy(offer_of_first)
+    assert readable_copy(offer_of_first, 5) is None
+    second.close()
 
 
 def test_files_of_another_place_are_not_offered_to_this_one(
@@ -117,5 +140,5 @@ def test_a_kernel_that_lets_nobody_open_such_files_is_told_from_a_file_that_is_g
 
     monkeypatch.setattr(os, "open", forbidden)
     with pytest.raises(UnreadableFileError, match="Permission denied"):
-        opened(copy.offer(), COPY_NAME)
+        opened_copy(copy.offer())
     copy.close()

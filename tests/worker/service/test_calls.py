@@ -13,7 +13,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Purpose, to_proto
-from stratagem.common.tensors.open_files import COPY_NAME, contents, offer, opened, place
+from stratagem.common.tensors.open_files import contents, offer, opened_copy, place
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
@@ -252,7 +252,7 @@ async def test_who_is_near_gets_a_snapshot_as_an_open_file(w0: Worker) -> None:
     )
     call = w0.stub.GetState(ask)
     file = (await call.read()).file
-    found = opened(file, COPY_NAME)
+    found = opened_copy(file)
     assert found is not None
     data = b"".join(map(bytes, contents(found, file, base.manifest.total_bytes)))
     call.cancel()
@@ -334,7 +334,7 @@ async def test_one_client_round(w0: Worker) -> None:
     done = (await attend(w0, request, base)).result.client_round
     tensors, manifest = await fetch(w0, run_id, 2, "client1")
     assert tensor_pb2.Manifest.FromString(done.manifest) == to_proto(manifest)
-    found = opened(done.file, COPY_NAME)
+    found = opened_copy(done.file)
     assert found is not None
     data = b"".join(map(bytes, contents(found, done.file, manifest.total_bytes)))
     assert data == b"".join(map(bytes, manifest_of(tensors, Purpose.UPDATE)[1]))

@@ -45,13 +45,12 @@ from stratagem.common.tensors.manifest import (
     to_proto,
 )
 from stratagem.common.tensors.open_files import (
-    COPY_NAME,
     MemoryCopy,
     UnreadableFileError,
     contents,
     leave_place,
     offered,
-    opened,
+    opened_copy,
 )
 from stratagem.common.tensors.traffic import Flow, received, sent
 from stratagem.v1 import tensor_pb2
@@ -317,7 +316,7 @@ async def _receive(
         raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
     writer = download.begin(first)
     file = offered(first)
-    if file is not None and take is not None and (found := opened(file, COPY_NAME)) is not None:
+    if file is not None and take is not None and (found := opened_copy(file)) is not None:
         manifest = download.manifest
         assert manifest is not None
         await take(writer.received, contents(found, file, writer.total_bytes))

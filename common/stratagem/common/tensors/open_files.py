@@ -3,11 +3,14 @@
 They take the place of the chunks of a tensor stream: 4 MB are copied in a millisecond, and sent
 and received over a loopback in ten. Who has the file names it by process and descriptor; who reads
 opens it below /proc, as the same user in the same namespace of processes may. It reads nothing that
-does not have the name it expects, so a peer cannot have it read other files. Must not know gRPC.
+does not have the name it expects, so a peer cannot have it read other files, and a descriptor that
+was closed and used again since is not taken for the file. Must not know gRPC.
 """
 
 import hashlib
 import os
+import re
+import secrets
 import stat
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +21,7 @@ from stratagem.common.tensors.chunks import MAX_CHUNK_BYTES, iter_views, piece_b
 from stratagem.common.tensors.frames import crc32c
 from stratagem.v1 import tensor_pb2
 
-COPY_NAME: Final = "stratagem-snapshot"
+_COPY_NAME: Final = re.compile(r"stratagem-snapshot-[0-9a-f]{32}")
 MAX_COPY_BYTES: Final = 64 * 2**20
 """A copy takes as much memory again, so what is larger is sent, a few chunks at a time."""
 
@@ -65,9 +68,15 @@ def _looked_up() -> str:
 
 
 def offer(
-    descriptor: int, start: int = 0, piece_bytes: int = 0, sums: Iterable[int] = ()
+    descriptor: int,
+    start: int = 0,
+    piece_bytes: int = 0,
+    sums: Iterable[int] = (),
+    *,
+    name: str = "",
 ) -> tensor_pb2.OpenFile:
-    """Return what names an open file of this process; sums: CRC32C of its pieces."""
+    """Return what names an open file of this process; sums: CRC32C of its pieces. name: of a copy
+    of memory."""
     return tensor_pb2.OpenFile(
         place=place(),
         process=os.getpid(),
@@ -75,6 +84,7 @@ def offer(
         start=start,
         piece_bytes=piece_bytes,
         crc32c=sums,
+        name=name,
     )
 
 
@@ -83,14 +93,15 @@ class MemoryCopy:
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         """Takes its time, so in a thread."""
-        self._descriptor = os.memfd_create(COPY_NAME, os.MFD_CLOEXEC)
+        self._name = f"stratagem-snapshot-{secrets.token_hex(16)}"
+        self._descriptor = os.memfd_create(self._name, os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._descriptor)
         for views in iter_views(buffers, piece_bytes=MAX_COPY_BYTES):
             for view in views:
                 _write(self._descriptor, view)
 
     def offer(self) -> tensor_pb2.OpenFile:
-        return offer(self._descriptor)
+        return offer(self._descriptor, name=self._name)
 
 
 def _write(descriptor: int, view: memoryview) -> None:
@@ -112,6 +123,13 @@ def offered(message: Any) -> tensor_pb2.OpenFile | None:
         return None
     file: tensor_pb2.OpenFile = message.file
     return file if is_near(file.place) else None
+
+
+def opened_copy(file: tensor_pb2.OpenFile) -> int | None:
+    """Return a descriptor of the copy of memory that is offered, see `opened`."""
+    if not _COPY_NAME.fullmatch(file.name):
+        raise IntegrityError("an open file was offered that is no copy of a snapshot")
+    return opened(file, file.name)
 
 
 def opened(file: tensor_pb2.OpenFile, name: str) -> int | None:
@@ -161,12 +179,14 @@ def contents(descriptor: int, file: tensor_pb2.OpenFile, total_bytes: int) -> It
         os.close(descriptor)
 
 
-def readable(file: tensor_pb2.OpenFile, name: str, total_bytes: int) -> Iterator[memoryview] | None:
-    """Return the bytes that are offered, see `opened` and `contents`; None where they cannot be
-    read and must be asked for."""
+def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
+    """Return the bytes of a copy that is offered, see `contents`; None where they cannot be read
+    and must be asked for."""
     try:
-        found = opened(file, name)
+        found = opened_copy(file)
     except UnreadableFileError:
         leave_place()
+        return None
+    except IntegrityError:  # the copy was closed, and the descriptor is another file's now
         return None
     return None if found is None else contents(found, file, total_bytes)

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
-from stratagem.common.tensors.open_files import COPY_NAME, offered, readable
+from stratagem.common.tensors.open_files import offered, readable_copy
 from stratagem.v1 import tensor_pb2, worker_pb2
 
 
@@ -33,5 +33,5 @@ def offered_update(
     except DecodeError as error:
         raise InvalidInputError.at("manifest", f"is none: {error}") from error
     manifest = from_proto(told, limits, Purpose.UPDATE, codecs)
-    pieces = readable(file, COPY_NAME, manifest.total_bytes)
+    pieces = readable_copy(file, manifest.total_bytes)
     return None if pieces is None else OfferedUpdate(manifest, pieces)
