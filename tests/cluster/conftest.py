@@ -35,7 +35,8 @@ def activations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exact_cluster(
     tmp_path_factory: pytest.TempPathFactory, parking: Gates, activations: Path
 ) -> Iterator[LocalCluster]:
-    """Four workers; worker-1 and worker-3 are fast, worker-3 is also large."""
+    """Four workers; worker-1 and worker-3 are fast, worker-3 is also large. To and from these two
+    states are streamed, as between machines."""
     with LocalCluster(
         workers=4,
         threads=1,
@@ -56,9 +57,9 @@ def exact_cluster(
         },
         worker_arguments={
             "worker-0": ["--tags", "any,slow"],
-            "worker-1": ["--tags", "any,fast"],
+            "worker-1": ["--tags", "any,fast", "--no-open-files"],
             "worker-2": ["--tags", "any,slow"],
-            "worker-3": ["--tags", "any,fast,large"],
+            "worker-3": ["--tags", "any,fast,large", "--no-open-files"],
         },
     ) as cluster:
         yield cluster

@@ -19,6 +19,8 @@ def shared_rig() -> Iterator[Rig]:
         threads=1,
         failpoints=True,
         import_path=(ROOT,),
+        # States of one worker are streamed, as between machines.
+        worker_arguments={"worker-1": ["--no-open-files"]},
         environment={
             "STRATAGEM_COORDINATOR_WORKER_TTL_S": str(WORKER_TTL_S),
             "STRATAGEM_COORDINATOR_HEARTBEAT_INTERVAL_S": "1",

@@ -15,7 +15,7 @@ from stratagem.common.schema.json_text import suggest
 FLAGS: Final = frozenset(
     {
         *("--allow-insecure-network", "--ephemeral", "--log-json", "--metrics-tls"),
-        *("--signed-states", "--tunnel"),
+        *("--open-files", "--signed-states", "--tunnel"),
     }
 )
 """Options without a value, each also as --no-..."""

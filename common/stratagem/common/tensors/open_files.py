@@ -48,7 +48,7 @@ def place() -> str:
 
 
 def leave_place() -> None:
-    """Read and offer no files any more: the kernel does not allow it here."""
+    """Read and offer no files any more: the kernel, or a setting, does not allow it here."""
     _Place.name = ""
 
 

@@ -12,6 +12,7 @@ from stratagem.common.privacy.privacy_secret import PrivacySecret
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.signed_objects import SignedObjects
 from stratagem.common.tensors.manifest import Limits
+from stratagem.common.tensors.open_files import leave_place
 from stratagem.worker.data.reader.worker_readers import WorkerReaders
 from stratagem.worker.host.client_state_store import ClientStateStore
 from stratagem.worker.host.coordinator_clock import CoordinatorClock
@@ -65,6 +66,8 @@ def host_of(
 ) -> Host:
     """Return the host of all sessions of this process, as a new incarnation."""
     incarnation = new_incarnation()
+    if not settings.open_files:
+        leave_place()
     last_words = LastWords(
         settings.data_dir, settings.worker_id, incarnation, settings.previous_exit
     )

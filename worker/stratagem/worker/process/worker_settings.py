@@ -197,6 +197,12 @@ class WorkerSettings(BaseSettings):
         "direct, by requests that it signs; a worker of a --site never does; turn it off where the "
         "store is not reached",
     )
+    open_files: bool = Field(
+        True,
+        description="read states from files that a coordinator on this machine has open, and have "
+        "it read those of this worker, in place of a stream; a machine that does not allow it is "
+        "noticed",
+    )
     previous_exit: Annotated[str, AfterValidator(check_previous_exit)] = Field(
         "",
         description="from a supervisor: how the process before this one ended, as [PID:]STATUS "
