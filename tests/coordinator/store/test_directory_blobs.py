@@ -1,6 +1,8 @@
 """What blobs in a folder promise beside the contract."""
 
+import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from stratagem.common.base.errors import (
     NotFoundError,
     StaleError,
 )
+from stratagem.coordinator.store.blobs import directory_blobs, durable_file
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from tests.coordinator.store.places import CONTENT, digest_of, put, read
 from tests.programs import run
@@ -148,8 +151,9 @@ def test_what_comes_after_a_collection_is_found_by_the_next_one(tmp_path: Path) 
     assert list(store.digests()) == [kept]
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
 def test_a_leader_that_is_frozen_while_it_collects_deletes_nothing_when_it_wakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool
 ) -> None:
     """Not even a blob of its own that nobody needs: its successor has stored the same bytes."""
     frozen = DirectoryBlobs(tmp_path)
@@ -159,16 +163,39 @@ def test_a_leader_that_is_frozen_while_it_collects_deletes_nothing_when_it_wakes
     move = Path.rename
 
     def wake_late(path: Path, target: Path) -> Path:
-        if not successors:  # between its last look and the deed
-            successors.append(DirectoryBlobs(tmp_path))
-            put(successors[0], b"the same bytes")
-        return move(path, target)
+        if successors:
+            return move(path, target)
+        # Between its last look and the deed, or between the two steps of the deed.
+        moved = move(path, target) if is_moved else None
+        successors.append(DirectoryBlobs(tmp_path))
+        put(successors[0], b"the same bytes")
+        return moved or move(path, target)
 
     monkeypatch.setattr(Path, "rename", wake_late)
-    with pytest.raises(StaleError):
+    with nullcontext() if is_moved else pytest.raises(StaleError):
         frozen.collect(set(), grace_s=0)
     assert read(successors[0], own) == b"the same bytes"
     assert successors[0].collect({own}, grace_s=0) == []
+
+
+def test_a_blob_whose_writing_failed_after_it_had_its_name_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryBlobs(tmp_path)
+    kept = put(store, CONTENT)
+    assert store.collect({kept}, grace_s=0) == []
+
+    def fail(_path: Path) -> None:
+        raise OSError(errno.EIO, "the disk does not answer")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(directory_blobs, "sync_folder", fail)
+        failing.setattr(durable_file, "sync_folder", lambda _path: None)
+        with pytest.raises(OSError, match="does not answer"):
+            put(store, b"half")
+    assert store.exists(digest_of(b"half"))
+    assert store.collect({kept}, grace_s=0) == [digest_of(b"half")]
+    assert not store.exists(digest_of(b"half"))
 
 
 def test_what_a_coordinator_died_over_while_it_collected_is_removed(tmp_path: Path) -> None:

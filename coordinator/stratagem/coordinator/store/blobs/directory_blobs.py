@@ -168,6 +168,8 @@ class DirectoryBlobs:
         path = self._path(digest)
         with self._lock:
             make_folder(path.parent)
+            # What is there after an error here, the next collection finds by looking.
+            known, self._present = self._present, None
             failpoint("coordinator.blobs.before_rename")
             temporary.rename(path)
             if self._is_durable:
@@ -175,12 +177,14 @@ class DirectoryBlobs:
             failpoint("coordinator.blobs.after_rename")
             self._claims.add(digest)
             self._verified[digest] = _identity(file.descriptor), sums
-            if self._present is not None:
-                self._present.add(digest)
+            self._present = known
+            if known is not None:
+                known.add(digest)
 
     def drop(self, digest: Digest) -> None:
         """Delete a blob, if it is there; readers that have it open can continue."""
         with self._lock:
+            self._path(digest).unlink(missing_ok=True)
             self._forget(digest)
 
     def touch(self, digest: Digest) -> None:
@@ -215,7 +219,7 @@ class DirectoryBlobs:
 
     def _discard(self, digest: Digest) -> None:
         """Move the blob into the bin in one step, which fails once the bin is gone; a prior check
-        could be outdated."""
+        could be outdated, and what has the name after that is a successor's."""
         discarded = self._bin / digest
         try:
             self._path(digest).rename(discarded)
@@ -225,7 +229,6 @@ class DirectoryBlobs:
         discarded.unlink(missing_ok=True)
 
     def _forget(self, digest: Digest) -> None:
-        self._path(digest).unlink(missing_ok=True)
         self._claims.forget(digest)
         self._verified.pop(digest, None)
         if self._present is not None:
