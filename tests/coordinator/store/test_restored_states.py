@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stratagem.client.sdk.async_client import AsyncClient
@@ -69,6 +70,7 @@ async def test_what_is_damaged_where_a_backup_is_restored_is_written_again(
     settings: dict[str, str],
     request: pytest.FixtureRequest,
     spoil: Callable[[Path, Bucket | None], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data_dir, folder = tmp_path / "a", tmp_path / "copy"
     bucket = request.getfixturevalue("bucket") if "blob_store" in settings else None
@@ -80,8 +82,9 @@ async def test_what_is_damaged_where_a_backup_is_restored_is_written_again(
         with pytest.raises(IntegrityError, match=f"{digest} is damaged: .*. It is of run mine: "):
             await client.back_up(tmp_path / "other")
     (data_dir / "journal.sqlite").unlink()
-    for _ in range(2):
+    for is_spoiled in (True, False):
         assert restored(folder, data_dir, settings)[1] == 1
+        assert capsys.readouterr().out.count("it is written again") == is_spoiled
         async with served(data_dir, **settings) as (app, address), AsyncClient(address) as client:
             with app.blobs.open(digest) as file:
                 assert file.read().endswith(DATA)
@@ -90,3 +93,20 @@ async def test_what_is_damaged_where_a_backup_is_restored_is_written_again(
             with app.blobs.open(digest) as file:
                 assert file.read().endswith(DATA), "the sound ones have stayed"
         (data_dir / "journal.sqlite").unlink()
+
+
+async def test_a_damaged_object_is_written_again_where_a_sound_copy_is_in_the_cache(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    data_dir, folder, settings = tmp_path / "a", tmp_path / "copy", {"blob_store": bucket.url}
+    data = {"train": (np.ones((8, 64), np.float32), np.zeros(8, np.int64))}
+    async with served(data_dir, **settings) as (_, address), AsyncClient(address) as client:
+        run = await client.submit(json.loads(job_text(LOCAL)), "mine", data=data)
+        digest = Digest((await run.status()).job["data"]["inline"])
+        assert (await client.back_up(folder)).num_copied == 1
+    assert list((data_dir / "blob-cache").glob(f"??/{digest}*"))
+    bucket.damage(digest, 0)
+    (data_dir / "journal.sqlite").unlink()
+    assert restored(folder, data_dir, settings)[1] == 1
+    with bucket.blobs().open(digest) as file:
+        assert file.read()

@@ -7,6 +7,7 @@ again.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,14 +82,19 @@ def restore(settings: RestoreSettings) -> tuple[int, int]:
         known = Known.of(copied)
         if known.identity:
             storage.claim(known.identity)
+        if storage.objects is not None:
+            # A sound local copy from before would hide that the object is damaged.
+            storage = replace(storage, data_dir=Path(own), cache_bytes=1)
         blobs = storage.blobs(known.term + TERMS_AHEAD)
         for digest in digests:
             path = folder / "blobs" / digest[:2] / f"{digest}.safetensors"
-            if not _is_stored(blobs, digest) and not _put(blobs, digest, path):
-                if not isinstance(blobs, LeafBlobs):
-                    blobs = storage.leaves(known.term + TERMS_AHEAD)
-                if not _is_stored(blobs, digest):
-                    _put_leaves(blobs, digest, path)
+            if _is_stored(blobs, digest) or _put(blobs, digest, path):
+                continue
+            if not isinstance(blobs, LeafBlobs):
+                blobs = storage.leaves(known.term + TERMS_AHEAD)
+                if _is_stored(blobs, digest):
+                    continue
+            _put_leaves(blobs, digest, path)
         return Journal.restore(copied, place, password_file=password), len(digests)
 
 
