@@ -27,7 +27,7 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
     part_per_member,
 )
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_strategy import synchronous
-from tests.coordinator.core.jobs import job_text
+from tests.coordinator.core.jobs import evaluation_only, job_text
 from tests.coordinator.core.simulation import ROWS, RUN, digest, member, register
 
 pytestmark = pytest.mark.core
@@ -346,6 +346,19 @@ def test_members_that_miss_a_slice_return_to_the_last_commit() -> None:
     after = play(MIRRORED, run, lost)
     assert (after.open_segment, after.lineage, after.membership) == (3, 1, 3)
     assert "membership 3" in under(MIRRORED).reject_reason(JOB, after, lost)
+
+
+def test_a_party_that_trains_nothing_goes_back_to_no_commit() -> None:
+    evaluating = JobSpec.from_json(evaluation_only({"type": "Local"}))
+    run = play(SOLE, PartyRun(ROOT), formed(1, A, B), BUILT)
+    assert run.committed is not None
+    reasons = []
+    for spec in (JOB, evaluating):
+        fact = under(SOLE).decide(spec, run, world("c"), 0.0)
+        assert isinstance(fact, MembersFormed)
+        reasons.append(fact.reason)
+    trained, evaluated = reasons
+    assert trained == f"{evaluated}; back to the last commit, segment 0 at step 0"
 
 
 @pytest.mark.parametrize(("mirror", "fewest"), [(None, 3), (0, None), (1, 2)])

@@ -107,7 +107,7 @@ def members_due(
         party=run.party,
         membership=run.membership + 1,
         members=members,
-        reason=reason + _what_follows(run, members, shape, are_apart=are_apart),
+        reason=reason + _what_follows(job, run, members, shape, are_apart=are_apart),
         fingerprint=fingerprint if job.execution.deterministic else "",
         ranks=placed.ranks,
         are_apart=are_apart,
@@ -115,10 +115,20 @@ def members_due(
 
 
 def _what_follows(
-    run: PartyRun, members: tuple[Member, ...], shape: SegmentRules, *, are_apart: bool
+    job: JobSpec,
+    run: PartyRun,
+    members: tuple[Member, ...],
+    shape: SegmentRules,
+    *,
+    are_apart: bool,
 ) -> str:
-    """Say what becomes of what was begun, where that depends on who is left."""
-    if not run.open_segment or not members or not (run.members or run.is_recovering):
+    """Say what becomes of what was trained, where that depends on who is left."""
+    if (
+        job.only_evaluates
+        or not run.open_segment
+        or not members
+        or not (run.members or run.is_recovering)
+    ):
         return ""
     if goes_on(run, members, shape, are_apart=are_apart):
         is_sliced = shape.fewest_mirrored is not None
