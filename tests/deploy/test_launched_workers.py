@@ -185,6 +185,13 @@ def test_a_job_of_one_pod_asks_kueue_for_no_smaller_one() -> None:
     assert "suspend" not in kubernetes_job(launched(2, INSECURE), shape())["spec"]
 
 
+@pytest.mark.parametrize("secret", ["a", "a" * 253, "cert.pool-1." + "b" * 70])
+def test_a_secret_has_any_name_that_kubernetes_takes(secret: str) -> None:
+    made = kubernetes_job(launched(1), shape(secret=secret, pool="p"))
+    volumes = made["spec"]["template"]["spec"]["volumes"]
+    assert secret in [volume.get("secret", {}).get("secretName") for volume in volumes]
+
+
 @pytest.mark.parametrize("run_id", ["digits", "-9-", "---", "a" * 64, "x" * 49 + "-y", "0"])
 def test_every_run_has_a_name_that_pods_can_have(run_id: str) -> None:
     name = kubernetes_job(launched(1, INSECURE, run_id=run_id), shape())["metadata"]["name"]
@@ -210,7 +217,9 @@ def test_every_run_has_a_name_that_pods_can_have(run_id: str) -> None:
         (1, (INSECURE,), {"namespace": ""}, "--namespace: '' is not 1 to 63 of a-z"),
         (1, (INSECURE,), {"queue": "Team A"}, "--queue: 'Team A' is not 1 to 63 of a-z"),
         (1, (INSECURE,), {"queue": "a" * 64}, "--queue: 'a+' is not 1 to 63 of a-z"),
-        (1, (), {"secret": "s/t", "pool": "p"}, "--tls-secret: 's/t' is not 1 to 63 of a-z"),
+        (1, (), {"secret": "s/t", "pool": "p"}, "--tls-secret: 's/t' is not 1 to 253 of a-z"),
+        (1, (), {"secret": "a" * 254, "pool": "p"}, "--tls-secret: 'a+' is not 1 to 253 of a-z"),
+        (1, (), {"secret": "a..b", "pool": "p"}, "--tls-secret: 'a..b' is not 1 to 253 of a-z"),
         (1, (), {"secret": "s", "pool": "p q"}, "--pool: 'p q' is not a pool"),
         (1, (INSECURE,), {"image": "a b"}, "--image: 'a b' is not an image"),
         (1, (INSECURE, "--listen=:1"), {}, "--worker: --listen is said by the launch"),

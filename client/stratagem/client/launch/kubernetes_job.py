@@ -36,8 +36,11 @@ _NODE_LABEL: Final = re.compile(rf"(?:[a-z0-9][-a-z0-9.]{{0,252}}/)?{_LABEL}=(?:
 _JOB_NAME: Final = re.compile(rf"[a-z0-9](?:[-a-z0-9]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
 _SPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
 """A label of DNS: namespaces."""
-_OBJECT: Final = re.compile(rf"(?=.{{1,63}}$){_SPACE.pattern}(?:\.{_SPACE.pattern})*")
-"""Names of queues, which stand in a label, and of secrets."""
+_QUEUE: Final = re.compile(rf"(?=.{{1,63}}$){_SPACE.pattern}(?:\.{_SPACE.pattern})*")
+"""Stands in a label, too."""
+_PART: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_SECRET: Final = re.compile(rf"(?=.{{1,253}}$){_PART}(?:\.{_PART})*")
+"""Kubernetes limits the length of the whole, and not of parts."""
 _MEMORY: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[kMGTPE]|[KMGTPE]i)?")
 
 DISRUPTED: Final = {"type": "DisruptionTarget", "status": "True"}
@@ -143,8 +146,8 @@ def _check_names(shape: PodShape) -> None:
     names = (
         ("--namespace", shape.namespace, _SPACE, f"1 to 63 {in_words}"),
         ("--job-name", shape.job_name, _JOB_NAME, f"1 to {MAX_NAME} {in_words}"),
-        ("--queue", shape.queue, _OBJECT, f"1 to 63 {in_words}, in parts with dots"),
-        ("--tls-secret", shape.secret, _OBJECT, f"1 to 63 {in_words}, in parts with dots"),
+        ("--queue", shape.queue, _QUEUE, f"1 to 63 {in_words}, in parts with dots"),
+        ("--tls-secret", shape.secret, _SECRET, f"1 to 253 {in_words}, in parts with dots"),
         ("--image", shape.image, re.compile(r"[^\s]+"), "an image, as HOST/NAME:TAG"),
     )
     for field, name, pattern, allowed in names:
