@@ -92,3 +92,51 @@ def shares_storage() -> nn.Module:
     first, second = nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.Linear(NUM_FEATURES, NUM_CLASSES)
     second.weight.data = first.weight.data[:NUM_CLASSES]
     return nn.Sequential(first, second)
+
+
+class Echo(nn.Linear):
+    """Has its weight as a buffer, too: what is not trained, of the same memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("seen", self.weight.data)
+
+
+def shares_with_what_is_frozen(width: int = 400) -> nn.Module:
+    """Trained weights, of several slices each, whose memory a frozen parameter and a buffer have,
+    too."""
+    trained, frozen = nn.Linear(width, width), nn.Linear(width, width)
+    frozen.weight = nn.Parameter(trained.weight.data, requires_grad=False)
+    return nn.Sequential(
+        nn.Linear(NUM_FEATURES, width),
+        frozen,
+        nn.Tanh(),
+        trained,
+        Echo(width),
+        nn.Linear(width, NUM_CLASSES),
+    )
+
+
+def lies_in_one_storage() -> nn.Module:
+    """Parameters that lie one after the other in one storage, as those of an LSTM on a GPU."""
+    layer = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+    size = layer.weight.numel()
+    flat = torch.cat([layer.weight.data.view(-1), layer.bias.data])
+    layer.weight.data = flat[:size].view(layer.weight.shape)
+    layer.bias.data = flat[size:]
+    return layer
+
+
+class Hollow(nn.Linear):
+    """Has a parameter without elements beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, NUM_CLASSES)
+        self.hollow = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.hollow.sum()
+
+
+def hollow() -> nn.Module:
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 8), Hollow())

@@ -75,6 +75,7 @@ def test_two_hundred_steps_of_each_optimizer(name: str) -> None:
         pytest.param(user_model("recurrent", kind="LSTM"), {}, id="lstm"),
         pytest.param(user_model("recurrent", kind="GRUCell"), {}, id="a cell in a loop"),
         pytest.param("frozen_start", {}, id="a frozen layer"),
+        pytest.param(user_model("slices:hollow"), {}, id="a parameter without elements"),
         pytest.param(
             "batch_norm_mlp", {"data": user_data("classes", num_rows=48)}, id="batch norm"
         ),
@@ -253,6 +254,10 @@ def test_each_member_holds_its_share_of_the_parameters() -> None:
         ("writes_itself", "full, but a forward pass of Clamped has changed its parameters in"),
         ("writes_outside", "full, but a forward pass of the model has changed its parameters in"),
         ("shares_storage", "full needs parameters with storage of their own; 0.weight and 1.w"),
+        (
+            "shares_with_what_is_frozen",
+            "full needs parameters with storage of their own; 3.weight and 1.weight share one",
+        ),
     ],
 )
 def test_what_cannot_be_gathered_is_refused_with_a_sentence(model: str, expected: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.tensors.state_slices import slice_name
 from stratagem.worker.engine import StepReport, build_sliced_trainer
@@ -90,6 +91,13 @@ def test_settings_have_the_bits_of_one_member(sections: dict[str, Any]) -> None:
         pytest.param("tied", TOKENS, id="a weight of two layers"),
         pytest.param("frozen_start", {}, id="a frozen layer"),
         pytest.param(user_model("shaped", is_tied=True, has_buffer=True), {}, id="tied layers"),
+        pytest.param(
+            user_model("slices:shares_with_what_is_frozen"),
+            {},
+            id="memory that is trained elsewhere",
+        ),
+        pytest.param(user_model("slices:lies_in_one_storage"), {}, id="parameters of one storage"),
+        pytest.param(user_model("slices:hollow"), {}, id="a parameter without elements"),
         pytest.param("two_norms", EVEN, id="batch norms"),
         pytest.param("two_norms", {**EVEN, "weight_average": {"decay": 0.9}}, id="an average"),
     ],
@@ -100,6 +108,13 @@ def test_what_is_not_divided_is_dealt_out_without_a_trace(
     spec = spec_of(model, **sections)
     assert_same_training(spec, "shm", size, 3, is_mirrored=size > 1)
     assert_same_training(spec, "shm", size, 3)
+
+
+def test_trained_parameters_that_overlap_are_refused() -> None:
+    spec = spec_of(user_model("slices:shares_storage"))
+    problem = "needs trained parameters with memory of their own; 0.weight and 1.weight share some"
+    with pytest.raises(InvalidInputError, match=problem):
+        build_sliced_trainer(spec, ALLOWED, StateShare(0, 2), device=CPU, fresh=True)
 
 
 def test_each_member_copies_its_slices_alone() -> None:

@@ -81,8 +81,8 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
 
 
 def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> None:
-    """Make two steps and an evaluation as a worker would whose party divides its state, on the rows
-    of `try_step`: there parameters are absent where no layer uses them.
+    """Make two steps, a copy of the state and an evaluation as a worker would whose party divides
+    its state, on the rows of `try_step`: there parameters are absent where no layer uses them.
 
     The second step finds what code has kept of the first. Raises what training raises.
     """
@@ -98,6 +98,7 @@ def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> 
     try:
         for _ in range(2):
             trainer.train_step(exchange, range(1), 1)
+        trainer.copy_state()
         if job.evaluation is not None and len(few.get(job.evaluation.split, ())):
             trainer.evaluate(EvaluationShare([job.evaluation.split], 0, 1, lambda *_: None, {}))
     finally:

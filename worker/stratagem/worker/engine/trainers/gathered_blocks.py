@@ -9,7 +9,7 @@ here from the beginning of a pass to its end. Must not know how parameters trave
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -90,9 +90,11 @@ class GatheredBlocks:
         params: Sequence[tuple[str, nn.Parameter]],
         modules: Sequence[nn.Module],
         owners: SliceOwners,
+        whole: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """modules: the blocks; they must be of the model whose `params` these are."""
-        _check_storage(params)
+        """modules: the blocks; they must be of the model whose `params` these are. whole: its other
+        tensors, which stay."""
+        _check_storage(params, whole)
         self._params = [param for _, param in params]
         self._absent = [
             torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
@@ -282,15 +284,25 @@ def _flat(values: Any) -> Iterator[Any]:
             yield each
 
 
-def _check_storage(params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raises InvalidInputError for parameters that cannot be gathered into storage of their own."""
+def _check_storage(
+    params: Sequence[tuple[str, nn.Parameter]], whole: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raises InvalidInputError for parameters that cannot be gathered into storage of their own, or
+    that other tensors would no longer follow."""
     seen: dict[int, str] = {}
     for name, param in params:
         if param.numel():
-            other = seen.setdefault(param.untyped_storage().data_ptr(), name)
-            if other != name:
-                text = f"full needs parameters with storage of their own; {other} and {name} share"
-                raise InvalidInputError.at(_FIELD, f"{text} one")
+            _check_alone(seen.setdefault(param.untyped_storage().data_ptr(), name), name)
+    for name, tensor in whole:
+        if tensor.numel() and tensor.layout is torch.strided:  # sparse ones have no one storage
+            _check_alone(seen.get(tensor.untyped_storage().data_ptr(), name), name)
+
+
+def _check_alone(holder: str, name: str) -> None:
+    """Raises InvalidInputError where storage has another holder than the tensor of this name."""
+    if holder != name:
+        text = f"full needs parameters with storage of their own; {holder} and {name} share one"
+        raise InvalidInputError.at(_FIELD, text)
 
 
 def divide_parameters(

@@ -10,6 +10,7 @@ a job may name with it. Must not know how gradients and parameters travel.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
@@ -87,6 +88,8 @@ class OptimizerPieces:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
                 raise InvalidInputError.at(_FIELD, text)
+        if held is None:
+            _check_memory(params)
         self.optimizer, self.owners, self.rank = optimizer, owners, rank
         self._names, self._params = {name for name, _ in params}, [param for _, param in params]
         self._pieces = [_piece_of(*params[part.index], part) for part in owners.parts[rank]]
@@ -200,17 +203,18 @@ class OptimizerPieces:
 
         first_bytes: what the first member copies beside.
         """
-        by_param = {
-            id(each.param): each for each in (self._mirrored if of_mirror else self._pieces)
-        }
+        pieces = self._mirrored if of_mirror else self._pieces
+        by_param = {self._identity(each.param): each for each in pieces}
         rank = self.mirrored_rank if of_mirror else self.rank
-        divided = {id(param) for param in self._params if param.numel()}
+        divided = {self._identity(param) for param in self._params}
         tensors = model.state_dict(keep_vars=True)
-        whole = {name: value for name, value in tensors.items() if id(value) not in divided}
+        whole = {
+            name: value for name, value in tensors.items() if self._identity(value) not in divided
+        }
         dealt = dealt_out(whole, len(self.owners.parts), first_bytes)[rank]
         named: dict[str, Tensor] = {}
         for place, (name, tensor) in enumerate(tensors.items()):
-            full, each = f"{state_format.MODEL}{name}", by_param.get(id(tensor))
+            full, each = f"{state_format.MODEL}{name}", by_param.get(self._identity(tensor))
             if name in dealt:
                 where = ParameterSlice(place, 0, tuple(tensor.shape), full)
                 named[str(where)] = tensor.detach()
@@ -218,6 +222,13 @@ class OptimizerPieces:
                 where = ParameterSlice(place, each.part.first, tuple(each.param.shape), full)
                 named[str(where)] = each.piece.detach()
         return named
+
+    def _identity(self, tensor: Tensor) -> object:
+        """Returns what a parameter and any other tensor of the model that is the same memory have
+        in common."""
+        if self.held is None and tensor.numel():
+            return state_format.storage_key(tensor)
+        return id(tensor)
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Returns what all members hold of the model: all, unless parameters are divided."""
@@ -317,6 +328,17 @@ class OptimizerPieces:
             for each in own:
                 if each.param in before:
                     self.optimizer.state[each.piece] = _sliced(before[each.param], each)
+
+
+def _check_memory(params: NamedParams) -> None:
+    """Raises InvalidInputError for parameters that overlap: a step of one would change the other.
+    They may lie in one storage."""
+    ranges = sorted((p.data_ptr(), p.nbytes, name) for name, p in params if p.numel())
+    for (start, size, name), (other_start, _, other) in pairwise(ranges):
+        if other_start < start + size:
+            first, second = sorted((name, other))
+            text = f"needs trained parameters with memory of their own; {first} and {second} share"
+            raise InvalidInputError.at(_FIELD, f"{text} some")
 
 
 def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:

@@ -115,7 +115,10 @@ class Trainer:
         """Makes the pieces of all parameters that the optimizer steps here."""
         owners, held = divide_slices(self.buckets.layout, share.size), None
         if share.is_full:
-            self.blocks = GatheredBlocks(self.params, layers_of(self.model), owners)
+            trained = {id(param) for _, param in self.params}
+            named = (*self.model.named_parameters(), *self.model.named_buffers())
+            whole = [(name, tensor) for name, tensor in named if id(tensor) not in trained]
+            self.blocks = GatheredBlocks(self.params, layers_of(self.model), owners, whole)
             held = self.blocks.held
         pieces = OptimizerPieces(
             *(self.optimizer, self.params, owners, share.rank),
