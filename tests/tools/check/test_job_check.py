@@ -152,6 +152,7 @@ def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: s
         ("reads_in_evaluations", "full, but the model reads 1.weight outside of the forward pass"),
         ("writes_itself", "full, but a forward pass of Clamped has changed its parameters"),
         ("shares_storage", "full needs parameters with storage of their own; 0.weight and 1.w"),
+        ("shares_with_what_is_frozen", "full needs parameters with storage of their own; 3.we"),
     ],
 )
 def test_a_model_whose_parameters_cannot_come_and_go_is_found(model: str, text: str) -> None:
@@ -167,6 +168,12 @@ def test_data_without_rows_to_train_on_are_a_fault_that_is_said_as_the_run_says_
         assert told == {"data": 'has no split "train"; it has: test'}
     weights = {"initial": {"digest": "0" * 64}, "evaluation": {"split": "test"}}
     assert not faults(job(data=user_data("test_only"), **weights, **NOT_TRAINED))
+
+
+@pytest.mark.parametrize("what", ["optimizer", "full"])
+def test_a_job_that_trains_nothing_has_no_slices_to_try(what: str) -> None:
+    spec = job(strategy=divided(what), evaluation={"split": "test"}, **NOT_TRAINED)
+    assert faults(spec) == {}
 
 
 def test_a_sentence_is_said_once_however_many_checks_come_upon_it() -> None:

@@ -220,7 +220,7 @@ class _JobChecks:
     def divided(self, data: Mapping[str, Dataset]) -> None:
         """Whether steps can be made while each worker keeps its slice only, where the job says
         so."""
-        if not partitions_state(self.job.strategy):
+        if self.job.only_evaluates or not partitions_state(self.job.strategy):
             return
         tried = partial(_is_divided, self.job, self.site, data)
         if self.report.attempt("step", _DIVIDED, tried):
