@@ -15,6 +15,7 @@ from stratagem.client.sdk.views import Event
 from stratagem.common.base.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.common.rpc.server import bind, make_server
+from stratagem.common.rpc.stream_begin import BEGUN
 from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
 from stratagem.common.strategy import describe
 from stratagem.common.tensors.chunks import ChunkWriter
@@ -127,6 +128,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.cuts: set[int] = set()
         self.says_why = True
         """When it cuts; a process that ends by a defect does not."""
+        self.says_begin = True
+        """That it follows a run; one of 0.2.0 does not."""
         self.early_ends: set[int] = set()
         """After these events a stream ends as if there were no more of them."""
         self.watched_from: list[int] = []
@@ -197,6 +200,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
     ) -> AsyncIterator[pb.WatchRunResponse]:
         run, index = self._run(request.run_id), request.from_index
         self.watched_from.append(index)
+        if self.says_begin:
+            await context.send_initial_metadata(BEGUN)
         while True:
             run.changed.clear()
             for event in run.events[index:]:

@@ -194,7 +194,8 @@ class CoordinatorServiceServicer(object):
     def WatchRun(self, request, context):
         """Events of a run from an index on, then as they happen, with progress between them. Ends after
         the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
-        INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+        INVALID_ARGUMENT when newest_first is to be followed, or a kind is none. Initial metadata come
+        at once, before there is news: stratagem-stream with the value begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,6 +295,7 @@ class CoordinatorServiceServicer(object):
 
     def TailLogs(self, request, context):
         """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND.
+        Initial metadata as those of WatchRun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,7 +65,8 @@ class CoordinatorServiceStub:
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
     the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
-    INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+    INVALID_ARGUMENT when newest_first is to be followed, or a kind is none. Initial metadata come
+    at once, before there is news: stratagem-stream with the value begun.
     """
     WatchRuns: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunsRequest, _coordinator_pb2.WatchRunsResponse]
     """All runs in brief, newest first, then those that have changed, at most twice a second, until the
@@ -115,7 +116,9 @@ class CoordinatorServiceStub:
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
     """
     TailLogs: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.TailLogsRequest, _coordinator_pb2.TailLogsResponse]
-    """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND."""
+    """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND.
+    Initial metadata as those of WatchRun.
+    """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
     """The workers that are registered, alive or not."""
     Diagnose: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]
@@ -183,7 +186,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Events of a run from an index on, then as they happen, with progress between them. Ends after
     the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
-    INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+    INVALID_ARGUMENT when newest_first is to be followed, or a kind is none. Initial metadata come
+    at once, before there is news: stratagem-stream with the value begun.
     """
     WatchRuns: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunsRequest, _coordinator_pb2.WatchRunsResponse]  # type: ignore[assignment]
     """All runs in brief, newest first, then those that have changed, at most twice a second, until the
@@ -233,7 +237,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     DATA_LOSS for a wrong CRC or digest; ABORTED when another stream uploads the same.
     """
     TailLogs: _aio.UnaryStreamMultiCallable[_coordinator_pb2.TailLogsRequest, _coordinator_pb2.TailLogsResponse]  # type: ignore[assignment]
-    """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND."""
+    """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND.
+    Initial metadata as those of WatchRun.
+    """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers that are registered, alive or not."""
     Diagnose: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]  # type: ignore[assignment]
@@ -318,7 +324,8 @@ class CoordinatorServiceServicer:
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunResponse]]:
         """Events of a run from an index on, then as they happen, with progress between them. Ends after
         the run's last event. NOT_FOUND; OUT_OF_RANGE when from_index is in the future;
-        INVALID_ARGUMENT when newest_first is to be followed, or a kind is none.
+        INVALID_ARGUMENT when newest_first is to be followed, or a kind is none. Initial metadata come
+        at once, before there is news: stratagem-stream with the value begun.
         """
 
     def WatchRuns(
@@ -428,7 +435,9 @@ class CoordinatorServiceServicer:
         request: _coordinator_pb2.TailLogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.TailLogsResponse], _abc.AsyncIterator[_coordinator_pb2.TailLogsResponse]]:
-        """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND."""
+        """Lines of a run's log: events, and what user code printed on the workers. NOT_FOUND.
+        Initial metadata as those of WatchRun.
+        """
 
     def ListWorkers(
         self,

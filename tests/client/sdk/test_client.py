@@ -1,6 +1,5 @@
 """The client against a scripted coordinator: what calls mean, and what survives a cut."""
 
-import asyncio
 import json
 import logging
 import socket
@@ -30,7 +29,6 @@ from stratagem.common.job import JobSpec
 from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
-from tests.patience import PATIENCE_S
 
 
 def events_of(items: list[Event | Progress]) -> list[int]:
@@ -165,8 +163,10 @@ def test_watch_goes_on_where_the_caller_stopped(client: Client) -> None:
     assert events_of(list(run.watch(from_index=4))) == []
 
 
-async def test_watch_waits_for_a_coordinator_that_restarts() -> None:
+@pytest.mark.parametrize("says_begin", [True, False])
+async def test_watch_waits_for_a_coordinator_that_restarts(says_begin: bool) -> None:
     fake = FakeCoordinator()
+    fake.says_begin = says_begin
     fake.ending = "never"
     server, address = await serve(fake)
     seen: list[int] = []
@@ -194,60 +194,6 @@ def test_calls_wait_for_a_coordinator_that_was_there(client: Client, fake: FakeC
     assert run.status().phase is Phase.COMPLETED
 
 
-@pytest.mark.parametrize("lasting_s", [0.0, PATIENCE_S])
-def test_who_waits_for_long_is_told_once_why_and_how_long(
-    client: Client,
-    fake: FakeCoordinator,
-    lasting_s: float,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", lasting_s)
-    run = client.submit(JOB)
-    for _ in range(2):
-        fake.refusals = 3
-        assert run.status().phase is Phase.COMPLETED
-    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    why = f"the coordinator at {client.address} cannot do it now: shutting down"
-    once = f"{why}; trying again for up to {PATIENCE_S:g} s"
-    assert told == ([once, once] if lasting_s == 0 else [])
-
-
-async def test_who_follows_a_run_is_told_once_that_nobody_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told: list[str] = []
-    is_told = asyncio.Event()
-
-    def warn(form: str, *values: object) -> None:
-        told.append(form % values)
-        is_told.set()
-
-    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", 0.0)
-    monkeypatch.setattr(outage_notice.log, "warning", warn)
-    fake = FakeCoordinator()
-    fake.ending = "never"
-    server, address = await serve(fake)
-    async with AsyncClient(address) as client:
-        run = await client.submit(JOB, "mine")
-
-        async def follow() -> None:
-            async for _ in run.watch():
-                pass
-
-        async with asyncio.TaskGroup() as group:
-            following = [group.create_task(follow()) for _ in range(2)]
-            await server.stop(None)
-            await is_told.wait()
-            server, _ = await serve(fake, int(address.rpartition(":")[2]))
-            fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
-            await asyncio.wait(following)
-    await server.stop(None)
-    (text,) = told
-    assert text.startswith(f"no coordinator answers at {address}: ")
-    assert text.endswith("; trying again until one does")
-
-
 def test_nobody_at_the_address_is_said_at_once() -> None:
     with (
         Client("127.0.0.1:9") as client,
@@ -259,13 +205,17 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
 
 @pytest.mark.parametrize("with_tls", [False, True])
 def test_a_container_that_does_not_listen_yet_is_waited_for(
-    with_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_tls: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Docker takes connections to a published port at once, and closes them meanwhile."""
     if with_tls:
         init(tmp_path / "certs", workers=[], clients=["me"], hosts=[])
     tls = Authority(tmp_path / "certs").files("client-me") if with_tls else None
     monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 1.5)
+    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", 0.0)
     num_closed = 0
 
     def close_all() -> None:
@@ -283,6 +233,9 @@ def test_a_container_that_does_not_listen_yet_is_waited_for(
             client.runs()
         # Once by gRPC, and with TLS once more to find out why, and all of it again.
         assert num_closed > 1 + with_tls
+    (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert told.startswith(said)
+    assert told.endswith("; trying again for up to 1.5 s")
 
 
 async def test_the_environment_names_the_coordinator_of_who_names_none(

@@ -13,6 +13,7 @@ import pytest
 
 from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.rpc.stream_begin import has_begun
 from stratagem.common.rpc.tensor_transfer import push
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes
@@ -162,6 +163,18 @@ async def test_life_without_workers_survives_a_restart(tmp_path: Path) -> None:
     async with coordinator(tmp_path) as stub:
         assert not (await stub.ListRuns(pb.ListRunsRequest())).runs
         assert (await stub.SubmitRun(submit())).created
+
+
+async def test_who_follows_a_run_without_news_learns_that_it_is_followed(tmp_path: Path) -> None:
+    async with coordinator(tmp_path) as stub:
+        await stub.SubmitRun(submit())
+        for stream in (
+            stub.WatchRun(pb.WatchRunRequest(run_id="r-1", from_index=1)),
+            stub.TailLogs(pb.TailLogsRequest(run_id="r-1", from_line=1000, follow=True)),
+        ):
+            async with asyncio.timeout(PATIENCE_S):
+                assert has_begun(await stream.initial_metadata())
+            stream.cancel()
 
 
 async def test_an_ended_run_answers_to_its_name_until_it_is_deleted(tmp_path: Path) -> None:

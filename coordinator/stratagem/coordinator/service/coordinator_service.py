@@ -25,6 +25,7 @@ from stratagem.common.base.ids import (
 from stratagem.common.identity.authentication import Caller, current_caller
 from stratagem.common.observe import tracing
 from stratagem.common.rpc.ownership_check import checks_what_is_named
+from stratagem.common.rpc.stream_begin import BEGUN
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import (
@@ -129,6 +130,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 async for response in past_events(feed, run_id, span, request):
                     yield response
                 return
+            await context.send_initial_metadata(BEGUN)
             async for item in feed.watch(run_id, span, run.num_shown):
                 if isinstance(item, FeedEvent):
                     num_events += 1
@@ -224,6 +226,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             run_id, request.from_line, follow=request.follow, is_over=self._app.is_over
         )
         with self._watchers.taken(current_caller()):
+            await context.send_initial_metadata(BEGUN)
             async for number, line in lines:
                 if request.worker_id in ("", line.worker_id):
                     yield pb.TailLogsResponse(

@@ -3,10 +3,12 @@
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 import grpc
 
+from stratagem.common.base.errors import StandbyError
 from stratagem.common.rpc.status_codes import name_of, shown
 
 TOLD_AFTER_S: Final = 1.0
@@ -14,41 +16,85 @@ TOLD_AFTER_S: Final = 1.0
 
 log = logging.getLogger("stratagem.client")
 
+_NO_ANSWERS: Final = frozenset(
+    (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+)
+"""What gRPC itself says where nobody answers."""
+
 
 @dataclass(slots=True)
 class ToldOutage:
     """What all calls over a connection share, so that they do not each tell of one outage."""
 
     is_told: bool = False
+    """That nobody answers; until a coordinator answers any of them."""
+    num_refused: int = 0
+    """Calls that are refused for now and have lasted, of which the first one has told it. What a
+    coordinator answers to others does not end that."""
 
 
 @dataclass(slots=True)
 class OutageNotice:
-    """Of one call or stream, from its begin on."""
+    """Of one call or stream: a context, from its begin to its end."""
 
     address: str
-    waits: str
-    """Until when it waits, such as "for up to 60 s"."""
     outage: ToldOutage
     _since_s: float | None = field(default=None, init=False)
     _is_told: bool = field(default=False, init=False)
+    _is_refused: bool = field(default=False, init=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_refusal()
 
     def answered(self) -> None:
         """Note that a coordinator has answered this call."""
         self._since_s, self._is_told, self.outage.is_told = None, False, False
+        self._end_refusal()
 
-    def failed(self, error: grpc.RpcError) -> None:
-        """Note an error after which the call is made again; one that has lasted is told once."""
+    def ended(self, error: grpc.RpcError) -> None:
+        """Note the error that ends this call, which may be an answer."""
+        if name_of(error) or error.code() not in _NO_ANSWERS:
+            self.answered()
+
+    def failed(self, error: grpc.RpcError, waits: str) -> None:
+        """Note an error after which the call is made again; one that has lasted is told once.
+
+        waits: until when, such as "for up to 60 s".
+        """
+        name = name_of(error)
+        if name and name != StandbyError.__name__:  # who stands by answers for nobody else
+            self.outage.is_told = False
         if self._since_s is None:
             self._since_s = time.monotonic()
         has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S
-        if not has_lasted or self._is_told or self.outage.is_told:
-            return
-        self._is_told = self.outage.is_told = True
+        if has_lasted and not self._is_told and self._is_first(bool(name)):
+            self._is_told = True
+            log.warning("%s; trying again %s", self._told(error), waits)
+
+    def _is_first(self, is_refusal: bool) -> bool:
+        """Return whether no other call has told it yet; from now on one has."""
+        if not is_refusal:
+            was_told, self.outage.is_told = self.outage.is_told, True
+            return not was_told
+        self.outage.num_refused += not self._is_refused
+        was_refused, self._is_refused = self._is_refused, True
+        return not was_refused and self.outage.num_refused == 1
+
+    def _end_refusal(self) -> None:
+        self.outage.num_refused -= self._is_refused
+        self._is_refused = False
+
+    def _told(self, error: grpc.RpcError) -> str:
         details = shown(error.details() or "") or error.code().name
         if name_of(error):
-            text = f"the coordinator at {self.address} cannot do it now: {details}"
-        else:
-            why = "connection refused" if "Connection refused" in details else details
-            text = f"no coordinator answers at {self.address}: {why}"
-        log.warning("%s; trying again %s", text, self.waits)
+            return f"the coordinator at {self.address} cannot do it now: {details}"
+        why = "connection refused" if "Connection refused" in details else details
+        return f"no coordinator answers at {self.address}: {why}"

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -30,6 +31,7 @@ from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.rpc.channel import PLAINTEXT, Proof, open_channel
 from stratagem.common.rpc.leader_channel import CoordinatorChannel, Coordinators, split_addresses
 from stratagem.common.rpc.status_codes import from_rpc_error, name_of
+from stratagem.common.rpc.stream_begin import has_begun
 from stratagem.common.rpc.tensor_transfer import Retry
 from stratagem.common.rpc.tls_probe import identity_problem
 from stratagem.v1 import coordinator_pb2 as pb
@@ -97,23 +99,29 @@ class Connection:
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         began_s = time.monotonic()
-        give_up_s = began_s + self._patience_s
-        notice = OutageNotice(self.address, f"for up to {self._patience_s:g} s", self._outage)
-        while True:
-            asked = self._coordinators.present
-            try:
-                response = await method(request, timeout=self._timeout_s)
-            except grpc.aio.AioRpcError as error:
-                await self._raise_identity_problem(error, asked)
-                may_retry = self.may_retry(error, asked) or _is_starting(error, began_s)
-                if not may_retry or time.monotonic() >= give_up_s:
-                    raise self.translated(error) from None
-                notice.failed(error)
-                await backoff.pause()
-            else:
-                self._has_answered = True
-                notice.answered()
-                return response
+        with OutageNotice(self.address, self._outage) as notice:
+            while True:
+                asked = self._coordinators.present
+                try:
+                    response = await method(request, timeout=self._timeout_s)
+                except grpc.aio.AioRpcError as error:
+                    wait_s = await self._wait_s(error, asked)
+                    if time.monotonic() >= began_s + wait_s:
+                        notice.ended(error)
+                        raise self.translated(error) from None
+                    notice.failed(error, f"for up to {wait_s:g} s")
+                    await backoff.pause()
+                else:
+                    self._has_answered = True
+                    notice.answered()
+                    return response
+
+    async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
+        """Return for how long from its begin on a call that met this error is made again."""
+        await self._raise_identity_problem(error, asked)
+        if self.may_retry(error, asked):
+            return self._patience_s
+        return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
 
     async def greet(self) -> None:
         """Make one cheap call, which distinguishes a wrong address from a coordinator that goes
@@ -130,26 +138,38 @@ class Connection:
         """
         check_fork()
         backoff = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
-        notice = OutageNotice(self.address, "until one does", self._outage)
-        while True:
-            asked = self._coordinators.present
-            stream = open_stream()
-            try:
-                async for message in self._messages(stream):
-                    self._has_answered = True
-                    backoff.reset()
-                    notice.answered()
-                    yield message
-                return
-            except grpc.aio.AioRpcError as error:
-                await self._raise_identity_problem(error, asked)
-                if not self.may_retry(error, asked):
-                    raise self.translated(error) from None
-                log.info("coordinator at %s is away: %s", asked, error.details())
-                notice.failed(error)
-            finally:
-                stream.cancel()
-            await backoff.pause()
+        with OutageNotice(self.address, self._outage) as notice:
+            while True:
+                asked = self._coordinators.present
+                stream = open_stream()
+                begin = asyncio.create_task(self._note_begin(stream, notice))
+                try:
+                    async for message in self._messages(stream):
+                        self._has_answered = True
+                        backoff.reset()
+                        notice.answered()
+                        yield message
+                    return
+                except grpc.aio.AioRpcError as error:
+                    await self._raise_identity_problem(error, asked)
+                    if not self.may_retry(error, asked):
+                        notice.ended(error)
+                        raise self.translated(error) from None
+                    log.info("coordinator at %s is away: %s", asked, error.details())
+                    notice.failed(error, "until one does")
+                finally:
+                    begin.cancel()
+                    stream.cancel()
+                await backoff.pause()
+
+    async def _note_begin(
+        self, stream: grpc.aio.UnaryStreamCall[Request, Response], notice: OutageNotice
+    ) -> None:
+        """Note that a coordinator follows, before there is news; an earlier one does not say so."""
+        with suppress(grpc.aio.AioRpcError):
+            if has_begun(await stream.initial_metadata()):
+                self._has_answered = True
+                notice.answered()
 
     async def _messages(
         self, stream: grpc.aio.UnaryStreamCall[Request, Response]
@@ -220,10 +240,9 @@ class Connection:
         return from_rpc_error(error)
 
 
-def _is_starting(error: grpc.aio.AioRpcError, since_s: float) -> bool:
-    """Return whether a server that is still starting closed the connection or has no leader yet;
-    false once this has lasted STARTING_S."""
-    if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > since_s + STARTING_S:
+def _is_starting(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a server that is still starting closed the connection or has no leader yet."""
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     reason = from_rpc_error(error)
     if isinstance(reason, StandbyError):

@@ -1,0 +1,183 @@
+"""Who waits for a coordinator is told why, once for each outage."""
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from stratagem.client import AsyncClient, Client, Phase
+from stratagem.client.sdk.async_run import AsyncRun
+from stratagem.client.sdk.connection import outage_notice
+from stratagem.client.sdk.connection.outage_notice import OutageNotice, ToldOutage
+from stratagem.common.base.errors import NotFoundError, StandbyError, UnavailableError
+from stratagem.common.rpc.status_codes import to_status
+from stratagem.v1 import coordinator_pb2 as pb
+from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
+from tests.patience import PATIENCE_S
+
+
+class Told:
+    """What was told, and what waits for the next one."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._news = asyncio.Event()
+
+    def warn(self, form: str, *values: object) -> None:
+        self.texts.append(form % values)
+        self._news.set()
+
+    async def next(self) -> str:
+        async with asyncio.timeout(PATIENCE_S):
+            await self._news.wait()
+        self._news.clear()
+        return self.texts[-1]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """Each failure counts as one that has lasted."""
+    made = Told()
+    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(outage_notice.log, "warning", made.warn)
+    return made
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set at each answer that is noted."""
+    noted, answered = asyncio.Event(), OutageNotice.answered
+
+    def note(notice: OutageNotice) -> None:
+        answered(notice)
+        noted.set()
+
+    monkeypatch.setattr(OutageNotice, "answered", note)
+    return noted
+
+
+def error_of(error: Exception) -> grpc.aio.AioRpcError:
+    """The error as it arrives at a client."""
+    status = to_status(error)
+    assert status is not None
+    metadata = grpc.aio.Metadata(*status.trailing_metadata)
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, status.details)
+
+
+NOBODY = grpc.aio.AioRpcError(
+    grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Connection refused"
+)
+FULL = error_of(UnavailableError("the disk is full"))
+STANDBY = error_of(StandbyError("stands by", ""))
+
+
+async def watched(run: AsyncRun) -> None:
+    async for _ in run.watch():
+        pass
+
+
+@pytest.mark.parametrize("lasting_s", [0.0, PATIENCE_S])
+def test_who_waits_for_long_is_told_once_why_and_how_long(
+    client: Client,
+    fake: FakeCoordinator,
+    lasting_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(outage_notice, "TOLD_AFTER_S", lasting_s)
+    run = client.submit(JOB)
+    for _ in range(2):
+        fake.refusals = 3
+        assert run.status().phase is Phase.COMPLETED
+    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    why = f"the coordinator at {client.address} cannot do it now: shutting down"
+    once = f"{why}; trying again for up to {PATIENCE_S:g} s"
+    assert told == ([once, once] if lasting_s == 0 else [])
+
+
+async def test_who_follows_a_run_is_told_once_that_nobody_answers(told: Told) -> None:
+    fake = FakeCoordinator()
+    fake.ending = "never"
+    server, address = await serve(fake)
+    async with AsyncClient(address) as client:
+        run = await client.submit(JOB, "mine")
+        async with asyncio.TaskGroup() as group:
+            following = [group.create_task(watched(run)) for _ in range(2)]
+            await server.stop(None)
+            await told.next()
+            server, _ = await serve(fake, int(address.rpartition(":")[2]))
+            fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
+            await asyncio.wait(following)
+    await server.stop(None)
+    (text,) = told.texts
+    assert text.startswith(f"no coordinator answers at {address}: ")
+    assert text.endswith("; trying again until one does")
+
+
+async def test_two_outages_of_a_stream_without_news_are_told_twice(
+    told: Told, answers: asyncio.Event
+) -> None:
+    fake = FakeCoordinator()
+    fake.ending = "never"
+    server, address = await serve(fake)
+    port = int(address.rpartition(":")[2])
+    async with AsyncClient(address) as client:
+        run = await client.submit(JOB, "mine")
+        following = asyncio.create_task(run.watch(from_index=3).__anext__())
+        for _ in range(2):
+            answers.clear()
+            await server.stop(None)
+            assert (await told.next()).startswith(f"no coordinator answers at {address}: ")
+            server, _ = await serve(fake, port)
+            async with asyncio.timeout(PATIENCE_S):
+                await answers.wait()
+        fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
+        await following
+    await server.stop(None)
+    assert len(told.texts) == 2
+
+
+async def test_an_answer_that_is_an_error_ends_an_outage(told: Told) -> None:
+    fake = FakeCoordinator()
+    server, address = await serve(fake)
+    port = int(address.rpartition(":")[2])
+    async with AsyncClient(address) as client:
+        run = await client.submit(JOB, "mine")
+        fake.runs.clear()
+        for _ in range(2):
+            await server.stop(None)
+            waiting = asyncio.create_task(run.status())
+            assert (await told.next()).startswith(f"no coordinator answers at {address}: ")
+            server, _ = await serve(fake, port)
+            with pytest.raises(NotFoundError):
+                await waiting
+    await server.stop(None)
+    assert len(told.texts) == 2
+
+
+def test_calls_that_are_refused_tell_it_once_whatever_others_are_answered(told: Told) -> None:
+    outage = ToldOutage()
+    for num_told in (1, 2):
+        refused = [OutageNotice("here", outage) for _ in range(10)]
+        for call in refused * 2:
+            with OutageNotice("here", outage) as poll:
+                poll.answered()
+            call.failed(FULL, "a while")
+        assert len(told.texts) == num_told
+        for call in refused[:5]:
+            call.answered()
+        refused[5].failed(FULL, "a while")
+        assert len(told.texts) == num_told
+        for call in refused[5:]:
+            call.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("between", "num_told"), [(FULL, 2), (STANDBY, 1)])
+def test_a_refusal_is_an_answer_unless_it_is_that_of_a_standby(
+    told: Told, between: grpc.aio.AioRpcError, num_told: int
+) -> None:
+    outage = ToldOutage()
+    for error in (NOBODY, between, NOBODY):
+        OutageNotice("here", outage).failed(error, "a while")
+    assert len([text for text in told.texts if text.startswith("no coordinator")]) == num_told
