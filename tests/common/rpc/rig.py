@@ -21,7 +21,7 @@ from stratagem.common.rpc.tensor_transfer import (
 )
 from stratagem.common.tensors.chunks import ChunkWriter, into
 from stratagem.common.tensors.manifest import Manifest, from_proto
-from stratagem.common.tensors.open_files import is_near
+from stratagem.common.tensors.open_files import MemoryCopy, is_near
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -51,13 +51,16 @@ class Store(worker_pb2_grpc.WorkerServiceServicer):
         self.idle_timeout_s = idle_timeout_s
         self.silent = asyncio.Event()
         self.silence_after = -1
+        self.makes_copies = True
 
     async def GetState(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.offsets.append(request.offset)
-        if is_near(request.place):
+        if is_near(request.place) and self.makes_copies:
             assert self.manifest is not None
+            num_bytes, copy = sum(each.nbytes for each in self.buffers), MemoryCopy(self.buffers)
+            first = worker_pb2.GetStateResponse
             async for message in serve_copy(
-                worker_pb2.GetStateResponse, self.manifest, self.buffers, self.idle_timeout_s
+                first, self.manifest, copy, num_bytes, self.idle_timeout_s
             ):
                 self.tamper(message)
                 yield message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import google_crc32c
@@ -22,8 +22,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.rpc import tensor_transfer
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, pull, push
-from stratagem.common.tensors import open_files
+from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, Near, pull, push
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import Limits, Purpose, to_proto
@@ -290,7 +289,6 @@ MEMORY = """
 import asyncio, resource, sys, threading
 import numpy, torch
 from stratagem.common.process.malloc import tune_malloc
-from stratagem.common.tensors import open_files
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import Data
 from tests.common.rpc.rig import Store, serving
@@ -341,6 +339,10 @@ class Taken:
 
     def __init__(self) -> None:
         self.data = b""
+        self.has_left = False
+
+    def leave(self) -> None:
+        self.has_left = True
 
     async def take(self, offset: int, pieces: Iterator[Data]) -> None:
         assert offset == len(self.data)
@@ -353,10 +355,11 @@ async def download_near(port: int, taken: Taken) -> Download:
     async with open_channel(f"127.0.0.1:{port}", own_connection=True) as channel:
         stub = stub_of(channel)
 
-        def ask(offset: int) -> Any:
-            return stub.GetState(worker_pb2.GetStateRequest(offset=offset, place=place()))
+        def ask(offset: int, place: str = "") -> Any:
+            return stub.GetState(worker_pb2.GetStateRequest(offset=offset, place=place))
 
-        await pull(ask, target.accept, retry=EAGER, take=taken.take, idle_timeout_s=5.0)
+        near = Near(lambda: ask(0, place()), taken.take, taken.leave)
+        await pull(ask, target.accept, retry=EAGER, near=near, idle_timeout_s=5.0)
     return target
 
 
@@ -370,26 +373,43 @@ async def test_who_is_near_reads_a_copy_in_place_of_chunks(named: dict[str, torc
 
 
 async def test_who_may_not_open_the_copy_gets_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files._Place, "name", place())  # put back behind the test
-    monkeypatch.setattr(tensor_transfer, "opened_copy", forbidden)
+    monkeypatch.setattr(tensor_transfer, "readable_copy", forbidden)
     store, taken = filled(Store(), state()), Taken()
     async with serving(store) as port:
         target = await download_near(port, taken)
     assert_same(target.finish(), state())
-    assert (taken.data, store.offsets, place()) == (b"", [0, 0], "")
+    assert (taken.data, store.offsets, taken.has_left) == (b"", [0, 0], True)
 
 
 def forbidden(*_: Any) -> int:
     raise UnreadableFileError("the kernel does not allow it")
 
 
-async def test_a_copy_whose_owner_has_ended_is_a_stream_that_was_cut() -> None:
-    def gone(message: Any) -> None:
-        message.file.process = 2**22 + 1  # no process has so high a number
+def gone(message: Any) -> None:
+    message.file.process = 2**22 + 1  # no process has so high a number
 
-    store, taken = filled(Store(idle_timeout_s=0.05), state()), Taken()
-    store.tamper = gone
+
+def other(message: Any) -> None:
+    message.file.name = f"stratagem-snapshot-{'0' * 32}"
+
+
+@pytest.mark.parametrize("tamper", [gone, other])
+async def test_a_copy_that_is_not_there_is_asked_for_as_a_stream(
+    tamper: Callable[[Any], None],
+) -> None:
+    store, taken = filled(Store(), state()), Taken()
+    store.tamper = tamper
     async with serving(store) as port:
-        with pytest.raises(IntegrityError, match="ended after 0"):
-            await download_near(port, taken)
-    assert taken.data == b""
+        target = await download_near(port, taken)
+    assert_same(target.finish(), state())
+    assert (taken.data, store.offsets, taken.has_left) == (b"", [0, 0], False)
+
+
+async def test_a_sender_that_makes_no_copy_has_its_stream_taken() -> None:
+    """It may have no memory for one, or be of a version before."""
+    store, taken = filled(Store(), state()), Taken()
+    store.makes_copies = False
+    async with serving(store) as port:
+        target = await download_near(port, taken)
+    assert_same(target.finish(), state())
+    assert (taken.data, store.offsets, taken.has_left) == (b"", [0], False)

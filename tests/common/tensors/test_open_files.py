@@ -14,6 +14,7 @@ from stratagem.common.tensors.open_files import (
     MemoryCopy,
     UnreadableFileError,
     contents,
+    copy_of,
     is_near,
     leave_place,
     offer,
@@ -91,6 +92,13 @@ def test_no_file_of_another_name_is_read(tmp_path: Path) -> None:
         file.name = name
         with pytest.raises(IntegrityError, match="is no copy of a snapshot"):
             opened_copy(file)
+    of_this_name = tmp_path / f"stratagem-snapshot-{'0' * 32}"
+    of_this_name.write_bytes(DATA)
+    on_disk, named = file_of(of_this_name, [])
+    named.name = of_this_name.name
+    with pytest.raises(IntegrityError, match="that is not in memory"):
+        opened_copy(named)
+    os.close(on_disk)
     file.name = f"stratagem-snapshot-{'0' * 32}"
     with pytest.raises(IntegrityError, match="is no stratagem-snapshot-0"):
         opened_copy(file)
@@ -142,3 +150,20 @@ def test_a_kernel_that_lets_nobody_open_such_files_is_told_from_a_file_that_is_g
     with pytest.raises(UnreadableFileError, match="Permission denied"):
         opened_copy(copy.offer())
     copy.close()
+
+
+def test_no_file_is_named_where_numbers_of_processes_mean_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a namespace of processes whose /proc belongs to another one."""
+    monkeypatch.setattr(open_files._Place, "name", None)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert place() == ""
+
+
+def test_memory_that_the_system_does_not_give_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert copy_of([memoryview(b"1234567")]) is None

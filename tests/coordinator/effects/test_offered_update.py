@@ -1,20 +1,37 @@
 """What the coordinator takes of an update that is offered with its result."""
 
+import gc
 import os
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, LimitError
-from stratagem.common.tensors import open_files
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, Purpose, to_proto
 from stratagem.common.tensors.open_files import MemoryCopy, place
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.coordinator.effects.federated.offered_update import offered_update
+from stratagem.coordinator.effects.federated.offered_update import OfferedUpdate, offered_update
+from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import worker_pb2
 
 WEIGHT = torch.arange(7.0)
+
+
+class Link:
+    """To a worker on this machine."""
+
+    place = place()
+
+    def leave(self) -> None:
+        self.place = ""
+
+
+def taken(
+    result: worker_pb2.ClientRoundResult, limits: Limits = DEFAULT_LIMITS, link: Any = None
+) -> OfferedUpdate | None:
+    return offered_update(cast(WorkerLink, link or Link()), result, limits, ("",))
 
 
 def offer(copy: MemoryCopy, purpose: Purpose = Purpose.UPDATE) -> worker_pb2.ClientRoundResult:
@@ -30,7 +47,7 @@ def copy_of_weight() -> MemoryCopy:
 
 def test_an_offered_update_is_read_with_its_manifest() -> None:
     copy = copy_of_weight()
-    update = offered_update(offer(copy), DEFAULT_LIMITS, ("",))
+    update = taken(offer(copy))
     assert update is not None
     data = b"".join(map(bytes, update.pieces))
     assert np.frombuffer(data, np.float32).tolist() == WEIGHT.tolist()
@@ -40,22 +57,21 @@ def test_an_offered_update_is_read_with_its_manifest() -> None:
 def test_manifests_that_break_a_rule_are_refused() -> None:
     copy = copy_of_weight()
     with pytest.raises(InvalidInputError):
-        offered_update(offer(copy, Purpose.STATE), DEFAULT_LIMITS, ("",))
+        taken(offer(copy, Purpose.STATE))
     with pytest.raises(LimitError):
-        offered_update(offer(copy), Limits(max_total_bytes=27), ("",))
+        taken(offer(copy), Limits(max_total_bytes=27))
     broken = offer(copy)
     broken.manifest = b"\xff"
     with pytest.raises(InvalidInputError, match="manifest"):
-        offered_update(broken, DEFAULT_LIMITS, ("",))
+        taken(broken)
 
 
 def test_an_update_that_cannot_be_read_here_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert offered_update(worker_pb2.ClientRoundResult(), DEFAULT_LIMITS, ("",)) is None
+    assert taken(worker_pb2.ClientRoundResult()) is None
     copy = copy_of_weight()
     gone = offer(copy)
     copy.close()
-    assert offered_update(gone, DEFAULT_LIMITS, ("",)) is None
-    monkeypatch.setattr(open_files._Place, "name", place())  # put back behind the test
+    assert taken(gone) is None
 
     def forbidden(*_: object, **__: object) -> int:
         raise PermissionError("the kernel does not allow it")
@@ -63,5 +79,18 @@ def test_an_update_that_cannot_be_read_here_is_asked_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "open", forbidden)
     copy = copy_of_weight()
     result = offer(copy)
-    assert offered_update(result, DEFAULT_LIMITS, ("",)) is None
-    assert place() == "", "nor is one asked for again"
+    link = Link()
+    assert taken(result, link=link) is None
+    assert link.place == "", "nor is one asked for again"
+    monkeypatch.undo()
+    assert taken(result, link=link) is None
+    assert taken(result) is not None
+
+
+def test_an_update_that_is_refused_before_it_is_read_leaves_nothing_open() -> None:
+    copy = copy_of_weight()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert taken(offer(copy)) is not None
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

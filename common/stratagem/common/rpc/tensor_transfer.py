@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -47,10 +47,8 @@ from stratagem.common.tensors.manifest import (
 from stratagem.common.tensors.open_files import (
     MemoryCopy,
     UnreadableFileError,
-    contents,
-    leave_place,
     offered,
-    opened_copy,
+    readable_copy,
 )
 from stratagem.common.tensors.traffic import Flow, received, sent
 from stratagem.v1 import tensor_pb2
@@ -87,6 +85,18 @@ KeepUp = Callable[[], Awaitable[None]]
 
 Take = Callable[[int, Iterator[Data]], Awaitable[None]]
 """Takes all bytes from an offset on, as pieces that are valid until the next one."""
+
+
+class Near(NamedTuple):
+    """A download from a sender on this machine, which may offer a file in place of chunks."""
+
+    open_call: Callable[[], grpc.aio.UnaryStreamCall[Any, Any]]
+    """Starts a call that says so, from the first byte on."""
+    take: Take
+    """Reads the file, instead of what `accept` names."""
+    leave: Callable[[], None]
+    """Has no file offered any more: this process may not open it."""
+
 
 FrameSource = Callable[[int], Iterator[bytes]]
 """Gives the range from an offset on as serialized messages, see `frames`."""
@@ -138,17 +148,17 @@ async def serve_get(
 async def serve_copy(
     make: Callable[[], M],
     manifest: Manifest,
-    buffers: Sequence[memoryview],
+    copy: MemoryCopy,
+    num_bytes: int,
     idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> AsyncIterator[M]:
     """The one response of a download whose caller reads a copy of the content by itself. It is
     there until the caller ends the call, for idle_timeout_s at most."""
-    copy = await asyncio.to_thread(MemoryCopy, buffers)
     try:
         first = make()
         first.manifest.CopyFrom(to_proto(manifest))
         cast(Any, first).file.CopyFrom(copy.offer())
-        sent(manifest.purpose).num_bytes += sum(buffer.nbytes for buffer in buffers)
+        sent(manifest.purpose).num_bytes += num_bytes
         yield first
         with suppress(TimeoutError):
             async with asyncio.timeout(idle_timeout_s):
@@ -242,27 +252,32 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
     keep_up: KeepUp | None = None,
     codecs: Collection[str] = ("",),
     size_of: SizeOf = all_of_it,
-    take: Take | None = None,
+    near: Near | None = None,
 ) -> Manifest:
     """Download a tensor stream into what `accept` names; resumes where it was cut.
 
     `open_call(offset)` starts the call; `offset` > 0 continues a download of an earlier process.
-    `size_of` says how many bytes the stream carries, by the first message of each call. `take`
-    reads a file that is offered in place of chunks, instead of what `accept` names.
+    `size_of` says how many bytes the stream carries, by the first message of each call. `near` is
+    tried once, before it.
     Raises an error of our tree; the sink then holds a part that must not be used.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
 
-    async def attempt() -> int:
-        call = open_call(download.received)
+    if offset:  # what an earlier process has received goes on as a stream
+        near = None
+
+    async def received_by(call: Any, near: Near | None) -> bool:
         try:
-            await _receive(call, download, idle_timeout_s, keep_up, take)
-        except UnreadableFileError:
-            leave_place()
-            return await attempt()
+            return await _receive(call, download, idle_timeout_s, keep_up, near)
         finally:
             call.cancel()  # does nothing to a call that has ended
-        return download.received
+
+    async def attempt() -> None:
+        nonlocal near
+        asked, near = near, None
+        if asked is not None and await received_by(asked.open_call(), asked):
+            return
+        await received_by(open_call(download.received), None)
 
     await _persist(attempt, lambda: download.received, retry)
     assert download.manifest is not None
@@ -308,24 +323,38 @@ async def _receive(
     download: _Download,
     idle_timeout_s: float,
     keep_up: KeepUp | None,
-    take: Take | None,
-) -> None:
+    near: Near | None,
+) -> bool:
+    """Receive what a call brings; False where it offers a file that cannot be read."""
     messages = aiter(call)
     first = await _next(messages, idle_timeout_s)
     if first is None or _kind(first) != "manifest":
         raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
     writer = download.begin(first)
-    file = offered(first)
-    if file is not None and take is not None and (found := opened_copy(file)) is not None:
-        manifest = download.manifest
-        assert manifest is not None
-        await take(writer.received, contents(found, file, writer.total_bytes))
-        writer.received = writer.total_bytes
-        received(manifest.purpose).num_bytes += writer.total_bytes
-        return
+    if near is not None and (file := offered(first)) is not None:
+        return await _take(near, file, download, writer)
     await receive_chunks(messages, writer, idle_timeout_s, keep_up)
     if await _next(messages, idle_timeout_s) is not None:
         raise InvalidInputError.at("message", "the stream goes on behind its announced end")
+    return True
+
+
+async def _take(
+    near: Near, file: tensor_pb2.OpenFile, download: _Download, writer: ChunkWriter
+) -> bool:
+    try:
+        pieces = readable_copy(file, writer.total_bytes)
+    except UnreadableFileError:
+        near.leave()
+        return False
+    if pieces is None:
+        return False
+    manifest = download.manifest
+    assert manifest is not None
+    await near.take(0, pieces)
+    writer.received = writer.total_bytes
+    received(manifest.purpose).num_bytes += writer.total_bytes
+    return True
 
 
 async def push(

@@ -3,8 +3,9 @@
 They take the place of the chunks of a tensor stream: 4 MB are copied in a millisecond, and sent
 and received over a loopback in ten. Who has the file names it by process and descriptor; who reads
 opens it below /proc, as the same user in the same namespace of processes may. It reads nothing that
-does not have the name it expects, so a peer cannot have it read other files, and a descriptor that
-was closed and used again since is not taken for the file. Must not know gRPC.
+does not have the name it expects, and as a copy nothing that is not memory, so a peer cannot have
+it read other files, and a descriptor that was closed and used again since is not taken for the
+file. Must not know gRPC.
 """
 
 import hashlib
@@ -12,8 +13,11 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any, Final
 
 from stratagem.common.base.errors import IntegrityError, StratagemError
@@ -59,6 +63,8 @@ def _looked_up() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         processes = os.stat("/proc/self/ns/pid").st_ino
+        if os.readlink("/proc/self") != str(os.getpid()):  # of another namespace of processes
+            return ""
     except OSError:
         return ""
     return hashlib.sha256(f"{boot}/{processes}/{os.geteuid()}".encode()).hexdigest()
@@ -88,11 +94,18 @@ def offer(
     )
 
 
+def copy_of(buffers: Sequence[memoryview]) -> "MemoryCopy | None":
+    """Return a copy of memory, None where the system makes none; takes its time, so in a thread."""
+    with suppress(OSError):
+        return MemoryCopy(buffers)
+    return None
+
+
 class MemoryCopy:
     """A copy of memory that is open until `close`, or until nobody has it any more."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Takes its time, so in a thread."""
+        """Takes its time, so in a thread. Raises OSError where the system makes none."""
         self._name = f"stratagem-snapshot-{secrets.token_hex(16)}"
         self._descriptor = os.memfd_create(self._name, os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._descriptor)
@@ -125,15 +138,37 @@ def offered(message: Any) -> tensor_pb2.OpenFile | None:
     return file if is_near(file.place) else None
 
 
-def opened_copy(file: tensor_pb2.OpenFile) -> int | None:
-    """Return a descriptor of the copy of memory that is offered, see `opened`."""
+class OpenedFile:
+    """A file that is open here until `close`, or until nobody has it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+
+@cache
+def _memory_device() -> int:
+    """Return the device that all memory files are on: no other file can be put there."""
+    descriptor = os.memfd_create("stratagem-device", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
+
+
+def opened_copy(file: tensor_pb2.OpenFile) -> OpenedFile | None:
+    """Return the copy of memory that is offered, see `opened`."""
     if not _COPY_NAME.fullmatch(file.name):
         raise IntegrityError("an open file was offered that is no copy of a snapshot")
-    return opened(file, file.name)
+    found = opened(file, file.name)
+    if found is not None and os.fstat(found.descriptor).st_dev != _memory_device():
+        # Another user can give a file the name, which this process may read and that one may not.
+        raise IntegrityError("an open file was offered that is not in memory")
+    return found
 
 
-def opened(file: tensor_pb2.OpenFile, name: str) -> int | None:
-    """Return a descriptor of what is offered; None where it is not there any more.
+def opened(file: tensor_pb2.OpenFile, name: str) -> OpenedFile | None:
+    """Return what is offered; None where it is not there any more.
 
     name: what the file's name must begin with. Raises IntegrityError for any other file, and
     UnreadableFileError where this process may open none.
@@ -141,17 +176,17 @@ def opened(file: tensor_pb2.OpenFile, name: str) -> int | None:
     path = f"/proc/{file.process}/fd/{file.descriptor}"
     try:
         _check_name(path, name)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = OpenedFile(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except PermissionError as error:
         raise UnreadableFileError(f"{path}: {error.strerror}") from error
     except OSError:
         return None
     try:
-        _check_name(f"/proc/self/fd/{descriptor}", name)  # it may be another one since then
+        _check_name(f"/proc/self/fd/{found.descriptor}", name)  # it may be another one since then
     except BaseException:
-        os.close(descriptor)
+        found.close()
         raise
-    return descriptor
+    return found
 
 
 def _check_name(path: str, name: str) -> None:
@@ -160,7 +195,9 @@ def _check_name(path: str, name: str) -> None:
         raise IntegrityError(f"an open file was offered that is no {name}")
 
 
-def contents(descriptor: int, file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview]:
+def contents(
+    opened_file: OpenedFile, file: tensor_pb2.OpenFile, total_bytes: int
+) -> Generator[memoryview, None, None]:
     """Yield the bytes that are offered, in pieces that share one buffer, and close the file. Raises
     IntegrityError where it has other bytes."""
     size = file.piece_bytes if file.crc32c else piece_bytes(total_bytes)
@@ -170,23 +207,29 @@ def contents(descriptor: int, file: tensor_pb2.OpenFile, total_bytes: int) -> It
         buffer = memoryview(bytearray(min(size, total_bytes)))
         for number, offset in enumerate(range(0, total_bytes, size)):
             piece = buffer[: total_bytes - offset]
-            got = os.preadv(descriptor, [piece], file.start + offset)
+            got = os.preadv(opened_file.descriptor, [piece], file.start + offset)
             sums = file.crc32c[number : number + 1]
             if got != len(piece) or (file.crc32c and [crc32c(piece)] != list(sums)):
                 raise IntegrityError(f"an offered file has other bytes from {offset} on")
             yield piece
     finally:
-        os.close(descriptor)
+        opened_file.close()
+
+
+def until(pieces: Iterator[memoryview], limit_s: float) -> Iterator[memoryview]:
+    """Yield pieces for so long."""
+    end_s = time.monotonic() + limit_s
+    for piece in pieces:
+        yield piece
+        if time.monotonic() > end_s:
+            return
 
 
 def readable_copy(file: tensor_pb2.OpenFile, total_bytes: int) -> Iterator[memoryview] | None:
-    """Return the bytes of a copy that is offered, see `contents`; None where they cannot be read
-    and must be asked for."""
+    """Return the bytes of a copy that is offered, see `contents`; None where they are not there any
+    more and must be asked for. Raises UnreadableFileError where this process may open none."""
     try:
         found = opened_copy(file)
-    except UnreadableFileError:
-        leave_place()
-        return None
     except IntegrityError:  # the copy was closed, and the descriptor is another file's now
         return None
     return None if found is None else contents(found, file, total_bytes)

@@ -17,6 +17,7 @@ from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.ids import RunId
 from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
 from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.rpc.tensor_transfer import Near, Take
 from stratagem.common.rpc.tls_probe import explain
 from stratagem.common.tensors.open_files import place
 from stratagem.coordinator.core.effects import Base
@@ -44,6 +45,27 @@ class WorkerSession:
         return session(self.run_id, self.party)
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotCalls:
+    """Calls that request one snapshot."""
+
+    link: "WorkerLink"
+    request: worker_pb2.GetStateRequest
+
+    def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        """Request it from an offset on."""
+        self.request.offset, self.request.place = offset, ""
+        return self.link.stub.GetState(self.request)
+
+    def near(self, take: Take) -> Near | None:
+        """Return how it is read from a file of the worker; None beyond this machine."""
+        return Near(self._beside, take, self.link.leave) if self.link.place else None
+
+    def _beside(self) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        self.request.offset, self.request.place = 0, self.link.place
+        return self.link.stub.GetState(self.request)
+
+
 class WorkerLink:
     def __init__(
         self, member: Member, address: str, term: int, proof: Proof, relay: RelayHub
@@ -61,6 +83,10 @@ class WorkerLink:
         if not address:
             self._channel = _TunnelChannel(self._channel, lambda: relay.check_open(member))
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    def leave(self) -> None:
+        """Offer the worker no files, and read none of its, any more: it cannot be done."""
+        self.is_near = False
 
     @property
     def place(self) -> str:
@@ -119,22 +145,17 @@ class WorkerLink:
 
     def snapshot(
         self, at: WorkerSession, number: int, base: str = "", *, of_mirror: bool = False
-    ) -> Callable[[int], grpc.aio.UnaryStreamCall[Any, Any]]:
-        """Return a function that requests a snapshot of a session from an offset on; base: name of
-        one whose bytes are here. of_mirror: that of the member before this one."""
-
-        def request(offset: int) -> worker_pb2.GetStateRequest:
-            return worker_pb2.GetStateRequest(
-                fence=self.fence(at.membership),
-                session=at.ref,
-                snapshot=number,
-                offset=offset,
-                base=base,
-                of_mirror=of_mirror,
-                place="" if offset else self.place,
-            )
-
-        return lambda offset: self.stub.GetState(request(offset))
+    ) -> "SnapshotCalls":
+        """Return what requests a snapshot of a session; base: name of one whose bytes are here.
+        of_mirror: that of the member before this one."""
+        request = worker_pb2.GetStateRequest(
+            fence=self.fence(at.membership),
+            session=at.ref,
+            snapshot=number,
+            base=base,
+            of_mirror=of_mirror,
+        )
+        return SnapshotCalls(self, request)
 
     def outputs(
         self, at: WorkerSession, number: int

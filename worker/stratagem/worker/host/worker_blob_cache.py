@@ -21,7 +21,7 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
@@ -31,7 +31,7 @@ from torch import Tensor
 from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.open_files import UnreadableFileError, contents, opened
+from stratagem.common.tensors.open_files import UnreadableFileError, contents, opened, until
 from stratagem.common.tensors.safetensors_file import from_file, header_bytes
 from stratagem.common.tensors.state_leaves import state_digest
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
@@ -146,15 +146,16 @@ class BlobUpload:
             self._blob.sink(self.writer.received, piece)
             self.writer.received += len(piece)
 
-    def read(self, file: tensor_pb2.OpenFile) -> None:
+    def read(self, file: tensor_pb2.OpenFile, limit_s: float) -> None:
         """Take what is offered, where that can be read and nothing is here yet: what is missing
-        comes as chunks. Takes its time, so in a thread."""
+        after limit_s comes as chunks. Takes its time, so in a thread."""
         if self.writer.received:
             return
         with suppress(IntegrityError, UnreadableFileError):
-            if (descriptor := opened(file, self.digest)) is not None:
-                for piece in contents(descriptor, file, self.manifest.total_bytes):
-                    self.writer.take(piece)
+            if (found := opened(file, self.digest)) is not None:
+                with closing(contents(found, file, self.manifest.total_bytes)) as pieces:
+                    for piece in until(pieces, limit_s):
+                        self.writer.take(piece)
 
     def check(self) -> None:
         """Raise IntegrityError unless the bytes have the digest; takes its time, so in a thread."""

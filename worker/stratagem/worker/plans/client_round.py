@@ -19,7 +19,7 @@ from stratagem.common.process.failpoints import failpoint
 from stratagem.common.secure_aggregation.transcripts import SecureRound
 from stratagem.common.strategy import Federated
 from stratagem.common.tensors.manifest import WITHIN_NORM, Purpose, to_proto
-from stratagem.common.tensors.open_files import MAX_COPY_BYTES, MemoryCopy, is_near
+from stratagem.common.tensors.open_files import MAX_COPY_BYTES, copy_of, is_near
 from stratagem.common.tensors.traffic import sent
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine import ClientRunner
@@ -100,7 +100,9 @@ def _offered(update: Frozen, result: pb.ClientRoundResult) -> Frozen:
     manifest = to_proto(update.manifest).SerializeToString()
     if update.manifest.total_bytes > MAX_COPY_BYTES or len(manifest) > MAX_MANIFEST_BYTES:
         return update
-    copy = MemoryCopy(update.buffers)
+    copy = copy_of(update.buffers)
+    if copy is None:
+        return update
     result.manifest = manifest
     result.file.CopyFrom(copy.offer())
     sent(Purpose.UPDATE).num_bytes += update.manifest.total_bytes

@@ -37,7 +37,13 @@ from stratagem.common.rpc.tensor_transfer import (
     serve_get,
 )
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
-from stratagem.common.tensors.open_files import MAX_COPY_BYTES, is_near, offered
+from stratagem.common.tensors.open_files import (
+    MAX_COPY_BYTES,
+    MemoryCopy,
+    copy_of,
+    is_near,
+    offered,
+)
 from stratagem.v1 import tensor_pb2, types_pb2
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.worker_pb2_grpc import WorkerServiceServicer
@@ -166,16 +172,25 @@ class WorkerServicer(WorkerServiceServicer):
             first = partial(pb.GetStateResponse, same=sent.same)
             if request.WhichOneof("which") == "snapshot":
                 first = partial(first, name=state.name)
-            if is_near(request.place) and not request.offset and sent.num_bytes <= MAX_COPY_BYTES:
-                responses = serve_copy(
-                    first, sent.manifest, sent.buffers, self._limits.idle_timeout_s
-                )
+            copy, idle_timeout_s = await self._copy(request, sent), self._limits.idle_timeout_s
+            if copy is not None:
+                responses = serve_copy(first, sent.manifest, copy, sent.num_bytes, idle_timeout_s)
             else:
                 responses = serve_get(
                     first, sent.manifest, sent.buffers, request.offset, num_bytes=sent.num_bytes
                 )
             async for response in responses:
                 yield response
+
+    async def _copy(self, request: pb.GetStateRequest, sent: SentState) -> MemoryCopy | None:
+        """Return a copy of what a coordinator on this machine asks for; None where it gets chunks.
+        Other workers do: each copy takes memory."""
+        is_small = sent.num_bytes <= MAX_COPY_BYTES
+        if not is_near(request.place) or request.offset or not is_small:
+            return None
+        if current_caller().is_worker:
+            return None
+        return await asyncio.to_thread(copy_of, sent.buffers)
 
     async def WriteLeaves(
         self, request: pb.WriteLeavesRequest, context: Context
@@ -263,8 +278,10 @@ class WorkerServicer(WorkerServiceServicer):
             upload.is_open = False
 
     async def _read(self, run_id: str, upload: BlobUpload, file: tensor_pb2.OpenFile) -> None:
+        # The caller gives up where it gets no answer for as long as it waits for one.
+        limit_s = min(self._limits.idle_timeout_s, IDLE_TIMEOUT_S) / 3
         try:
-            await asyncio.to_thread(upload.read, file)
+            await asyncio.to_thread(upload.read, file, limit_s)
         except asyncio.CancelledError:  # the thread goes on, so no other stream may
             self._host.blobs.forget(run_id, upload)
             raise

@@ -7,7 +7,8 @@ from google.protobuf.message import DecodeError
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, from_proto
-from stratagem.common.tensors.open_files import offered, readable_copy
+from stratagem.common.tensors.open_files import UnreadableFileError, offered, readable_copy
+from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import tensor_pb2, worker_pb2
 
 
@@ -19,13 +20,13 @@ class OfferedUpdate(NamedTuple):
 
 
 def offered_update(
-    result: worker_pb2.ClientRoundResult, limits: Limits, codecs: Collection[str]
+    link: WorkerLink, result: worker_pb2.ClientRoundResult, limits: Limits, codecs: Collection[str]
 ) -> OfferedUpdate | None:
     """Return the update that is offered; None where there is none, or it cannot be read here.
 
     Raises InvalidInputError and LimitError for a manifest that breaks a rule or a limit.
     """
-    file = offered(result)
+    file = offered(result) if link.place else None  # beyond this machine nothing was asked for
     if file is None:
         return None
     try:
@@ -33,5 +34,9 @@ def offered_update(
     except DecodeError as error:
         raise InvalidInputError.at("manifest", f"is none: {error}") from error
     manifest = from_proto(told, limits, Purpose.UPDATE, codecs)
-    pieces = readable_copy(file, manifest.total_bytes)
+    try:
+        pieces = readable_copy(file, manifest.total_bytes)
+    except UnreadableFileError:
+        link.leave()
+        return None
     return None if pieces is None else OfferedUpdate(manifest, pieces)

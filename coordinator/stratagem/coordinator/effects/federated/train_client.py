@@ -274,21 +274,22 @@ async def _pull_to_spool(
     codecs = ("", codec_of(decoding.job))
     try:
         with _announced(offset, manifests):
-            near = None if offset else offered_update(result, limits, codecs)
-            if near is not None:
-                accept(near.manifest)
-                await offload.take(0, near.pieces)
-                received(Purpose.UPDATE).num_bytes += near.manifest.total_bytes
+            offered = None if offset else offered_update(link, result, limits, codecs)
+            if offered is not None:
+                accept(offered.manifest)
+                await offload.take(0, offered.pieces)
+                received(Purpose.UPDATE).num_bytes += offered.manifest.total_bytes
             else:
+                calls = link.snapshot(_session(effect), effect.round_num)
                 await pull(
-                    link.snapshot(_session(effect), effect.round_num),
+                    calls,
                     accept,
                     limits=limits,
                     purpose=Purpose.UPDATE,
                     offset=offset,
                     codecs=codecs,
                     keep_up=offload.keep_up,
-                    take=offload.take,
+                    near=calls.near(offload.take),
                 )
         await offload.finish()
         key = _key(env, effect)

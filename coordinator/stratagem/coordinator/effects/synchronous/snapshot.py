@@ -21,7 +21,7 @@ from stratagem.common.tensors.manifest import Limits, Manifest, Purpose
 from stratagem.coordinator.effects.execution.effect_context import EffectContext, PulledSnapshot
 from stratagem.coordinator.effects.execution.state_writing import state_writer
 from stratagem.coordinator.effects.synchronous.snapshot_intake import BaseBlob, SnapshotIntake
-from stratagem.coordinator.runtime.worker_links import WorkerSession
+from stratagem.coordinator.runtime.worker_links import SnapshotCalls, WorkerSession
 from stratagem.coordinator.updates.members.merge_parts import StatePart
 from stratagem.coordinator.updates.stream_offload import Offload
 
@@ -158,7 +158,7 @@ async def _pull(
             limits=Limits(max_total_bytes=env.settings.max_state_bytes),
             purpose=Purpose.STATE,
             keep_up=offload.keep_up,
-            take=offload.take,
+            near=ask.near(offload.take) if isinstance(ask, SnapshotCalls) else None,
             size_of=size_of,
         )
         offload.write(manifest.total_bytes, b"")  # nothing more comes
