@@ -91,7 +91,10 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
             "worker": [sys.executable, str(RECORDED_WORKER)],
         },
-        environment={"TEST_WIRE": str(folder / "wire")},
+        environment={
+            "TEST_WIRE": str(folder / "wire"),
+            "STRATAGEM_WORKER_OPEN_FILES": "false",  # what is not sent is not recorded
+        },
         worker_arguments=sites_of(folder),
     )
     with cluster, cluster.client() as client:

@@ -64,7 +64,7 @@ def test_rows_on_a_worker_never_reach_the_coordinator(tmp_path: Path) -> None:
                 "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
                 "worker": [sys.executable, str(RECORDED_WORKER)],
             },
-            environment={"TEST_WIRE": str(wire)},
+            environment={"TEST_WIRE": str(wire), "STRATAGEM_WORKER_OPEN_FILES": "false"},
             worker_arguments={
                 f"worker-{client}": ["--local-data", f"ward={path}"]
                 for client, (path, _) in enumerate(files)

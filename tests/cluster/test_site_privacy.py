@@ -181,7 +181,7 @@ def wire_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares: bool) -> t
                 "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
                 "worker": [sys.executable, str(RECORDED_WORKER)],
             },
-            environment={"TEST_WIRE": str(wire)},
+            environment={"TEST_WIRE": str(wire), "STRATAGEM_WORKER_OPEN_FILES": "false"},
             worker_arguments={
                 f"worker-{number}": ["--site", str(file)] for number, file in enumerate(files)
             },

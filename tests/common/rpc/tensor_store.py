@@ -40,7 +40,6 @@ async def download(port: int, **options: Any) -> tuple[dict[str, torch.Tensor], 
         await pull(
             lambda offset: stub.GetState(worker_pb2.GetStateRequest(offset=offset)),
             target.accept,
-            retry=EAGER,
-            **options,
+            **{"retry": EAGER, **options},
         )
     return target.finish(), target
