@@ -123,19 +123,14 @@ def _what_follows(
     are_apart: bool,
 ) -> str:
     """Say what becomes of what was trained, where that depends on who is left."""
-    if (
-        job.only_evaluates
-        or not run.open_segment
-        or not members
-        or not (run.members or run.is_recovering)
-    ):
+    at = run.committed
+    if job.only_evaluates or not run.open_segment or at is None:
+        return ""
+    if not members or not (run.members or run.is_recovering):
         return ""
     if goes_on(run, members, shape, are_apart=are_apart):
         is_sliced = shape.fewest_mirrored is not None
         return "; each slice of the state is left with one of them" if is_sliced else ""
-    if run.committed is None:
-        return ""
-    at = run.committed
     return f"; back to the last commit, segment {at.segment} at step {at.step}"
 
 
