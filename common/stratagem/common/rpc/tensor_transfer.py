@@ -262,7 +262,6 @@ async def pull(  # noqa: PLR0913  (all but two have defaults that nearly all cal
     Raises an error of our tree; the sink then holds a part that must not be used.
     """
     download = _Download(accept, limits, purpose, offset, codecs, size_of)
-
     if offset:  # what an earlier process has received goes on as a stream
         near = None
 

@@ -51,19 +51,24 @@ class SnapshotCalls:
 
     link: "WorkerLink"
     request: worker_pb2.GetStateRequest
+    """Without an offset and a place."""
 
     def __call__(self, offset: int) -> grpc.aio.UnaryStreamCall[Any, Any]:
         """Request it from an offset on."""
-        self.request.offset, self.request.place = offset, ""
-        return self.link.stub.GetState(self.request)
+        return self._call(offset, "")
 
     def near(self, take: Take) -> Near | None:
         """Return how it is read from a file of the worker; None beyond this machine."""
         return Near(self._beside, take, self.link.leave) if self.link.place else None
 
     def _beside(self) -> grpc.aio.UnaryStreamCall[Any, Any]:
-        self.request.offset, self.request.place = 0, self.link.place
-        return self.link.stub.GetState(self.request)
+        return self._call(0, self.link.place)
+
+    def _call(self, offset: int, place: str) -> grpc.aio.UnaryStreamCall[Any, Any]:
+        # A message of its own for each call: gRPC reads it later, in a task.
+        request = worker_pb2.GetStateRequest(offset=offset, place=place)
+        request.MergeFrom(self.request)
+        return self.link.stub.GetState(request)
 
 
 class WorkerLink:
