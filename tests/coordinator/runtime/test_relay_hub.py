@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +122,10 @@ async def test_a_dial_waits_for_a_stream() -> None:
         connection.close()
 
 
-async def test_a_dial_without_a_stream_is_ended_and_says_why() -> None:
+async def test_a_dial_without_a_stream_is_ended_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay_hub, "time", SimpleNamespace(monotonic=lambda: 5.0))
     async with hubs(dial_wait_s=0) as hub:
         connection = await dialled(hub)
         assert await read(connection) == b""

@@ -2,6 +2,7 @@
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.store.journal.journal import Journal, Record, StoredRecord
+from stratagem.coordinator.store.journal.lead import Lease
 from stratagem.coordinator.store.journal.lead_holder import Holder
 
 A, B = RunId("a-1"), RunId("b-2")
@@ -22,10 +23,10 @@ def events(log: Journal) -> list[StoredRecord]:
 def lead(log: Journal, holder: Holder = US) -> int:
     """Take a lead that is free."""
 
-    def refuse(_duration_s: float) -> None:
+    def refuse(_seen: Lease) -> None:
         raise AssertionError("it is not free")
 
-    return log.take_lead(holder, ttl_s=10, sleep=refuse).term
+    return log.take_lead(holder, ttl_s=10, on_wait=refuse).term
 
 
 class FakeTime:
