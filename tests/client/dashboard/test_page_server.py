@@ -20,8 +20,17 @@ from stratagem.common.identity.tls_files import Role
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from tests.client.dashboard.page_rig import PageRig, enter, page_of, rig
 from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 SCRIPT = "\x07<script>alert(1)</script>"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """What is drawn has all events, on a busy machine too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_books, "PATIENCE_S", PATIENCE_S)
+        yield
 
 
 @pytest.fixture(scope="module")

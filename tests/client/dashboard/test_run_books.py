@@ -71,7 +71,7 @@ def book_of(run: SlowRun, patience_s: float) -> RunBook:
 async def read(book: RunBook, num: int) -> None:
     """Wait until so many events are taken."""
     async with asyncio.timeout(PATIENCE_S):
-        while json.loads(await book.drawn(400, told))[0] < num:
+        while (await book.shown(0.0)).course.num_events < num:
             pass
 
 
@@ -95,7 +95,7 @@ async def test_tabs_that_ask_while_it_is_read_share_a_picture() -> None:
         drawings.append(width)
         return told(shown, width)
 
-    book = book_of(run, patience_s=0.05)
+    book = book_of(run, patience_s=0.0)
     texts = {await book.drawn(400, counted)}
     run.go_on(4)
     book._patience_s = PATIENCE_S  # the moment in which they share it
@@ -114,7 +114,8 @@ async def test_who_asks_during_a_drawing_is_given_it_while_there_is_more_to_read
         loop.call_soon_threadsafe(run.go_on, NUM_EVENTS - 1)
         return told(shown, width)
 
-    book = book_of(run, patience_s=0.05)
+    book = book_of(run, patience_s=0.0)
+    await read(book, 4)
     first, second = await asyncio.gather(book.drawn(400, counted), book.drawn(400, counted))
     assert first == second == json.dumps([4, 400])
     assert drawings == [4]

@@ -14,6 +14,7 @@ from stratagem.common.base.errors import NotFoundError, StandbyError, Unavailabl
 from stratagem.common.rpc.status_codes import to_status
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
+from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
 
 
@@ -99,7 +100,7 @@ def test_who_waits_for_long_is_told_once_why_and_how_long(
 async def test_who_follows_a_run_is_told_once_that_nobody_answers(told: Told) -> None:
     fake = FakeCoordinator()
     fake.ending = "never"
-    server, address = await serve(fake)
+    server, address = await serve(fake, free_port())
     async with AsyncClient(address) as client:
         run = await client.submit(JOB, "mine")
         async with asyncio.TaskGroup() as group:
@@ -120,7 +121,7 @@ async def test_two_outages_of_a_stream_without_news_are_told_twice(
 ) -> None:
     fake = FakeCoordinator()
     fake.ending = "never"
-    server, address = await serve(fake)
+    server, address = await serve(fake, free_port())
     port = int(address.rpartition(":")[2])
     async with AsyncClient(address) as client:
         run = await client.submit(JOB, "mine")
@@ -140,7 +141,7 @@ async def test_two_outages_of_a_stream_without_news_are_told_twice(
 
 async def test_an_answer_that_is_an_error_ends_an_outage(told: Told) -> None:
     fake = FakeCoordinator()
-    server, address = await serve(fake)
+    server, address = await serve(fake, free_port())
     port = int(address.rpartition(":")[2])
     async with AsyncClient(address) as client:
         run = await client.submit(JOB, "mine")

@@ -54,7 +54,8 @@ class Drawing:
 class RunBook:
     """One run, as far as it was read."""
 
-    def __init__(self, run: AsyncRun, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, run: AsyncRun, patience_s: float) -> None:
+        """patience_s: after which the run is drawn as far as its events were read."""
         self.watch, self._run, self._patience_s = RunWatch(run), run, patience_s
         self._asking, self._taking = asyncio.Lock(), asyncio.Lock()
         """One question at a time; nothing is read on while it is drawn."""
@@ -224,7 +225,7 @@ class RunBooks:
     def _book(self, run_id: str) -> RunBook:
         book = self._books.get(run_id)
         if book is None:
-            book = self._books[run_id] = RunBook(self._client.handle(run_id))
+            book = self._books[run_id] = RunBook(self._client.handle(run_id), PATIENCE_S)
         self._books.move_to_end(run_id)
         unwatched = [each for each, of in self._books.items() if not of.watch.is_followed]
         for each in unwatched[: max(len(self._books) - MAX_BOOKS, 0)]:
