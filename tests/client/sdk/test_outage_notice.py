@@ -174,6 +174,20 @@ def test_calls_that_are_refused_tell_it_once_whatever_others_are_answered(told: 
             call.__exit__(None, None, None)
 
 
+def test_an_error_that_came_before_an_answer_to_others_is_told_as_no_new_outage(told: Told) -> None:
+    outage = ToldOutage()
+    late, other = (OutageNotice("here", outage) for _ in range(2))
+    for call in (late, other):
+        call.met()
+    other.failed(NOBODY, "a while")
+    other.answered()
+    late.failed(NOBODY, "a while")  # it was found out only now that nobody answered it
+    assert len(told.texts) == 1
+    late.met()
+    late.failed(NOBODY, "a while")
+    assert len(told.texts) == 2, "nobody answers again"
+
+
 @pytest.mark.parametrize(("between", "num_told"), [(FULL, 2), (STANDBY, 1)])
 def test_a_refusal_is_an_answer_unless_it_is_that_of_a_standby(
     told: Told, between: grpc.aio.AioRpcError, num_told: int

@@ -31,6 +31,13 @@ class ToldOutage:
     num_refused: int = 0
     """Calls that are refused for now and have lasted, of which the first one has told it. What a
     coordinator answers to others does not end that."""
+    num_answers: int = 0
+    """Of a coordinator to any of them."""
+
+    def end(self) -> None:
+        """Note that a coordinator has answered."""
+        self.is_told = False
+        self.num_answers += 1
 
 
 @dataclass(slots=True)
@@ -42,6 +49,8 @@ class OutageNotice:
     _since_s: float | None = field(default=None, init=False)
     _is_told: bool = field(default=False, init=False)
     _is_refused: bool = field(default=False, init=False)
+    _met_after: int | None = field(default=None, init=False)
+    """How many answers there were when the error came that is looked at."""
 
     def __enter__(self) -> Self:
         return self
@@ -56,8 +65,14 @@ class OutageNotice:
 
     def answered(self) -> None:
         """Note that a coordinator has answered this call."""
-        self._since_s, self._is_told, self.outage.is_told = None, False, False
+        self._since_s, self._is_told = None, False
+        self.outage.end()
         self._end_refusal()
+
+    def met(self) -> None:
+        """Note that an error has come, before it is found out what it means: by then a coordinator
+        may have answered others, and their outage is over."""
+        self._met_after = self.outage.num_answers
 
     def ended(self, error: grpc.RpcError) -> None:
         """Note the error that ends this call, which may be an answer."""
@@ -71,10 +86,11 @@ class OutageNotice:
         """
         name = name_of(error)
         if name and name != StandbyError.__name__:  # who stands by answers for nobody else
-            self.outage.is_told = False
+            self.outage.end()
         if self._since_s is None:
             self._since_s = time.monotonic()
-        has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S
+        is_over = not name and self._met_after not in (None, self.outage.num_answers)
+        has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S and not is_over
         if has_lasted and not self._is_told and self._is_first(bool(name)):
             self._is_told = True
             log.warning("%s; trying again %s", self._told(error), waits)

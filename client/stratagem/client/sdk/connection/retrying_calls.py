@@ -105,6 +105,7 @@ class Connection:
                 try:
                     response = await method(request, timeout=self._timeout_s)
                 except grpc.aio.AioRpcError as error:
+                    notice.met()
                     wait_s = await self._wait_s(error, asked)
                     if time.monotonic() >= began_s + wait_s:
                         notice.ended(error)
@@ -151,6 +152,7 @@ class Connection:
                         yield message
                     return
                 except grpc.aio.AioRpcError as error:
+                    notice.met()
                     await self._raise_identity_problem(error, asked)
                     if not self.may_retry(error, asked):
                         notice.ended(error)
