@@ -147,7 +147,7 @@ async def test_other_calls_of_clients_and_workers_of_before_are_answered(
     run_id = "recorded-cancelled"
     async with (
         asyncio.timeout(PATIENCE_S),
-        served(tmp_path, worker_ttl_s=PATIENCE_S) as (_, address),
+        served(tmp_path) as (_, address),
         served_workers(version, [address]),
         grpc.aio.insecure_channel(address) as channel,
     ):

@@ -1,5 +1,6 @@
 """Requests that somebody else has signed: carried out as they are, and no others."""
 
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -194,10 +195,12 @@ def test_what_is_not_wanted_any_more_is_not_sent() -> None:
 
 
 def test_nobody_answers() -> None:
-    with Server() as server:
-        url = server.url
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:\d+: Connection refused") as error:
-        OBJECTS.get(url, 1)
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/bucket/object?{SIGNATURE}"
+        refused = r"127\.0\.0\.1:\d+: Connection refused"
+        with pytest.raises(UnavailableError, match=refused) as error:
+            OBJECTS.get(url, 1)
     assert "secret" not in str(error.value)
 
 

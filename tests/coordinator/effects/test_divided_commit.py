@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -72,13 +72,14 @@ async def readable(
 async def dying(
     folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
 ) -> Messages:
-    """After the first leaf."""
+    """After the first leaf; what it is writing then is there before its call ends."""
     num = 0
-    async for message in written_leaves(folder, state, request):
-        yield message
-        num += not request.describe
-        if num == 2:
-            raise UnavailableError("gone")
+    async with aclosing(written_leaves(folder, state, request)) as messages:
+        async for message in messages:
+            yield message
+            num += not request.describe
+            if num == 2:
+                raise UnavailableError("gone")
 
 
 async def blind(

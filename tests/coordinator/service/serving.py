@@ -17,6 +17,7 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.open_gate import entrance
+from tests.patience import PATIENCE_S
 from tests.settings import coordinator_settings
 
 
@@ -44,8 +45,8 @@ async def worker(incarnation: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def served(folder: Path, **settings: Any) -> AsyncIterator[tuple[App, str]]:
-    """A coordinator, and where it listens."""
-    made = coordinator_settings(data_dir=folder, **settings)
+    """A coordinator, and where it listens; workers that do not beat stay for as long as a test."""
+    made = coordinator_settings(data_dir=folder, **{"worker_ttl_s": PATIENCE_S, **settings})
     app = await App.lead(made, entrance())
     server = make_server()
     servicer = CoordinatorServicer(app)

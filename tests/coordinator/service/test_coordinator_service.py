@@ -324,7 +324,7 @@ async def test_worker_is_dialled_back_before_it_is_believed(tmp_path: Path) -> N
         assert (await refused(register("three", address)))[0] is Code.UNAVAILABLE
         assert (await refused(register("one", "nowhere")))[0] is Code.INVALID_ARGUMENT
         answer = await register("one", address)
-        assert answer.lease_ttl_s == 10.0
+        assert answer.lease_ttl_s == PATIENCE_S
         code, reason = await refused(register("two", other))
         assert code is Code.ALREADY_EXISTS
         assert "choose another name" in reason
