@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.client.dashboard import run_books
+from stratagem.client.dashboard import coordinator_watch, run_books
 from stratagem.client.dashboard.curve_view import CurveView
 from stratagem.client.dashboard.page_pictures import drawn
 from stratagem.client.dashboard.page_rules import CONTENT_POLICY
@@ -27,9 +27,11 @@ SCRIPT = "\x07<script>alert(1)</script>"
 
 @pytest.fixture(autouse=True, scope="module")
 def patient() -> Iterator[None]:
-    """What is drawn has all events, on a busy machine too."""
+    """What is drawn has all events, and who is asked says why it does not answer, on a busy machine
+    too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_books, "PATIENCE_S", PATIENCE_S)
+        patch.setattr(coordinator_watch, "ANSWER_S", PATIENCE_S)
         yield
 
 
