@@ -39,6 +39,7 @@ AGAIN: Mapping[str, str] = {
     "KeysLostError": "no: the round goes on without the client, or begins again with new keys",
     "UnavailableError": "yes; SDK and command line do so by themselves after a first answer",
     "StandbyError": "yes, at the one that leads; SDK, command line and workers do so by themselves",
+    "InProgressError": "yes, until it is done; SDK and command line do so by themselves",
     "UserCodeError": "no: mend the code, then submit or `stratagem resume`",
     "RunFailedError": "no: read the reason, then `stratagem resume`",
 }
@@ -190,6 +191,12 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         (
             "waits for the lead",
             "nothing: the one that led is silent, and is replaced after `--lease-ttl-s`",
+        ),
+    ),
+    "InProgressError": (
+        (
+            "… is being copied inside the store, …",
+            "nothing: the run is submitted when the copying is over",
         ),
     ),
     "UserCodeError": (

@@ -18,7 +18,8 @@
     │   ├── BudgetSpentError    the rows there have no privacy left to spend on it
     │   └── KeysLostError       it has no keys of the round of secure aggregation
     ├── UnavailableError    the other side cannot be reached now; a retry may help
-    │   └── StandbyError        this coordinator does not lead; another one may
+    │   ├── StandbyError        this coordinator does not lead; another one may
+    │   └── InProgressError     what the call needs is being done; the same call learns how it ends
     ├── UserCodeError       the user's model, data, loss or optimizer raised
     └── RunFailedError      the run ended without a result; the message is the reason
 
@@ -159,6 +160,11 @@ class StandbyError(UnavailableError):
     def __init__(self, message: str, leader: str = "") -> None:
         self.leader = leader
         super().__init__(message)
+
+
+class InProgressError(UnavailableError):
+    """What the call needs is being done, and takes longer than a call may; the same call learns how
+    it ends."""
 
 
 class UserCodeError(StratagemError):

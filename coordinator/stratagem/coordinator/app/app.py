@@ -24,6 +24,7 @@ from stratagem.common.tensors.traffic import stream_bytes
 from stratagem.coordinator.app.backups import Backups
 from stratagem.coordinator.app.collector import Collector
 from stratagem.coordinator.app.housekeeping import House
+from stratagem.coordinator.app.kept_blobs import KeptBlobs
 from stratagem.coordinator.app.listeners import tls_of
 from stratagem.coordinator.app.shown_facts import shown_facts
 from stratagem.coordinator.app.storage import Storage
@@ -96,6 +97,7 @@ class App:
         self.logs = RunLogs(data / "logs")
         self.profiles = Profiles(data / "profiles")
         self.blobs = storage.blobs(loop.term)
+        self.kept = KeptBlobs(self.blobs)
         self.spool = storage.spool(loop.term, self.blobs.make_room)
         self.relay = RelayHub(self._is_usable, is_on=settings.relay == "on")
         self.links = Links(loop.term, self.relay, Proof(tls_of(settings)))
@@ -170,6 +172,7 @@ class App:
             self.barriers.close()
             await self.supervisor.close()
             await self._chores.close()
+            await self.kept.close()
             await self.links.close()
             await self.heartbeats.close()
             await self.relay.close()

@@ -144,7 +144,7 @@ class Uploads:
         digest, caller = check_digest(header.digest), current_caller()
         # Other callers must not learn whether the bytes are here: they send all of them.
         is_theirs = caller.is_admin or has_brought(self._app.loop.state, caller.owner, digest)
-        if is_theirs and await _is_kept(self._app.blobs, digest):
+        if is_theirs and await asyncio.to_thread(self._app.blobs.keep, digest):
             yield pb.UploadDataResponse(resume_offset=manifest.total_bytes)
             yield pb.UploadDataResponse(committed=True)
             return
@@ -239,7 +239,7 @@ async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
     run."""
     if digest is None or not await may_name(app, caller, digest):
         return False
-    return await _is_kept(app.blobs, digest)
+    return await app.kept.keep(digest)
 
 
 async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
@@ -254,10 +254,6 @@ async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
         or digest in {named for each in view.commits for named in (each.digest, each.average)}
         for view in views.values()
     )
-
-
-async def _is_kept(blobs: BlobStore, digest: Digest) -> bool:
-    return await asyncio.to_thread(blobs.keep, digest)
 
 
 async def rendezvous(

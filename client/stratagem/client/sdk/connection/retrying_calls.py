@@ -20,6 +20,7 @@ import grpc
 from stratagem.client.sdk.connection.fork_safety import check_fork, is_lost, note_closed, note_open
 from stratagem.client.sdk.connection.outage_notice import OutageNotice, ToldOutage
 from stratagem.common.base.errors import (
+    InProgressError,
     InvalidInputError,
     StandbyError,
     StratagemError,
@@ -110,7 +111,8 @@ class Connection:
                     if time.monotonic() >= began_s + wait_s:
                         notice.ended(error)
                         raise self.translated(error) from None
-                    notice.failed(error, f"for up to {wait_s:g} s")
+                    waits = "until it can" if wait_s == math.inf else f"for up to {wait_s:g} s"
+                    notice.failed(error, waits)
                     await backoff.pause()
                 else:
                     self._has_answered = True
@@ -120,6 +122,8 @@ class Connection:
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
         """Return for how long from its begin on a call that met this error is made again."""
         await self._raise_identity_problem(error, asked)
+        if name_of(error) == InProgressError.__name__:
+            return math.inf  # a coordinator is there and at work on it, and will say how it ends
         if self.may_retry(error, asked):
             return self._patience_s
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
