@@ -442,3 +442,10 @@ class SometimesNoisy(nn.Module):
             mixed = mixed + torch.randn_like(mixed)
         x.zero_()
         return mixed
+
+
+def with_sparse_buffer(*, persistent: bool) -> nn.Module:
+    """Has a buffer without a storage of its own, which is part of the state or is not."""
+    model = mlp()
+    model.register_buffer("links", torch.eye(3).to_sparse(), persistent=persistent)
+    return model

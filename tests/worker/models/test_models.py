@@ -141,3 +141,18 @@ def test_factories() -> None:
     model = build_model(job(execution={"precision": "Full"}), ALLOWED, device=CPU, fresh=False)
     assert {param.dtype for param in model.parameters()} == {torch.float64}
     assert not any(param.is_meta for param in model.parameters())
+
+
+def test_a_sparse_buffer_is_refused_where_it_would_be_part_of_the_state() -> None:
+    wanted = {"entrypoint": "tests.userland.models:with_sparse_buffer"}
+    with pytest.raises(InvalidInputError) as refused:
+        trainer_of(job({**wanted, "kwargs": {"persistent": True}}))
+    assert str(refused.value) == (
+        'model: state_dict()["links"] is a tensor of layout sparse_coo; allowed is strided, which '
+        "`to_dense()` makes; a buffer that is built anew with the model can be registered with "
+        "`persistent=False`"
+    )
+    allowed = job({**wanted, "kwargs": {"persistent": False}})
+    model = build_model(allowed, ALLOWED, device=CPU, fresh=True)
+    assert "links" not in model.state_dict()
+    assert torch.equal(model.get_buffer("links").to_dense(), torch.eye(3))

@@ -124,6 +124,14 @@ def _checked(model: object, by: str) -> nn.Module:
             raise InvalidInputError.at(
                 "model", f'state_dict()["{name}"] is a {kind}; all state must be tensors'
             )
+        if value.layout is not torch.strided:
+            layout = str(value.layout).removeprefix("torch.")
+            raise InvalidInputError.at(
+                "model",
+                f'state_dict()["{name}"] is a tensor of layout {layout}; allowed is strided, which '
+                "`to_dense()` makes; a buffer that is built anew with the model can be registered "
+                "with `persistent=False`",
+            )
     return model
 
 

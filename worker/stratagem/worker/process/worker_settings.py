@@ -121,7 +121,9 @@ class WorkerSettings(BaseSettings):
         description="http://[USER:PASSWORD@]HOST:PORT of the proxy to the coordinator; https_proxy "
         "and no_proxy of the environment unless set",
     )
-    health_port: int | None = Field(None, description="port of grpc.health.v1; 0 takes a free one")
+    health_port: int | None = Field(
+        None, ge=0, le=65535, description="port of grpc.health.v1; 0 takes a free one"
+    )
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of Prometheus metrics; 0 takes a free one"
     )
