@@ -8,9 +8,10 @@ import pytest
 
 from stratagem.client import AsyncClient, Client, Phase
 from stratagem.client.sdk.async_run import AsyncRun
-from stratagem.client.sdk.connection import outage_notice
+from stratagem.client.sdk.connection import outage_notice, retrying_calls
 from stratagem.client.sdk.connection.outage_notice import OutageNotice, ToldOutage
 from stratagem.common.base.errors import NotFoundError, StandbyError, UnavailableError
+from stratagem.common.base.retry_backoff import Backoff
 from stratagem.common.rpc.status_codes import to_status
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
@@ -137,6 +138,38 @@ async def test_two_outages_of_a_stream_without_news_are_told_twice(
         await following
     await server.stop(None)
     assert len(told.texts) == 2
+
+
+async def test_a_stream_that_has_begun_is_asked_for_again_at_once_after_the_next_outage(
+    told: Told, answers: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    class Pauses(Backoff):
+        def next_s(self) -> float:
+            limits.append(self._limit_s)
+            return super().next_s()
+
+    monkeypatch.setattr(retrying_calls, "Backoff", Pauses)
+    fake = FakeCoordinator()
+    fake.ending = "never"
+    server, address = await serve(fake)
+    port = int(address.rpartition(":")[2])
+    async with AsyncClient(address) as client:
+        run = await client.submit(JOB, "mine")
+        following = asyncio.create_task(run.watch(from_index=3).__anext__())
+        for _ in range(2):
+            before = len(limits)
+            answers.clear()
+            await server.stop(None)
+            await told.next()
+            server, _ = await serve(fake, port)
+            async with asyncio.timeout(PATIENCE_S):
+                await answers.wait()
+            assert limits[before] == retrying_calls.MIN_PAUSE_S
+        fake.runs["mine"].say("RunCompleted", "done", pb.RUN_PHASE_COMPLETED)
+        await following
+    await server.stop(None)
 
 
 async def test_an_answer_that_is_an_error_ends_an_outage(told: Told) -> None:

@@ -147,7 +147,7 @@ class Connection:
             while True:
                 asked = self._coordinators.present
                 stream = open_stream()
-                begin = asyncio.create_task(self._note_begin(stream, notice))
+                begin = asyncio.create_task(self._note_begin(stream, backoff, notice))
                 try:
                     async for message in self._messages(stream):
                         self._has_answered = True
@@ -169,12 +169,16 @@ class Connection:
                 await backoff.pause()
 
     async def _note_begin(
-        self, stream: grpc.aio.UnaryStreamCall[Request, Response], notice: OutageNotice
+        self,
+        stream: grpc.aio.UnaryStreamCall[Request, Response],
+        backoff: Backoff,
+        notice: OutageNotice,
     ) -> None:
         """Note that a coordinator follows, before there is news; an earlier one does not say so."""
         with suppress(grpc.aio.AioRpcError):
             if has_begun(await stream.initial_metadata()):
                 self._has_answered = True
+                backoff.reset()
                 notice.answered()
 
     async def _messages(
