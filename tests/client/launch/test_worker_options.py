@@ -6,12 +6,13 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from stratagem.client.launch.worker_options import (
     CHOICES,
     FLAGS,
     INTEGERS,
+    MOST,
     SECONDS,
     TEXTS,
     names_of,
@@ -21,6 +22,7 @@ from stratagem.common.observe.logs import LEVELS
 from stratagem.common.process.settings_rules import flag
 from stratagem.worker.process.worker_settings import PREEMPT_SIGNALS, WorkerSettings
 
+PORTS = "allowed is a whole number from 0 to 65535"
 FIELDS = {flag(name): field for name, field in WorkerSettings.model_fields.items()}
 CHECKED_TEXTS = {"--log-level": tuple(LEVELS), "--preempt-signal": (*PREEMPT_SIGNALS, "")}
 """Settings that are text, of which the worker takes some."""
@@ -52,10 +54,12 @@ def test_a_launch_knows_the_options_that_a_worker_has() -> None:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_the_least_number_is_that_of_the_worker(name: str) -> None:
+def test_the_bounds_of_a_number_are_those_of_the_worker(name: str) -> None:
     bounds = [each.ge for each in FIELDS[name].metadata if isinstance(each, Ge)]
     bounds += [each.gt + 1 for each in FIELDS[name].metadata if isinstance(each, Gt)]  # type: ignore[operator]
     assert [INTEGERS[name]] == (bounds or [0])
+    most = [each.le for each in FIELDS[name].metadata if isinstance(each, Le)]
+    assert most == ([MOST[name]] if name in MOST else [])
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,7 @@ def test_the_least_number_is_that_of_the_worker(name: str) -> None:
         "--no-signed-states --tunnel --proxy http://p:1",
         "--allow-code any --preempt-signal= --drain-grace-s 0.5",
         "--mesh grpc --log-level debug --metrics-port 0",
+        "--health-port 65535 --metrics-port 65535",
     ],
 )
 def test_a_worker_takes_what_a_launch_lets_through(text: str, tmp_path: Path) -> None:
@@ -89,6 +94,9 @@ def test_a_worker_takes_what_a_launch_lets_through(text: str, tmp_path: Path) ->
         (["--tunnel=yes"], "--tunnel is 'yes'; allowed is no value"),
         (["--threads", "0"], "--threads is '0'; allowed is a whole number of at least 1"),
         (["--threads=-1"], "--threads is '-1'; allowed is a whole number of at least 1"),
+        (["--metrics-port", "99999"], f"--metrics-port is '99999'; {PORTS}"),
+        (["--health-port=65536"], f"--health-port is '65536'; {PORTS}"),
+        (["--health-port=http"], f"--health-port is 'http'; {PORTS}"),
         (["--drain-grace-s=soon"], "--drain-grace-s is 'soon'; allowed is a number of seconds"),
         (["--drain-grace-s=inf"], "--drain-grace-s is 'inf'; allowed is a number of seconds"),
         (["--mesh=tcp"], "--mesh is 'tcp'; allowed is one of auto, shm, nccl, gloo, grpc"),

@@ -63,7 +63,7 @@ async def test_a_call_is_answered_before_the_copying_ends_and_the_next_ones_join
     store = SlowStore(lambda: True)
     kept = ToldBlobs(store)
     for _ in range(3):
-        with pytest.raises(InProgressError, match="a{64} is being copied"):
+        with pytest.raises(InProgressError, match=r"a{64} is being copied"):
             await kept.keep(DIGEST)
     assert store.num_copied == 1
     kept.let_go(store)

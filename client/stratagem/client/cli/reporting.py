@@ -107,7 +107,9 @@ def reporting() -> Iterator[None]:
     try:
         tracing.start("client")
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        if text := str(interrupt):  # what has become of what was under way
+            complain(text)
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

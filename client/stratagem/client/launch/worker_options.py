@@ -26,6 +26,8 @@ INTEGERS: Final[Mapping[str, int]] = {
     "--metrics-port": 0,
 }
 """Options whose value is a whole number, with the least one."""
+MOST: Final[Mapping[str, int]] = dict.fromkeys(("--health-port", "--metrics-port"), 65535)
+"""The greatest one, where there is one."""
 SECONDS: Final = frozenset(
     {"--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s", "--stream-idle-timeout-s"}
 )
@@ -77,9 +79,12 @@ def _why_not(name: str, value: str, *, has_value: bool) -> str:
     if name in _WITHOUT_VALUE:
         return "no value" if has_value else ""
     if name in INTEGERS:
-        least = INTEGERS[name]
-        is_right = value.isascii() and value.isdecimal() and int(value) >= least
-        return "" if is_right else f"a whole number of at least {least}"
+        least, most = INTEGERS[name], MOST.get(name)
+        is_number = value.isascii() and value.isdecimal()
+        if is_number and int(value) >= least and (most is None or int(value) <= most):
+            return ""
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        return f"a whole number {bounds}"
     if name in SECONDS:
         return "" if _is_time(value) else "a number of seconds"
     if name in CHOICES:
