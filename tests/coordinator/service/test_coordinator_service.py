@@ -383,12 +383,14 @@ async def test_many_large_runs_are_listed_page_by_page(tmp_path: Path) -> None:
 
 
 async def test_leader_that_lives_is_not_replaced(tmp_path: Path) -> None:
+    settings, gate = coordinator_settings(data_dir=tmp_path, lease_ttl_s=5.0), entrance()
+    loop, has_looked = asyncio.get_running_loop(), asyncio.Event()
+    gate.note_leader = lambda _: loop.call_soon_threadsafe(has_looked.set)  # type: ignore[method-assign,assignment]
     async with coordinator(tmp_path):
-        second = asyncio.create_task(
-            App.lead(coordinator_settings(data_dir=tmp_path, lease_ttl_s=5.0), entrance())
-        )
-        done, _ = await asyncio.wait({second}, timeout=0.5)
-        assert not done
+        second = asyncio.create_task(App.lead(settings, gate))
+        async with asyncio.timeout(PATIENCE_S):
+            await has_looked.wait()
+        assert not second.done()
     app = await second
     assert app.loop.term == 2
     await app.loop.close()

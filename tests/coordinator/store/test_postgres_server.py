@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.rig import until
+from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.sweep
@@ -38,6 +39,6 @@ def test_it_ends_with_who_has_started_it(is_killed: bool) -> None:
         starter.communicate()
     ended = select.poll()
     ended.register(server)
-    assert ended.poll(20_000)
+    assert ended.poll(1000 * PATIENCE_S)
     os.close(server)
     until(lambda: not Path(folder).exists(), "its folder is gone")

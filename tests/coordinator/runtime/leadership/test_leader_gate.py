@@ -122,9 +122,16 @@ async def test_a_client_waits_for_a_coordinator_that_starts_but_not_for_a_standb
 ) -> None:
     monkeypatch.setattr("stratagem.client.sdk.connection.retrying_calls.STARTING_S", 2 * PATIENCE_S)
     async with serving() as entrance, AsyncClient(entrance.address) as client:
+        refusal, is_refused = entrance.refusal, asyncio.Event()
+
+        def refuse() -> StandbyError:
+            is_refused.set()
+            return refusal()
+
+        monkeypatch.setattr(entrance, "refusal", refuse)
         asked = asyncio.create_task(client.workers())
-        await asyncio.wait([asked], timeout=0.3)
-        assert not asked.done()
+        async with asyncio.timeout(PATIENCE_S):
+            await is_refused.wait()
         await entrance.open(Counting())
         assert list(await asked) == []
         await entrance.shut("stands by")
