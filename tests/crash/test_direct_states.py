@@ -219,6 +219,7 @@ def test_slices_are_written_by_any_number_of_owners(
     assert content == (tmp_path / "whole.safetensors").read_bytes()
 
 
+@BOTH_STORES
 @pytest.mark.parametrize(
     "strategy", [SLICES, FULL, STAGES, GOSSIP], ids=["slices", "full", "stages", "nodes"]
 )
@@ -370,6 +371,7 @@ def outcome_after(rig: Rig, store: LeafPlaceOutside, job: dict[str, Any], crash:
     return outcome
 
 
+@BOTH_STORES
 @crashes(CASES, MORE)
 def test_a_crash_changes_no_bits_and_leaves_no_garbage(
     rig: Rig, store: LeafPlaceOutside, undisturbed: Outcome, crash: Crash
