@@ -18,6 +18,7 @@ from tests.hostile.promises import Method, method, methods
 from tests.hostile.rig import Rig
 from tests.hostile.samples import samples, upload_of
 from tests.hostile.slow import ENDS, LYING, SILENT, Act, end_of
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.cluster,
@@ -94,12 +95,15 @@ def test_a_stream_that_falls_silent_is_given_up_and_leaves_room_for_another(rig:
     each = method("UploadData")
 
     async def silent_and_busy() -> tuple[Answer, Code, str]:
-        async with lawless_channel(rig.address_of(each)) as channel:
-            silent: Any = channel.stream_stream(each.path)(metadata=PROTOCOL)
-            await silent.write(header)
-            assert await silent.read() is not grpc.aio.EOF  # where to go on: it is being received
-            busy = await rig.saying(each, [header], is_last=False)
-            return busy, await silent.code(), await silent.details()
+        async with lawless_channel(rig.address_of(each)) as channel, asyncio.timeout(PATIENCE_S):
+            while True:
+                silent: Any = channel.stream_stream(each.path)(metadata=PROTOCOL)
+                await silent.write(header)
+                assert await silent.read() is not grpc.aio.EOF  # where to go on: it is received
+                busy = await rig.saying(each, [header], is_last=False)
+                if busy.code is None and silent.done():
+                    continue  # the machine stood still for so long that it was given up before
+                return busy, await silent.code(), await silent.details()
 
     busy, code, reason = rig.loop.call(silent_and_busy())
     assert (busy.code, code) == (Code.ABORTED, Code.DEADLINE_EXCEEDED)
