@@ -54,11 +54,12 @@ def test_who_takes_over_goes_on_with_the_noise_of_the_run_or_not_at_all(
         request.node.stash[LOGS] = started.logs
         first = started.coordinator("a", addresses["a"])
         assert first.address == addresses["a"]
-        second = started.coordinator("b", addresses["b"])
         workers = [started.worker(f"w{n}", ",".join(addresses.values())) for n in range(2)]
         assert all(worker.address for worker in workers)
         run = client.submit(SECRET)
         assert first.popen.wait(PATIENCE_S) == KILLED_BY_FAILPOINT
+        # Not before: it would take over from one that stood still for as long as the lease.
+        second = started.coordinator("b", addresses["b"])
         assert second.address == addresses["b"]
         with Client(addresses["b"]) as other:
             outcome = outcome_of(other.get(run.run_id))
