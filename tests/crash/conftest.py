@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
+from tests.cluster.jobs import Gates, gates_in
 from tests.crash.failure_logs import LOGS, pytest_runtest_makereport
 from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Rig, quick_restarts
 from tests.repository import ROOT
@@ -36,3 +37,10 @@ def rig(shared_rig: Rig, request: pytest.FixtureRequest) -> Rig:
     request.node.stash[LOGS] = shared_rig.logs
     shared_rig.settle()
     return shared_rig
+
+
+@pytest.fixture
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gates]:
+    """For jobs of `gated`: what stands at one of them is hit in its middle by what a test does."""
+    with gates_in(tmp_path_factory.mktemp("gates")) as gates:
+        yield gates

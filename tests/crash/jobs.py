@@ -1,5 +1,6 @@
 """The jobs that the crash tests run, one per strategy, small and with several segments."""
 
+from pathlib import Path
 from typing import Any
 
 from tests.gan_jobs import TURNS, gan
@@ -35,6 +36,17 @@ def paced(strategy: Job, pace_s: float, steps: int = 12) -> Job:
     """A job that takes pace_s seconds per batch, so that a fault can hit it in its middle."""
     whole = crash_job(strategy, model=PACED, pace_s=pace_s)
     return whole if strategy["type"] == "Federated" else {**whole, "steps": steps}
+
+
+def gated(strategy: Job, folder: Path, steps: int = 12, **sections: Any) -> Job:
+    """A job that a test can hold in its middle, at the gates `batch-N` of a folder, or those of its
+    clients, `clientC-N`: N counts what one worker takes. Without a gate nothing waits."""
+    is_federated = strategy["type"] == "Federated"
+    data = user_data("gated_clients" if is_federated else "gated", folder=str(folder))
+    whole = {**crash_job(strategy), "data": data, **sections}
+    if is_federated:  # their clients have no rows of a split "test"
+        return {**whole, "evaluation": None}
+    return {**whole, "steps": steps}
 
 
 def population(inner: Job | None = None) -> Job:

@@ -181,11 +181,13 @@ def await_event(
 
 
 def await_step(run: RunHandle, step: int) -> None:
-    """Watch a run until it reports a step as applied."""
+    """Watch a run until it reports a step as applied; one that has ended meanwhile reports none."""
     for item in run.watch():
         if not isinstance(item, Event) and item.step >= step:
             return
-    raise AssertionError(f"{run.run_id} ended before step {step}: {run.status().reason}")
+    status = run.status()
+    assert status.phase is Phase.COMPLETED, f"before step {step}: {status.reason}"
+    assert status.step >= step
 
 
 def await_status(run: RunHandle, is_it: Callable[[RunStatus], bool], what: str) -> RunStatus:

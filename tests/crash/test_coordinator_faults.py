@@ -19,6 +19,7 @@ from stratagem.client.terminal.run_line import plain_line
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.base.ids import RunId
 from stratagem.common.job.sections import MAX_METRICS
+from tests.cluster.jobs import Gates
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, Hands, hands
 from tests.crash.jobs import (
@@ -26,10 +27,12 @@ from tests.crash.jobs import (
     FED_AVG,
     JOBS,
     LOCAL,
+    PACED,
     SETTINGS,
     Job,
     crash_job,
     federated,
+    gated,
     paced,
 )
 from tests.crash.rig import (
@@ -41,6 +44,7 @@ from tests.crash.rig import (
     events_of,
     outcome_of,
 )
+from tests.jobs import user_model
 from tests.patience import PATIENCE_S, growing
 
 FLAGS = ("--lease-ttl-s", "4", "--worker-ttl-s", "8", "--heartbeat-interval-s", "1")
@@ -70,15 +74,22 @@ def test_coordinator_killed_during_training_is_not_even_noticed_by_the_steps(
 
 @pytest.mark.cluster
 def test_a_schedule_of_hyperparameters_goes_back_and_on_after_kills_to_the_same_bits_and_line(
-    rig: Rig,
+    rig: Rig, gates: Gates
 ) -> None:
     """It ends at its last step, which is none of the job's; the line says so however it ended."""
-    schedule = {"hyperparameter_schedule": {**SETTINGS, "last_step": 10}}
-    expected = rig.outcome({**paced(ALL_REDUCE, 0.0), **schedule})
-    with rig.running({**paced(ALL_REDUCE, 0.05), **schedule}) as run:
+    document = gated(
+        ALL_REDUCE,
+        gates.folder,
+        model=user_model(PACED, pace_s=0.05),
+        hyperparameter_schedule={**SETTINGS, "last_step": 10},
+    )
+    expected = rig.outcome(document)
+    gates.close("worker-1-batch-8")
+    with rig.running(document) as run:
         before = await_status(run, lambda status: status.step >= 6, "the second setting")
         run.cancel()
         await_status(run, lambda status: status.phase.is_final, "it is stopped")
+        gates.open()
         assert (before.num_steps, run.status().commit("1") is None) == (10, False)
         run.resume(1)  # of the first setting
         await_step(run, 3)

@@ -9,6 +9,7 @@ import pytest
 
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
+from tests.cluster.jobs import Gates
 from tests.crash.hands import hands
 from tests.crash.jobs import (
     ALL_REDUCE,
@@ -19,22 +20,18 @@ from tests.crash.jobs import (
     PARAMETER_SERVER,
     Job,
     crash_job,
+    gated,
 )
 from tests.crash.rig import (
-    WORKER_TTL_S,
     Rig,
     await_event,
     await_status,
-    await_step,
     events_of,
     outcome_of,
 )
+from tests.jobs import user_model
 
 PACE_S = 0.05
-
-
-def paced(strategy: Job, pace_s: float = 0.05) -> Job:
-    return crash_job(strategy, model=PACED, pace_s=pace_s)
 
 
 def batch_times(folder: Path) -> dict[int, list[float]]:
@@ -45,18 +42,23 @@ def batch_times(folder: Path) -> dict[int, list[float]]:
 @pytest.mark.cluster
 @pytest.mark.parametrize("strategy", [ALL_REDUCE, PARAMETER_SERVER], ids=["AllReduce", "Server"])
 def test_survivors_redo_the_step_of_a_killed_worker(
-    rig: Rig, strategy: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rig: Rig, strategy: Job, gates: Gates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = rig.outcome(paced(strategy, 0.0))
-    document = crash_job(strategy, model="acting_models:timed", folder=str(tmp_path), pace_s=PACE_S)
+    untimed = user_model(PACED, pace_s=0.0)
+    expected = rig.outcome(gated(strategy, gates.folder, model=untimed))
+    timed = user_model("acting_models:timed", folder=str(tmp_path), pace_s=PACE_S)
+    document = gated(strategy, gates.folder, model=timed)
+    gates.close("worker-1-batch-5")
+    num_said = len(rig.cluster.log_tail("coordinator"))
     survivors = ("worker-0", "worker-2")
     pids = [rig.cluster.processes[name].pid for name in survivors]
     starts = rig.incarnations()
     num_starts = rig.cluster.processes["worker-1"].num_starts
     with rig.running(document) as run:
-        await_step(run, 3)
+        gates.wait_reached("worker-1-batch-5")
         killed_s = time.time()
         rig.cluster.kill("worker-1")
+        gates.open()
         outcome = outcome_of(run)
         events = list(events_of(run))
     assert outcome.digests == expected.digests
@@ -76,19 +78,28 @@ def test_survivors_redo_the_step_of_a_killed_worker(
             f"(of which the model takes {2 * PACE_S:.2f} s)"
         )
     # A quiet machine takes half a second; who saw nothing would wait for the lease to end.
-    assert done_s < WORKER_TTL_S
+    said = rig.cluster.log_tail("coordinator")[num_said:]
+    assert "worker worker-1 is lost: " in said
+    assert "worker worker-1 is lost: no heartbeat" not in said
 
 
 @pytest.mark.cluster
-def test_client_of_a_worker_killed_in_mid_round_is_trained_elsewhere(rig: Rig) -> None:
-    expected = rig.outcome(paced(FED_AVG, 0.0))
-    with rig.running(paced(FED_AVG, 0.1)) as run:
+def test_client_of_a_worker_killed_in_mid_round_is_trained_elsewhere(
+    rig: Rig, gates: Gates
+) -> None:
+    document = gated(FED_AVG, gates.folder)
+    expected = rig.outcome(document)
+    begun = [f"client{number}-2" for number in range(3)]
+    gates.close(*begun)
+    with rig.running(document) as run:
         first = await_event(run, "ClientsAssigned")
         (client,) = _clients_of(first, "worker-1")
+        gates.wait_reached(*begun)
         rig.cluster.kill("worker-1")
         moved = await_event(
             run, "ClientsAssigned", lambda e: e.index > first.index and _takes(e, client)
         )
+        gates.open()
         assert moved.payload["round_num"] == 1
         assert client not in _clients_of(moved, "worker-1")
         assert outcome_of(run).digests == expected.digests
@@ -104,37 +115,47 @@ def _takes(event: Event, client: int) -> bool:
 
 
 @pytest.mark.sweep
-def test_worker_that_comes_back_under_its_old_name_joins_the_run_again(rig: Rig) -> None:
-    document = {**paced(ALL_REDUCE, 0.15), "steps": 30}
+def test_worker_that_comes_back_under_its_old_name_joins_the_run_again(
+    rig: Rig, gates: Gates
+) -> None:
+    """Worker-0 has two batches in each step, and goes no further before the other is back."""
+    document = gated(ALL_REDUCE, gates.folder, steps=30)
+    expected = rig.outcome(document)
+    gates.close("worker-2-batch-3", "worker-0-batch-13")
     with rig.running(document) as run:
-        await_step(run, 2)
+        gates.wait_reached("worker-2-batch-3")
         rig.cluster.kill("worker-2")
+        gates.open("worker-2-batch-3")
         lost = await_event(run, "MembersFormed", lambda e: len(e.payload["members"]) == 2)
+        gates.wait_reached("worker-0-batch-13")
+        rig.settle()
+        gates.open()
         back = await_event(
             run,
             "MembersFormed",
             lambda e: e.index > lost.index and len(e.payload["members"]) == 3,
         )
-        rig.cluster.wait_ready()
         assert rig.incarnations()["worker-2"] in json.dumps(back.payload)
-        with_crash = outcome_of(run)
-    quick = {**paced(ALL_REDUCE, 0.0), "steps": 30}
-    assert with_crash.digests == rig.outcome(quick).digests
+        assert outcome_of(run).digests == expected.digests
 
 
 @pytest.mark.cluster
 def test_local_run_waits_with_the_reason_and_ends_when_a_worker_comes(
-    rig: Rig, tmp_path: Path
+    rig: Rig, gates: Gates, tmp_path: Path
 ) -> None:
     """Its only worker dies, and nobody starts it again; it goes on from the last commit."""
-    expected = rig.outcome(paced(LOCAL))
+    document = gated(LOCAL, gates.folder)
+    expected = rig.outcome(document)
+    gates.close("batch-5")
     with hands(tmp_path) as started:
         address = started.coordinator("only").address
         first = started.worker("first", address)
         with Client(address) as client:
-            run = client.submit(paced(LOCAL))
+            run = client.submit(document)
             await_event(run, "SegmentCommitted")
+            gates.wait_reached("batch-5")
             first.kill()
+            gates.open()
             waiting = await_status(run, lambda s: s.strategy_phase == "WAITING", "the run waits")
             assert "waiting for 1 of 1 workers: no worker is available" in waiting.reason
             assert waiting.phase is Phase.RECOVERING
@@ -143,12 +164,14 @@ def test_local_run_waits_with_the_reason_and_ends_when_a_worker_comes(
 
 
 @pytest.mark.sweep
-def test_frozen_worker_is_dropped_and_harmless_when_it_thaws(rig: Rig) -> None:
-    document = {**paced(ALL_REDUCE), "steps": 40}
-    expected = rig.outcome({**document, **_unpaced(document)})
+def test_frozen_worker_is_dropped_and_harmless_when_it_thaws(rig: Rig, gates: Gates) -> None:
+    document = gated(ALL_REDUCE, gates.folder, steps=40)
+    expected = rig.outcome(document)
+    gates.close("worker-1-batch-5")
     with rig.running(document) as run:
-        await_step(run, 3)
+        gates.wait_reached("worker-1-batch-5")
         rig.cluster.kill("worker-1", signal.SIGSTOP)
+        gates.open()
         try:
             lost = await_event(
                 run, "MembersFormed", lambda e: e.payload["membership"] > 1 and "lost" in e.sentence

@@ -6,26 +6,34 @@ from pathlib import Path
 import pytest
 
 from stratagem.common.base.errors import IntegrityError, RunFailedError, WrongStateError
-from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, PACED, Job, crash_job
+from tests.cluster.jobs import Gates
+from tests.crash.jobs import ALL_REDUCE, FED_AVG, LOCAL, Job, gated
 from tests.crash.rig import Rig, await_status, outcome_of
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
+CASES: dict[str, tuple[Job, tuple[str, ...]]] = {
+    "Local": (LOCAL, ("batch-5",)),
+    "AllReduce": (ALL_REDUCE, ("worker-1-batch-5",)),
+    "Fed": (FED_AVG, ("client0-5", "client1-5", "client2-5")),
+}
+"""Strategies, and gates inside their third segment or round: three commits are there before."""
 
-@pytest.mark.parametrize(
-    "strategy", [LOCAL, ALL_REDUCE, FED_AVG], ids=["Local", "AllReduce", "Fed"]
-)
+
+@pytest.mark.parametrize(("strategy", "held_at"), CASES.values(), ids=CASES)
 def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
-    rig: Rig, strategy: Job
+    rig: Rig, gates: Gates, strategy: Job, held_at: tuple[str, ...]
 ) -> None:
-    document = crash_job(strategy, model=PACED, pace_s=0.05)
-    expected = rig.outcome({**document, **_unpaced(document)})
+    document = gated(strategy, gates.folder)
+    expected = rig.outcome(document)
+    gates.close(*held_at)
     num_before = len(rig.cluster.log_tail("coordinator"))  # others' processes were killed
     with rig.running(document) as run:
         await_status(run, lambda s: len(s.commits) >= 3, "three commits")
         run.cancel()
         await_status(run, lambda s: s.phase.is_final, "it is stopped")
+        gates.open()
         last = run.status().commits[-1]
         Path(last.path).unlink()
         run.resume()
@@ -43,12 +51,15 @@ def test_a_run_whose_last_commit_is_gone_goes_on_from_an_earlier_one(
         assert outcome_of(run).digests == expected.digests
 
 
-def test_a_state_that_rots_under_its_time_stamp_reaches_nobody(rig: Rig, tmp_path: Path) -> None:
-    document = crash_job(LOCAL, model=PACED, pace_s=0.05)
-    with rig.running(document) as run:
+def test_a_state_that_rots_under_its_time_stamp_reaches_nobody(
+    rig: Rig, gates: Gates, tmp_path: Path
+) -> None:
+    gates.close(*CASES["Local"][1])
+    with rig.running(gated(LOCAL, gates.folder)) as run:
         await_status(run, lambda s: len(s.commits) >= 2, "two commits")
         run.cancel()
         last = await_status(run, lambda s: s.phase.is_final, "it is stopped").commits[-1]
+        gates.open()
         run.download(tmp_path / "before.safetensors", str(last.segment))
         path = Path(last.path)
         before, content = path.stat(), bytearray(path.read_bytes())
@@ -70,7 +81,3 @@ def _expect_no_groups(rig: Rig, num_before: int) -> None:
     log = rig.cluster.log_tail("coordinator")[num_before:]
     before, group, after = log.partition("unhandled errors in a TaskGroup")
     assert not group, before[-2000:] + group + after[:6000]
-
-
-def _unpaced(document: Job) -> Job:
-    return {"model": {**document["model"], "kwargs": {"pace_s": 0.0}}}
