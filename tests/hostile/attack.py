@@ -73,7 +73,7 @@ async def say(
     """Send serialized messages, any number of them, and wait for the status.
 
     is_last: say that nothing more comes. A call that has answered something and goes on is let go
-    when nothing has come for patience_s.
+    when nothing has come for patience_s: where it must end, that is as long as any patience.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -153,7 +153,8 @@ def under_attack(
         rig = Rig(cluster, loop, target, outcome.digests, calm)
         try:
             built = execute(target, build=wpb.BuildPlan())
-            answer = rig.say(method("Execute"), [built.SerializeToString()], limit_s=30.0)
+            said = [built.SerializeToString()]
+            answer = rig.say(method("Execute"), said, limit_s=30.0, patience_s=PATIENCE_S)
             assert answer.code is grpc.StatusCode.OK, answer
             yield rig
         finally:

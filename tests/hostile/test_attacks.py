@@ -64,7 +64,7 @@ def test_attacks_by_hand(rig: Rig) -> None:
 
 def fails(rig: Rig, attack: Attack) -> str:
     each = method(attack.method)
-    answer = rig.say(each, attack.frames)
+    answer = rig.say(each, attack.frames, patience_s=PATIENCE_S)
     if answer.code not in attack.codes or attack.reason not in answer.reason:
         return f"{attack.name}: {each} answers {answer}"
     return answer.wrong(each)
@@ -110,7 +110,7 @@ def test_a_stream_that_falls_silent_is_given_up_and_leaves_room_for_another(rig:
     assert digest in busy.reason
     assert "silent for 1 s" in reason
     false = cpb.UploadDataRequest(chunk=upload_of(9000, seed=2)[2][0]).SerializeToString()
-    assert rig.say(each, [header, false]).code is Code.DATA_LOSS
+    assert rig.say(each, [header, false], patience_s=PATIENCE_S).code is Code.DATA_LOSS
 
 
 @pytest.mark.parametrize("name", ["SubmitRun", "WatchRun", "UploadData", "Execute", "Send"])

@@ -20,6 +20,7 @@ from stratagem.common.rpc import channel as channels
 from stratagem.common.rpc.channel import Proof
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tls_probe import explain
+from tests.free_ports import free_port
 from tests.identity.rig import serving
 from tests.patience import AT_ONCE_S, PATIENCE_S
 
@@ -139,17 +140,18 @@ async def test_a_client_waits_for_a_restart_but_not_for_a_certificate(
 ) -> None:
     monkeypatch.setattr(channels, "_LOOK_EVERY_S", 0.0)
     files = own_authority.files("coordinator")
-    async with serving(files) as ports:
+    port = free_port()  # of those that nobody else takes while it serves nobody
+    async with serving(files, port=port) as ports:
         at = ports.certificates
         client = AsyncClient(at, tls=own_authority.files("client-alice"))
         await client.__aenter__()
         assert (await client.runs())[0].name == "client alice"
     waiting = asyncio.create_task(client.runs())
-    async with serving(files, port=int(at.rpartition(":")[2])):
+    async with serving(files, port=port):
         assert (await waiting)[0].name == "client alice"
     own_authority.issue(Role.CLIENT, "alice", (), timedelta(seconds=-1), renew=True)
     waiting = asyncio.create_task(client.runs())
-    async with serving(files, port=int(at.rpartition(":")[2])):
+    async with serving(files, port=port):
         with pytest.raises(UnauthenticatedError, match="has expired"):
             await asyncio.wait_for(waiting, PATIENCE_S)
     await client.close()
