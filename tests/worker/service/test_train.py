@@ -156,7 +156,7 @@ async def test_a_member_that_compiles_is_waited_for(
         "compiling",
         evaluated_job(user_model("acting_models:gated", **gate.kwargs), execution={"mode": mode}),
     )
-    patience = {"STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "2", "TORCHDYNAMO_DISABLE": "1"}
+    patience = {"STRATAGEM_WORKER_EXCHANGE_TIMEOUT_S": "5", "TORCHDYNAMO_DISABLE": "1"}
     a, b = await asyncio.gather(
         own_rig.start("a", **patience, STRATAGEM_TEST_NO_GATE="1"), own_rig.start("b", **patience)
     )
@@ -169,7 +169,7 @@ async def test_a_member_that_compiles_is_waited_for(
     ]
     await gate.arrived()
     suspicion = asyncio.create_task(coordinator.wait(lambda: coordinator.suspects))
-    done, _ = await asyncio.wait([suspicion], timeout=None if is_suspected else 4.0)
+    done, _ = await asyncio.wait([suspicion], timeout=None if is_suspected else 7.0)
     assert bool(done) is is_suspected
     gate.open()
     await gate.leave()
