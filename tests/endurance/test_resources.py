@@ -20,19 +20,23 @@ import pytest
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Phase
 from stratagem.common.base.errors import LimitError, StratagemError
+from tests.cluster.jobs import gates_in
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import Hands, Process, hands
-from tests.crash.jobs import ALL_REDUCE, LOCAL, federated, paced
-from tests.crash.rig import Outcome, await_event, await_step, outcome_of, until
+from tests.crash.jobs import ALL_REDUCE, LOCAL, federated, gated, paced
+from tests.crash.rig import Outcome, await_event, outcome_of, until
 from tests.endurance.disks import cut_off, fill, mounted
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.sweep
 
-FLAGS = ("--lease-ttl-s", "5", "--worker-ttl-s", "5", "--heartbeat-interval-s", "0.5")
-LOCKED_S = 10.0
+FLAGS = ("--lease-ttl-s", "5", "--worker-ttl-s", "8", "--heartbeat-interval-s", "0.5")
+LOCKED_S = 12.0
+"""Longer than any lease."""
 NUM_STEPS = 20
 FEW = 64
+HELD = "batch-7"
+"""A gate at step 4, after the first commit."""
 
 
 class Site:
@@ -47,7 +51,10 @@ class Site:
         for worker in self.workers:
             assert worker.address
         self.client = Client(self.address)
-        self.expected: Outcome = outcome_of(self.client.submit(paced(ALL_REDUCE, 0.0, NUM_STEPS)))
+        self.gates = started.folder / "gates"
+        self.gates.mkdir()
+        self.job = gated(ALL_REDUCE, self.gates, NUM_STEPS)
+        self.expected: Outcome = outcome_of(self.client.submit(self.job))
 
     def said(self, words: str) -> bool:
         return words in self.coordinator.log_file.read_text()
@@ -65,9 +72,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         made.client.close()
 
 
-def full_disk(site: Site) -> None:
+def full_disk(site: Site, go_on: Callable[[], None]) -> None:
     """Until the journal could not be written, and a user's data neither."""
     filler = fill(site.disk)
+    go_on()
     until(lambda: site.said("database or disk is full"), "the journal has met the full disk")
     data = {"train": (np.zeros((1000, 1000), np.float32), np.zeros(1000, np.int64))}
     with pytest.raises(LimitError, match="the coordinator's disk is full"):
@@ -75,16 +83,17 @@ def full_disk(site: Site) -> None:
     filler.unlink()
 
 
-def locked_journal(site: Site) -> None:
+def locked_journal(site: Site, go_on: Callable[[], None]) -> None:
     other = sqlite3.connect(site.disk / "journal.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
+    go_on()
     threading.Event().wait(LOCKED_S)
     other.execute("ROLLBACK")
     other.close()
     assert site.said("database is locked")
 
 
-def few_descriptors(site: Site) -> None:
+def few_descriptors(site: Site, go_on: Callable[[], None]) -> None:
     """More connections than it may have, until something could not be opened."""
     pid = site.coordinator.popen.pid
     host, _, port = site.address.rpartition(":")
@@ -93,6 +102,7 @@ def few_descriptors(site: Site) -> None:
     with ExitStack() as stack:
         for _ in range(2 * FEW):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+        go_on()
         until(lambda: site.said("Too many open files"), "descriptors have run out")
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
@@ -105,12 +115,14 @@ def _logs(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("fault", [full_disk, locked_journal, few_descriptors])
 def test_a_run_outlives_it_with_the_same_processes_and_bits(
-    site: Site, fault: Callable[[Site], None]
+    site: Site, fault: Callable[[Site, Callable[[], None]], None]
 ) -> None:
     starts = {each.worker_id: each.incarnation for each in site.client.workers()}
-    run = site.client.submit(paced(ALL_REDUCE, 0.1, NUM_STEPS))
-    await_step(run, 3)
-    fault(site)
+    with gates_in(site.gates) as gates:
+        gates.close(HELD)
+        run = site.client.submit(site.job)
+        gates.wait_reached(HELD)
+        fault(site, gates.open)
     assert outcome_of(run).digests == site.expected.digests
     assert not site.coordinator.has_ended
     assert {each.worker_id: each.incarnation for each in site.client.workers()} == starts
@@ -120,10 +132,13 @@ def test_a_run_outlives_it_with_the_same_processes_and_bits(
 
 
 def test_a_run_whose_state_is_cut_off_says_so_and_goes_on_from_a_sound_copy(site: Site) -> None:
-    run = site.client.submit(paced(ALL_REDUCE, 0.2, NUM_STEPS))
-    await_event(run, "SegmentCommitted")
-    for worker in site.workers:
-        worker.send(signal.SIGSTOP)  # so that no sound state is committed after the damage
+    with gates_in(site.gates) as gates:
+        gates.close(HELD)
+        run = site.client.submit(site.job)
+        await_event(run, "SegmentCommitted")
+        gates.wait_reached(HELD)
+        for worker in site.workers:
+            worker.send(signal.SIGSTOP)  # so that no sound state is committed after the damage
     with cut_off(site.disk / "blobs"):
         for worker in site.workers:
             worker.kill()
@@ -137,14 +152,16 @@ def test_a_run_whose_state_is_cut_off_says_so_and_goes_on_from_a_sound_copy(site
 
 def test_a_round_waits_while_there_is_no_room_for_its_updates(site: Site) -> None:
     """The spool has a disk of its own, which is full from the first update on."""
-    job = paced(federated(rounds=3), 0.05)
-    expected = outcome_of(site.client.submit(paced(federated(rounds=3), 0.0)))
+    job = gated(federated(rounds=3), site.gates)
+    expected = outcome_of(site.client.submit(job))
     starts = {each.worker_id: each.incarnation for each in site.client.workers()}
     spool = site.disk / "spool"
-    with mounted(spool, "size=1m"):
+    with mounted(spool, "size=1m"), gates_in(site.gates) as gates:
+        gates.close("client2-2")
         run = site.client.submit(job)
         await_event(run, "UpdateReceived")
         filler = fill(spool)
+        gates.open()
         until(lambda: site.said("No space left on device"), "an update has met the full disk")
         local = site.client.submit(paced(LOCAL, 0.0))  # whose states lie elsewhere
         assert local.result().status.phase is Phase.COMPLETED

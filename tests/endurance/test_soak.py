@@ -9,11 +9,11 @@ from benchmarks.soak import Sample, measure, runs, soak, table, uploads
 from stratagem.client import LocalCluster
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.sweep
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(900)]
 
 PROCESSES = ("coordinator", "worker-0", "worker-1")
 UPLOAD_MB = 8.0
-SOAK_S = 90.0
+SOAK_S = 240.0
 """Of uploads, and again of runs, at most; a quick machine has done all of them in 15."""
 MAX_GROWN_MB = 4 * UPLOAD_MB
 """Between the quarters lie 100 uploads: one of 25 kept would be more. What an allocator keeps moves
