@@ -25,6 +25,14 @@ from tests.patience import PATIENCE_S
 INTERVAL_S = 0.02
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream ends, and no leaving, as this process stands still."""
+    for module in (heartbeat, heartbeat_stream):
+        monkeypatch.setattr(module, "LEAST_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(heartbeat, "LEAVE_TIMEOUT_S", PATIENCE_S)
+
+
 class Fake(CoordinatorServiceServicer):
     """Counts what comes; `waits_for` wakes whoever looks at it."""
 
@@ -217,7 +225,7 @@ async def test_a_coordinator_that_does_not_answer_is_left_for_the_next(
     silent, other = New(), New()
     silent.answers = False
     async with served(silent) as first, served(other) as second, beating(first, second):
-        await other.wait(lambda: other.streams and len(other.streams[0]) >= 2)
+        await other.wait(lambda: any(len(beats) >= 2 for beats in other.streams))
     assert silent.num_registered == 1
     assert other.num_registered == 0
 
@@ -262,19 +270,18 @@ async def test_a_registration_that_waits_is_given_more_time_each_time(
 ) -> None:
     """Where thousands begin together, those that give up have to begin anew."""
     monkeypatch.setattr(heartbeat, "CALL_TIMEOUT_S", 0.2)
-    left_s: list[float] = []
 
     class Busy(New):
+        """Answers who waits for more than twice as long as at first."""
+
         async def RegisterWorker(self, request: Any, context: Any) -> pb.RegisterWorkerResponse:
-            left_s.append(context.time_remaining())
-            if len(left_s) < 3:
+            if context.time_remaining() < 0.5:
                 await asyncio.Event().wait()
             return await super().RegisterWorker(request, context)
 
     fake = Busy()
     async with served(fake) as address, beating(address):
         await fake.wait(lambda: fake.num_registered)
-    assert left_s[0] < 0.3 < left_s[2] < 0.9
 
 
 @pytest.mark.parametrize("was_there", [False, True], ids=["never there", "deleted"])
