@@ -25,9 +25,9 @@ from tests.coordinator.store.troubled import FORBIDDEN, HALF, UNAVAILABLE
 from tests.crash.failure_logs import LOGS
 from tests.crash.jobs import ALL_REDUCE, GOSSIP, LOCAL, PIPELINE, crash_job, slices
 from tests.crash.leaf_stores import InBucket, InFolder, LeafPlaceOutside, in_bucket
-from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, outcome_of, until
-from tests.crash.whole_runs import assert_nothing_was_trained_twice
-from tests.jobs import NOT_TRAINED
+from tests.crash.rig import NUM_WORKERS, WORKER_TTL_S, Outcome, Rig, until
+from tests.crash.whole_runs import assert_nothing_was_trained_twice, outcome_of_held
+from tests.jobs import NOT_TRAINED, user_data
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 from tests.settings import coordinator_settings
@@ -411,17 +411,18 @@ OF_MIRRORED = [
 def test_owners_with_mirrors_go_on_when_one_dies_in_a_commit(
     rig: Rig,
     store: LeafPlaceOutside,
-    undisturbed: Outcome,
+    gates: Gates,
     process: str,
     failpoint: str,
     num_passed: int,
 ) -> None:
-    job = {**JOB, "strategy": slices()}
-    with rig.armed(process, placed(failpoint, store), num_passed), rig.running(job) as run:
-        outcome = outcome_of(run)
-    assert outcome.digests == undisturbed.digests
-    # To write into a bucket takes longer than the steps that are left.
-    assert_nothing_was_trained_twice(run, was_training=isinstance(store, InFolder))
+    data = user_data("gated", folder=str(gates.folder))
+    job = {**JOB, "data": data, "strategy": slices()}
+    expected = rig.outcome({**job, "strategy": ALL_REDUCE})
+    with rig.armed(process, placed(failpoint, store), num_passed):
+        outcome, run = outcome_of_held(rig, gates, job, process)
+    assert outcome.digests == expected.digests
+    assert_nothing_was_trained_twice(run)
     until(lambda: has_no_garbage(store), "all that nothing names is collected")
 
 

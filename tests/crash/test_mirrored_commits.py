@@ -3,9 +3,11 @@ made of what they have."""
 
 import pytest
 
+from tests.cluster.jobs import Gates
 from tests.crash.jobs import JOBS
 from tests.crash.rig import Rig, outcome_of
-from tests.crash.whole_runs import assert_nothing_was_trained_twice
+from tests.crash.whole_runs import assert_nothing_was_trained_twice, outcome_of_held
+from tests.jobs import user_data
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -21,11 +23,12 @@ CASES = [
 
 @pytest.mark.parametrize(("process", "failpoint", "num_passed"), CASES)
 def test_a_commit_goes_on_when_a_worker_dies(
-    rig: Rig, process: str, failpoint: str, num_passed: int
+    rig: Rig, gates: Gates, process: str, failpoint: str, num_passed: int
 ) -> None:
-    expected = rig.undisturbed("Mirrors")
-    with rig.armed(process, failpoint, num_passed), rig.running(JOBS["Mirrors"]) as run:
-        outcome = outcome_of(run)
+    job = {**JOBS["Mirrors"], "data": user_data("gated", folder=str(gates.folder))}
+    expected = rig.outcome(job)
+    with rig.armed(process, failpoint, num_passed):
+        outcome, run = outcome_of_held(rig, gates, job, process)
     assert outcome == expected
     assert_nothing_was_trained_twice(run)
 
