@@ -34,6 +34,8 @@ pytestmark = pytest.mark.core
 
 ROOT = Party("")
 JOB = JobSpec.from_json(job_text({"type": "Local"}, checkpoint={"every": "5 steps"}))
+EVALUATING = JobSpec.from_json(evaluation_only({"type": "Local"}))
+SHARED = SegmentRules(num_shards=3, min_members=1)
 SOLE = SegmentRules(num_shards=3, min_members=1, parts_of=part_per_member, is_sole_copy=True)
 PAIRS = SegmentRules(num_shards=4, min_members=2, parts_of=lambda m, _: (m[0::2], m[1::2]))
 """Two parts; two members hold each of them."""
@@ -163,11 +165,19 @@ def test_any_change_of_members_returns_sole_copies_to_the_last_commit(
 
 def test_failed_exchange_returns_sole_copies_to_the_last_commit() -> None:
     before = training(SOLE, A, B, C)
-    fact = under(SOLE).reform(before, ROOT, "socket closed")
-    assert fact is not None
+    fact = under(SOLE).reform(JOB, before, ROOT, "socket closed")
+    assert isinstance(fact, MembersFormed)
+    assert fact.reason == "socket closed; back to the last commit, segment 1 at step 5"
     run = play(SOLE, before, fact)
     assert (run.members, run.membership, run.lineage) == ((A, B, C), 2, 1)
     assert run.open_segment == 2
+
+
+def test_failed_exchange_of_members_that_hold_all_alike_goes_back_to_no_commit() -> None:
+    for spec, rules in ((JOB, SHARED), (EVALUATING, SOLE)):
+        fact = under(rules).reform(spec, training(rules, A, B, C), ROOT, "socket closed")
+        assert isinstance(fact, MembersFormed)
+        assert fact.reason == "socket closed"
 
 
 def test_lineage_rises_each_time_and_never_before_there_is_a_state() -> None:
@@ -349,11 +359,10 @@ def test_members_that_miss_a_slice_return_to_the_last_commit() -> None:
 
 
 def test_a_party_that_trains_nothing_goes_back_to_no_commit() -> None:
-    evaluating = JobSpec.from_json(evaluation_only({"type": "Local"}))
     run = play(SOLE, PartyRun(ROOT), formed(1, A, B), BUILT)
     assert run.committed is not None
     reasons = []
-    for spec in (JOB, evaluating):
+    for spec in (JOB, EVALUATING):
         fact = under(SOLE).decide(spec, run, world("c"), 0.0)
         assert isinstance(fact, MembersFormed)
         reasons.append(fact.reason)

@@ -185,6 +185,9 @@ class Strategy:
     own_reform: Callable[[Any, Party, str], Fact | None] = lambda *_: None
     """(value, party, reason): a new membership for a party whose exchange has failed although all
     its members live."""
+    own_setback: Callable[[JobSpec, Any], str] = lambda *_: ""
+    """(job, value): what the members of the party would lose by that, as the end of its reason; ""
+    where they go on with what they hold."""
     own_blobs: Callable[[Any], frozenset[Digest]] = lambda _: frozenset()
     """(value): the states that may still be needed, besides those of the run's commits."""
     children: Callable[[Any], Iterable[Child]] = _none
@@ -220,12 +223,12 @@ class Strategy:
         )
         return (*self.own_deaths(value, member), *inside)
 
-    def reform(self, value: Any, party: Party, reason: str) -> Fact | None:
+    def reform(self, job: JobSpec, value: Any, party: Party, reason: str) -> Fact | None:
         """Return a new membership for this party or one below."""
         for child in self.children(value):
             if is_within(party, child.party):
-                return child.strategy.reform(child.value, party, reason)
-        return self.own_reform(value, party, reason)
+                return child.strategy.reform(child.job, child.value, party, reason)
+        return self.own_reform(value, party, reason + self.own_setback(job, value))
 
     def party_job(self, job: JobSpec, value: Any, party: Party) -> JobSpec:
         """Return the job that a party, this one or one below, trains."""

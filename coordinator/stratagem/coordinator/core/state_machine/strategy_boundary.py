@@ -139,7 +139,7 @@ def deaths_of(run: RunRecord, member: Member) -> tuple[Fact, ...]:
 def reform_of(run: RunRecord, party: Party, reason: str) -> Fact | None:
     """Return a new membership for a party whose exchange has failed though all its members live."""
     try:
-        return run.strategy.reform(run.value, party, reason)
+        return run.strategy.reform(run.job, run.value, party, reason)
     except Exception as error:
         return RunFailed(reason=Raised.by(error))
 

@@ -134,6 +134,13 @@ def _what_follows(
     return f"; back to the last commit, segment {at.segment} at step {at.step}"
 
 
+def setback(job: JobSpec, run: PartyRun, shape: SegmentRules) -> str:
+    """Say what the present members lose where they meet again, as after a failed exchange."""
+    if goes_on(run, run.members, shape, are_apart=run.are_apart):
+        return ""
+    return _what_follows(job, run, run.members, shape, are_apart=run.are_apart)
+
+
 def _any_workers(shape: SegmentRules) -> Callable[[JobSpec, PartyRun, World], Placed]:
     """Return a placement that keeps the members that are left and adds any that can join, up to one
     per shard."""

@@ -47,6 +47,7 @@ def synchronous(
         own_parties=party_views.parties,
         own_deaths=party_views.deaths,
         own_reform=decisions.reform,
+        own_setback=lambda job, value: decisions.setback(job, value, shape(job)),
         own_blobs=party_views.blobs,
         nesting=Nesting(party_views.progress, run.rebase, run.returned),
     )
