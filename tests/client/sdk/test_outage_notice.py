@@ -71,6 +71,7 @@ NOBODY = grpc.aio.AioRpcError(
     grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Connection refused"
 )
 FULL = error_of(UnavailableError("the disk is full"))
+BUSY = error_of(UnavailableError("the journal is away"))
 STANDBY = error_of(StandbyError("stands by", ""))
 
 
@@ -219,6 +220,25 @@ def test_an_error_that_came_before_an_answer_to_others_is_told_as_no_new_outage(
     late.met()
     late.failed(NOBODY, "a while")
     assert len(told.texts) == 2, "nobody answers again"
+
+
+def test_calls_that_are_refused_for_two_reasons_at_a_time_tell_both_once(told: Told) -> None:
+    outage = ToldOutage()
+    first, second = OutageNotice("here", outage), OutageNotice("here", outage)
+    for _ in range(2):
+        first.failed(FULL, "a while")
+        second.failed(BUSY, "a while")
+    reasons = ["the disk is full", "the journal is away"]
+    texts = [
+        f"the coordinator at here cannot do it now: {why}; trying again a while" for why in reasons
+    ]
+    assert told.texts == texts
+    second.failed(FULL, "a while")
+    assert told.texts == texts, "one that another call has told"
+    first.answered()
+    second.answered()
+    first.failed(FULL, "a while")
+    assert told.texts == [*texts, texts[0]], "another refusal"
 
 
 @pytest.mark.parametrize(("between", "num_told"), [(FULL, 2), (STANDBY, 1)])

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
@@ -28,9 +29,9 @@ class ToldOutage:
 
     is_told: bool = False
     """That nobody answers; until a coordinator answers any of them."""
-    num_refused: int = 0
-    """Calls that are refused for now and have lasted, of which the first one has told it. What a
-    coordinator answers to others does not end that."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Why calls are refused for now that have lasted, with how many are for that reason, of which
+    the first one has told it. What a coordinator answers to others does not end that."""
     num_answers: int = 0
     """Of a coordinator to any of them."""
 
@@ -48,7 +49,9 @@ class OutageNotice:
     outage: ToldOutage
     _since_s: float | None = field(default=None, init=False)
     _is_told: bool = field(default=False, init=False)
-    _is_refused: bool = field(default=False, init=False)
+    """That nobody answers."""
+    _reasons: set[str] = field(default_factory=set, init=False)
+    """Why this call was refused so far."""
     _met_after: int | None = field(default=None, init=False)
     """How many answers there were when the error came that is looked at."""
 
@@ -80,7 +83,8 @@ class OutageNotice:
             self.answered()
 
     def failed(self, error: grpc.RpcError, waits: str) -> None:
-        """Note an error after which the call is made again; one that has lasted is told once.
+        """Note an error after which the call is made again; one that has lasted is told once, and
+        so is each reason of a refusal.
 
         waits: until when, such as "for up to 60 s".
         """
@@ -91,22 +95,24 @@ class OutageNotice:
             self._since_s = time.monotonic()
         is_over = not name and self._met_after not in (None, self.outage.num_answers)
         has_lasted = time.monotonic() - self._since_s >= TOLD_AFTER_S and not is_over
-        if has_lasted and not self._is_told and self._is_first(bool(name)):
-            self._is_told = True
+        if has_lasted and self._is_first(self._told(error), is_refusal=bool(name)):
             log.warning("%s; trying again %s", self._told(error), waits)
 
-    def _is_first(self, is_refusal: bool) -> bool:
-        """Return whether no other call has told it yet; from now on one has."""
+    def _is_first(self, told: str, *, is_refusal: bool) -> bool:
+        """Return whether nobody has told it yet, this call nor another one; from now on one has."""
         if not is_refusal:
-            was_told, self.outage.is_told = self.outage.is_told, True
+            was_told = self._is_told or self.outage.is_told
+            self._is_told = self.outage.is_told = True
             return not was_told
-        self.outage.num_refused += not self._is_refused
-        was_refused, self._is_refused = self._is_refused, True
-        return not was_refused and self.outage.num_refused == 1
+        if told in self._reasons:
+            return False
+        self._reasons.add(told)
+        self.outage.refused[told] += 1
+        return self.outage.refused[told] == 1
 
     def _end_refusal(self) -> None:
-        self.outage.num_refused -= self._is_refused
-        self._is_refused = False
+        self.outage.refused -= Counter(self._reasons)  # and none is left of those that are 0
+        self._reasons.clear()
 
     def _told(self, error: grpc.RpcError) -> str:
         details = shown(error.details() or "") or error.code().name
