@@ -9,11 +9,12 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec
+from stratagem.common.tensors.open_files import MAX_COPY_BYTES
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
-from stratagem.tools.planning.received_states import num_received
+from stratagem.tools.planning.received_states import num_copied, num_received
 from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
@@ -112,9 +113,10 @@ def test_what_clients_of_federations_begin_from_is_in_what_is_needed() -> None:
     assert (alone.num_received, "received" in str(alone)) == (0, False)
     found = estimate(kind_job("mlp", strategy=FEDERATED))
     assert (found.received, found.num_received) == (alone.parameters + alone.buffers, 2)
-    assert found.needed == found.total + found.snapshot + 2 * found.received
-    assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [
-        *("snapshots", "received", "needed"),
+    assert (alone.num_copied, found.num_copied) == (0, 1)
+    assert found.needed == found.total + found.snapshot + 3 * found.received
+    assert [line.split()[0] for line in str(found).splitlines()[-4:]] == [
+        *("snapshots", "received", "copied", "needed"),
     ]
 
 
@@ -128,6 +130,18 @@ def test_as_many_states_are_kept_as_federations_and_memory_allow(
     federations = population(size=num_members, options={"inner": FEDERATED})
     assert num_received(federations, state_bytes) == number
     assert num_received(population(size=num_members), state_bytes) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_members", "update_bytes", "number"),
+    [(1, 1, 1), (3, MAX_COPY_BYTES, 3), (30, 1, 8), (3, MAX_COPY_BYTES + 1, 0)],
+)
+def test_an_update_is_copied_for_each_federation_where_it_is_small_enough(
+    num_members: int, update_bytes: int, number: int
+) -> None:
+    federations = population(size=num_members, options={"inner": FEDERATED})
+    assert num_copied(federations, update_bytes) == number
+    assert num_copied(population(size=num_members), update_bytes) == 0
 
 
 def test_rows_only_change_activations_and_workspace() -> None:

@@ -19,7 +19,8 @@ class MemoryEstimate:
 
     snapshot: of the state at a commit, in host memory; num_snapshots: that are kept at a time.
     received: of a state that the clients of a federation begin from, there, too; num_received:
-    likewise. needed: `total`, and on a CPU the snapshots and what is received. rows: that pass
+    likewise. num_copied: of updates as large, for a coordinator on the same machine. needed:
+    `total`, and on a CPU the snapshots, what is received and what is copied. rows: that pass
     through the model together. calibrated_by: what corrected it.
     """
 
@@ -35,6 +36,7 @@ class MemoryEstimate:
     num_snapshots: int
     received: int
     num_received: int
+    num_copied: int
     rows: int
     num_parameters: int
     device: str

@@ -31,7 +31,7 @@ from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num
 from stratagem.tools.planning.job_site import Site
 from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.outer_messages import outer_messages
-from stratagem.tools.planning.received_states import num_received
+from stratagem.tools.planning.received_states import num_copied, num_received
 from stratagem.tools.planning.simulated_local_steps import ReplicasReading, play_local_steps
 from stratagem.tools.planning.simulated_step import (
     Reading,
@@ -56,7 +56,8 @@ class StepMemory:
     and what forward keeps for backward. workspace: what is there for a moment at the worst one.
     buffers: with the engine's copies of them, and predictions that are kept. snapshot: of the
     state at a commit, in host memory; num_snapshots: that are kept at a time. received: of a state
-    that the clients of a federation begin from, there, too; num_received: likewise. rows: that pass
+    that the clients of a federation begin from, there, too; num_received: likewise. num_copied: of
+    updates as large, for a coordinator on the same machine. rows: that pass
     through the model together. measured: the peak of a real step, if one was done; the workspace
     then holds what was measured beyond the rest.
     """
@@ -75,6 +76,7 @@ class StepMemory:
     num_snapshots: int = 1
     received: int = 0
     num_received: int = 0
+    num_copied: int = 0
     layout: tuple[TensorLayout, ...] = ()
     """What is trained, where one party trains it."""
     notes: tuple[str, ...] = ()
@@ -87,7 +89,8 @@ class StepMemory:
     def needed(self) -> int:
         """Return the bytes needed of the device's memory; on a CPU the snapshots and what is
         received are in the same memory."""
-        states = self.num_snapshots * self.snapshot + self.num_received * self.received
+        of_clients = (self.num_received + self.num_copied) * self.received
+        states = self.num_snapshots * self.snapshot + of_clients
         return self.total + (states if self.device == "cpu" else 0)
 
     @property
@@ -113,6 +116,8 @@ class StepMemory:
         states = [("snapshots", self.snapshot, self.num_snapshots)]
         if self.num_received:
             states.append(("received", self.received, self.num_received))
+        if self.num_copied:
+            states.append(("copied", self.received, self.num_copied))
         for name, size, number in states:
             kept = f"in host memory, of {text_of(size)} each: {number}"
             lines.append(f"{name:<12} {text_of(number * size):>10}  {kept}")
@@ -166,6 +171,7 @@ def estimate_memory(
         estimate,
         num_snapshots=_num_snapshots(job),
         num_received=num_received(job, estimate.received),
+        num_copied=num_copied(job, estimate.received),
     )
     return _with_phases(job, _with_codec(job, kept, num_workers))
 
