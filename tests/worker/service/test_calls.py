@@ -13,7 +13,7 @@ from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.tensors.frames import crc32c
 from stratagem.common.tensors.manifest import Purpose, to_proto
-from stratagem.common.tensors.open_files import contents, offer, opened_copy, place
+from stratagem.common.tensors.open_files import contents, offer, opened_copy, place, readable_copy
 from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
@@ -338,3 +338,5 @@ async def test_one_client_round(w0: Worker) -> None:
     assert found is not None
     data = b"".join(map(bytes, contents(found, done.file, manifest.total_bytes)))
     assert data == b"".join(map(bytes, manifest_of(tensors, Purpose.UPDATE)[1]))
+    await w0.stub.Abort(pb.AbortRequest(fence=fence(), session=session(run_id, "client1")))
+    assert readable_copy(done.file, manifest.total_bytes) is None, "nobody waits for it"

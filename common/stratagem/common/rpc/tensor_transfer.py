@@ -118,11 +118,13 @@ async def serve_get(
     offset: int = 0,
     check: Callable[[int, bytes], None] | None = None,
     num_bytes: int | None = None,
+    *,
+    is_counted: bool = False,
 ) -> AsyncIterator[M]:
     """The responses of a download: the manifest, then the content from `offset` on.
 
     check: looks at each frame, with its offset, before it leaves. num_bytes: of the content, where
-    it is not all that the manifest describes.
+    it is not all that the manifest describes. is_counted: they count as sent already.
 
     The latter come serialized, which servers of `rpc.server` pass on as they are.
     """
@@ -140,7 +142,7 @@ async def serve_get(
         if check is not None:
             check(offset, frame)
         for part in recut(frame, _FIRST_CHUNKS) if offset == begin else (frame,):
-            flow.num_bytes += len(part)
+            flow.num_bytes += 0 if is_counted else len(part)
             yield cast(M, part)
         offset += size
 
@@ -153,7 +155,8 @@ async def serve_copy(
     idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> AsyncIterator[M]:
     """The one response of a download whose caller reads a copy of the content by itself. It is
-    there until the caller ends the call, for idle_timeout_s at most."""
+    there until the caller ends the call, for idle_timeout_s at most. num_bytes: that count as
+    sent."""
     try:
         first = make()
         first.manifest.CopyFrom(to_proto(manifest))

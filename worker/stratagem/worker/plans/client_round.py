@@ -88,6 +88,7 @@ def client_round(work: ExecutionContext, plan: pb.ClientRoundPlan) -> pb.ClientR
         work.admission.update(update.manifest, update.buffers, done.num_samples, costs)
     elif is_near(plan.place):
         update = _offered(update, result)
+        work.control.check()  # of an update that nobody waits for no copy stays open
     work.post(work.states.keep, work.segment, update, NUM_UPDATES)
     result.state_digest, result.state_lost = state_digest, kept.lost
     result.num_history_parts, result.history_digest = trained.history.end()

@@ -196,10 +196,13 @@ class Sessions:
             raise PermissionDeniedError(f"{caller.name} is no member of {where}")
 
     def abort(self, ref: types_pb2.SessionRef) -> None:
-        """End what runs in a session; a session that is not here is fine."""
+        """End what runs in a session, and what it offers; a session that is not here is fine."""
         session = self._sessions.get(key_from(ref))
-        for execution in session.executions.values() if session is not None else ():
+        if session is None:
+            return
+        for execution in session.executions.values():
             execution.abort()
+        session.states.drop_copies()
 
     def close(self, run_id: str, ref: types_pb2.SessionRef | None) -> None:
         """Free a session, or all of a run and its blobs."""

@@ -173,14 +173,33 @@ class WorkerServicer(WorkerServiceServicer):
             if request.WhichOneof("which") == "snapshot":
                 first = partial(first, name=state.name)
             copy, idle_timeout_s = await self._copy(request, sent), self._limits.idle_timeout_s
+            is_counted = self._note_offer(request, state, has_copy=copy is not None)
             if copy is not None:
-                responses = serve_copy(first, sent.manifest, copy, sent.num_bytes, idle_timeout_s)
+                num_bytes = 0 if is_counted else sent.num_bytes
+                responses = serve_copy(first, sent.manifest, copy, num_bytes, idle_timeout_s)
             else:
                 responses = serve_get(
-                    first, sent.manifest, sent.buffers, request.offset, num_bytes=sent.num_bytes
+                    first,
+                    sent.manifest,
+                    sent.buffers,
+                    request.offset,
+                    num_bytes=sent.num_bytes,
+                    is_counted=is_counted,
                 )
             async for response in responses:
                 yield response
+
+    def _note_offer(self, request: pb.GetStateRequest, state: Frozen, *, has_copy: bool) -> bool:
+        """Note which snapshot is offered as a copy; True where one was that could not be read, and
+        whose bytes count as sent already."""
+        if request.WhichOneof("which") != "snapshot" or request.offset:
+            return False
+        states = self.sessions.get(request.session).states
+        asks_again = state.copy is not None or not request.place
+        was_offered = asks_again and states.end_offer(state)
+        if has_copy:
+            states.note_offered(state)
+        return was_offered
 
     async def _copy(self, request: pb.GetStateRequest, sent: SentState) -> MemoryCopy | None:
         """Return a copy of what a coordinator on this machine asks for; None where it gets chunks.

@@ -83,6 +83,8 @@ class StateStore:
         """Of each snapshot that is being read, by its segment."""
         self._lock = threading.Lock()
         """Of the snapshots and their readers, which the torch thread asks for as well."""
+        self._offered: set[str] = set()
+        """Names of the snapshots of which a copy was offered, whose bytes count as sent."""
 
     def keep(self, segment: int, state: Frozen, num_kept: int = NUM_SNAPSHOTS) -> None:
         """Keep the snapshot at the end of a segment; only the newest ones are kept."""
@@ -91,6 +93,30 @@ class StateStore:
             self._snapshots.move_to_end(segment)
             while len(self._snapshots) > num_kept:
                 self._snapshots.popitem(last=False)
+            held = self._snapshots.values()
+            names = {each.name for state in held for each in (state, state.mirror) if each}
+        self._offered &= names
+        if state.copy is not None:
+            self._offered.add(state.name)
+
+    def note_offered(self, state: Frozen) -> None:
+        """Note that whoever asked for a snapshot was offered a copy in place of a stream."""
+        self._offered.add(state.name)
+
+    def end_offer(self, state: Frozen) -> bool:
+        """Return True where a copy of a snapshot was offered that is asked for as a stream now: it
+        could not be read."""
+        was_offered = state.name in self._offered
+        self._offered.discard(state.name)
+        return was_offered
+
+    def drop_copies(self) -> None:
+        """Close what was offered of snapshots: nobody reads it any more."""
+        with self._lock:
+            copies = [each.copy for each in self._snapshots.values()]
+        for copy in copies:
+            if copy is not None:
+                copy.close()
 
     def has(self, segment: int) -> bool:
         return segment in self._snapshots

@@ -125,14 +125,22 @@ async def _trained(
 ) -> worker_pb2.ExecuteResult:
     """Return what has become of the client's training."""
     base = effect.base.digest
-    link = env.links.to(effect.member, env.state)
     try:
         return await attend(env, effect.member, request, steps.listener, base=base)
     except asyncio.CancelledError:
         if not env.is_due(effect):  # the round has closed without it, or it has moved elsewhere
             count_if_late(env, effect)
-            env.chores.do(link.abort(_session(effect)), "abort the training of a client")
+            _abort(env, effect)
         raise
+
+
+def _abort(env: EffectContext, effect: TrainClient) -> None:
+    """Have the worker end the client's training, and close the update that it offers."""
+
+    async def abort() -> None:
+        await env.links.to(effect.member, env.state).abort(_session(effect))
+
+    env.chores.do(abort(), "abort the training of a client")
 
 
 Looked = asyncio.Future[tuple[SpoolEntry | None, int]]
@@ -169,6 +177,8 @@ async def _collect(
         await writing.all_done()
     except asyncio.CancelledError:
         count_if_late(env, effect)
+        if not env.is_due(effect):
+            _abort(env, effect)
         raise
     except UpdateRejectedError as error:
         _close(env, effect)
