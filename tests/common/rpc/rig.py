@@ -16,11 +16,11 @@ from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.common.rpc.tensor_transfer import (
     receive_header,
     receive_upload,
-    serve_copy,
     serve_get,
 )
 from stratagem.common.tensors.chunks import ChunkWriter, into
 from stratagem.common.tensors.manifest import Manifest, from_proto
+from stratagem.common.tensors.open_file_transfer import serve_copy
 from stratagem.common.tensors.open_files import MemoryCopy, is_near
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.v1 import worker_pb2, worker_pb2_grpc

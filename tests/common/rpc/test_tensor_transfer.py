@@ -20,12 +20,13 @@ from stratagem.common.base.errors import (
     OutOfRangeError,
     UnavailableError,
 )
-from stratagem.common.rpc import tensor_transfer
 from stratagem.common.rpc.channel import open_channel
-from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, Near, Retry, pull, push
+from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, Retry, pull, push
+from stratagem.common.tensors import open_file_transfer
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import Data
 from stratagem.common.tensors.manifest import Limits, Purpose, to_proto
+from stratagem.common.tensors.open_file_transfer import Near
 from stratagem.common.tensors.open_files import UnreadableFileError, place
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
@@ -381,7 +382,7 @@ async def test_who_is_near_reads_a_copy_in_place_of_chunks(named: dict[str, torc
 
 
 async def test_who_may_not_open_the_copy_gets_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_transfer, "readable_copy", forbidden)
+    monkeypatch.setattr(open_file_transfer, "readable_copy", forbidden)
     store, taken = filled(Store(), state()), Taken()
     async with serving(store) as port:
         target = await download_near(port, taken)

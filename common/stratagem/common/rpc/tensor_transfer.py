@@ -12,10 +12,9 @@ a time and are never gathered here. Must not know torch, sessions or where bytes
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -35,7 +34,7 @@ from stratagem.common.tensors.chunks import (
     from_buffers,
     piece_bytes,
 )
-from stratagem.common.tensors.frames import ChunkFrame, Data, iter_frames, recut
+from stratagem.common.tensors.frames import ChunkFrame, iter_frames, recut
 from stratagem.common.tensors.manifest import (
     DEFAULT_LIMITS,
     Limits,
@@ -44,13 +43,9 @@ from stratagem.common.tensors.manifest import (
     from_proto,
     to_proto,
 )
-from stratagem.common.tensors.open_files import (
-    MemoryCopy,
-    UnreadableFileError,
-    offered,
-    readable_copy,
-)
-from stratagem.common.tensors.traffic import Flow, received, sent
+from stratagem.common.tensors.open_file_transfer import Near, take_offered
+from stratagem.common.tensors.open_files import offered
+from stratagem.common.tensors.traffic import Flow, sent
 from stratagem.v1 import tensor_pb2
 
 IDLE_TIMEOUT_S: Final = 30.0
@@ -82,21 +77,6 @@ M = TypeVar("M", bound=CarriesManifest)
 R = TypeVar("R")
 
 KeepUp = Callable[[], Awaitable[None]]
-
-Take = Callable[[int, Iterator[Data]], Awaitable[None]]
-"""Takes all bytes from an offset on, as pieces that are valid until the next one."""
-
-
-class Near(NamedTuple):
-    """A download from a sender on this machine, which may offer a file in place of chunks."""
-
-    open_call: Callable[[], grpc.aio.UnaryStreamCall[Any, Any]]
-    """Starts a call that says so, from the first byte on."""
-    take: Take
-    """Reads the file, instead of what `accept` names."""
-    leave: Callable[[], None]
-    """Has no file offered any more: this process may not open it."""
-
 
 FrameSource = Callable[[int], Iterator[bytes]]
 """Gives the range from an offset on as serialized messages, see `frames`."""
@@ -145,29 +125,6 @@ async def serve_get(
             flow.num_bytes += 0 if is_counted else len(part)
             yield cast(M, part)
         offset += size
-
-
-async def serve_copy(
-    make: Callable[[], M],
-    manifest: Manifest,
-    copy: MemoryCopy,
-    num_bytes: int,
-    idle_timeout_s: float = IDLE_TIMEOUT_S,
-) -> AsyncIterator[M]:
-    """The one response of a download whose caller reads a copy of the content by itself. It is
-    there until the caller ends the call, for idle_timeout_s at most. num_bytes: that count as
-    sent."""
-    try:
-        first = make()
-        first.manifest.CopyFrom(to_proto(manifest))
-        cast(Any, first).file.CopyFrom(copy.offer())
-        sent(manifest.purpose).num_bytes += num_bytes
-        yield first
-        with suppress(TimeoutError):
-            async with asyncio.timeout(idle_timeout_s):
-                await asyncio.Event().wait()
-    finally:
-        copy.close()
 
 
 async def receive_header(
@@ -307,6 +264,11 @@ class _Download:
     def received(self) -> int:
         return self.writer.received if self.writer else self._offset
 
+    @property
+    def purpose(self) -> Purpose:
+        assert self.manifest is not None
+        return self.manifest.purpose
+
     def begin(self, first: CarriesManifest) -> ChunkWriter:
         manifest = from_proto(first.manifest, self._limits, self._purpose, self._codecs)
         num_bytes = self._size_of(first, manifest)
@@ -334,28 +296,10 @@ async def _receive(
         raise InvalidInputError.at("message", "the first one of a stream must be the manifest")
     writer = download.begin(first)
     if near is not None and (file := offered(first)) is not None:
-        return await _take(near, file, download, writer)
+        return await take_offered(near, file, writer, download.purpose)
     await receive_chunks(messages, writer, idle_timeout_s, keep_up)
     if await _next(messages, idle_timeout_s) is not None:
         raise InvalidInputError.at("message", "the stream goes on behind its announced end")
-    return True
-
-
-async def _take(
-    near: Near, file: tensor_pb2.OpenFile, download: _Download, writer: ChunkWriter
-) -> bool:
-    try:
-        pieces = readable_copy(file, writer.total_bytes)
-    except UnreadableFileError:
-        near.leave()
-        return False
-    if pieces is None:
-        return False
-    manifest = download.manifest
-    assert manifest is not None
-    await near.take(0, pieces)
-    writer.received = writer.total_bytes
-    received(manifest.purpose).num_bytes += writer.total_bytes
     return True
 
 

@@ -52,7 +52,7 @@ def place() -> str:
 
 
 def leave_place() -> None:
-    """Read and offer no files any more: the kernel, or a setting, does not allow it here."""
+    """Read and offer no files in this process, which is set not to."""
     _Place.name = ""
 
 

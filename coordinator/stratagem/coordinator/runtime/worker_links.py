@@ -17,8 +17,8 @@ from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.ids import RunId
 from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.rpc.tensor_transfer import Near, Take
 from stratagem.common.rpc.tls_probe import explain
+from stratagem.common.tensors.open_file_transfer import Near, Take
 from stratagem.common.tensors.open_files import place
 from stratagem.coordinator.core.effects import Base
 from stratagem.coordinator.core.facts import Member

@@ -33,10 +33,10 @@ from stratagem.common.rpc.tensor_transfer import (
     IDLE_TIMEOUT_S,
     receive_header,
     receive_upload,
-    serve_copy,
     serve_get,
 )
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Limits, from_proto
+from stratagem.common.tensors.open_file_transfer import serve_copy
 from stratagem.common.tensors.open_files import (
     MAX_COPY_BYTES,
     MemoryCopy,
