@@ -119,7 +119,10 @@ def watch_of(run: CountedRun) -> RunWatch:
     return RunWatch(cast(AsyncRun, run))
 
 
-async def test_ten_tabs_are_one_subscription_and_ask_once_how_a_run_stands() -> None:
+async def test_ten_tabs_are_one_subscription_and_ask_once_how_a_run_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_watch, "STATUS_S", PATIENCE_S)
     run = CountedRun()
     watch = watch_of(run)
     tabs = [Tab(watch, 3) for _ in range(10)]
