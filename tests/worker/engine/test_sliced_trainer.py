@@ -82,6 +82,7 @@ def test_large_buckets_go_in_several_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 def test_settings_have_the_bits_of_one_member(sections: dict[str, Any]) -> None:
     spec = spec_of(**{"model": WIDE, **sections})
     assert_same_training(spec, "shm", 3, 4)
+    assert_same_training(spec, "shm", 3, 4, is_mirrored=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -348,8 +348,10 @@ def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:
 
 def _sliced(state: Mapping[str, object], each: _OwnPiece) -> dict[str, object]:
     def of_piece(key: str, value: object) -> object:
-        if not isinstance(value, Tensor) or state_format.is_one_number(key):
+        if not isinstance(value, Tensor):
             return value
+        if state_format.is_one_number(key):
+            return value.clone()  # each of two pieces of a parameter counts its own steps
         return value.reshape(-1)[each.part.first : each.part.stop].clone()
 
     return {key: of_piece(key, value) for key, value in state.items()}
