@@ -2,9 +2,10 @@
 
 Processes on this machine over loopback, one thread each, tuned malloc in all, AdamW. Variants take
 turns inside one run: "replicated" keeps all moments everywhere, "slices" those of its own slice
-(partition_state, mirror 0), "mirror" the neighbour's too, "full" a slice of the parameters, too;
-each over shared memory and over gloo; "fsdp2" is torch's fully_shard over gloo, of each layer and
-of the whole, which frees parameters after forward. Printed are the moments of a member in MB, the
+(partition_state, mirror 0), "mirror" the neighbour's too, "full" a slice of the parameters, too,
+and "full-mirror" the neighbour's of both; each over shared memory and over gloo; "fsdp2" is torch's
+fully_shard over gloo, of each layer and of the whole, which frees parameters after forward. Printed
+are the moments of a member in MB, the
 median and the best of the slowest member's step in ms, CPU time of a member, and the median of the
 ratios per round to "replicated" over the same engine, which for fsdp2 is gloo. The first variants
 have the same bits, which is checked.
@@ -49,7 +50,7 @@ from stratagem.worker.user_code.entrypoints import EntryPoints  # noqa: E402
 
 WIDTH, NUM_LAYERS, BATCH = 1024, 4, 96
 ENGINES = ("shm", "gloo")
-KINDS = ("replicated", "slices", "mirror", "full")
+KINDS = ("replicated", "slices", "mirror", "full", "full-mirror")
 VARIANTS = (*(f"{kind} {engine}" for engine in ENGINES for kind in KINDS),)
 FSDP = "fsdp2 gloo"
 CPU = torch.device("cpu")
@@ -120,10 +121,11 @@ def make(variant: str, setup: Setup, num_layers: int = NUM_LAYERS) -> Variant:
         trainer = build_trainer(spec, allowed, device=CPU, fresh=True)
         exchange = mesh_exchange(trainer.buckets, link, setup.size)
     else:
-        share = StateShare(setup.rank, setup.size, kind == "mirror", kind == "full")
+        is_full, is_mirrored = kind.startswith("full"), kind.endswith("mirror")
+        share = StateShare(setup.rank, setup.size, is_mirrored, is_full)
         trainer = build_sliced_trainer(spec, allowed, share, device=CPU, fresh=True)
         assert trainer.pieces is not None
-        owners, is_mirrored = trainer.pieces.owners, trainer.pieces.is_mirrored
+        owners = trainer.pieces.owners
         exchange = sliced_exchange(
             *(trainer.buckets, link, setup.size, owners),
             is_mirrored=is_mirrored,
@@ -228,7 +230,7 @@ def measure_memory(size: int, args: argparse.Namespace) -> None:
             for pipe in pipes:
                 pipe.send(None)
         whole = args.layers * WIDTH * (WIDTH + 1) * 4
-        print(f"{size} {args.variant:<16} {peak / 1e6:7.1f} MB of {whole / 1e6:.1f}", flush=True)
+        print(f"{size} {args.variant:<21} {peak / 1e6:7.1f} MB of {whole / 1e6:.1f}", flush=True)
 
 
 # ---- the members ----
@@ -275,7 +277,7 @@ def measure(size: int, args: argparse.Namespace) -> None:
         moments = max(held[name] for held, _ in ends)
         compared = times[f"replicated {name.split()[1]}"]
         slower = ratio(times[name], compared)
-        print(f"{size} {name:<16} {moments:6.1f} MB {times[name]!s} {slower:.2f}")
+        print(f"{size} {name:<21} {moments:6.1f} MB {times[name]!s} {slower:.2f}")
     print("bits equal" if all(same for _, same in ends) else "OTHER BITS", flush=True)
 
 
@@ -293,7 +295,7 @@ def main() -> None:
         for size in args.members:
             measure_memory(size, args)
         return
-    print("N variant        moments    median    min    CPU ms / replicated")
+    print("N variant             moments    median    min    CPU ms / replicated")
     for size in args.members:
         measure(size, args)
 

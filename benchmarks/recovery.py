@@ -92,10 +92,10 @@ PIPELINE: Job = {
 }
 
 
-def sliced(mirror: int) -> Job:
+def sliced(mirror: int, state: str = "optimizer") -> Job:
     """Three blocks of the norm, so that each worker has a slice; a commit after half of the steps,
     to which those go back that have no mirror."""
-    options = {"partition_state": "optimizer", "mirror": mirror}
+    options = {"partition_state": state, "mirror": mirror}
     document = paced({**data_parallel("AllReduce"), "options": options})
     model = {"entrypoint": "benchmarks.recovery:build_wide"}
     adam = {"name": "adam", "lr": 0.001}
@@ -108,6 +108,8 @@ JOBS: dict[str, Job] = {
     "ParameterServer": paced(data_parallel("ParameterServer")),
     "slices": sliced(0),
     "slices with a mirror": sliced(1),
+    "full": sliced(0, "full"),
+    "full with a mirror": sliced(1, "full"),
     "Pipeline": {
         **paced(PIPELINE),
         "model": {"entrypoint": "benchmarks.recovery:build_stages"},
@@ -378,6 +380,8 @@ CASES = (
     Case("worker killed", "ParameterServer", killed("worker-0"), "none"),
     Case("worker killed", "slices", killed("worker-0"), "steps since the commit", late),
     Case("worker killed", "slices with a mirror", killed("worker-0"), "none", late),
+    Case("worker killed", "full", killed("worker-0"), "steps since the commit", late),
+    Case("worker killed", "full with a mirror", killed("worker-0"), "none", late),
     Case("worker killed, a stage", "Pipeline", killed("worker-0"), "steps since the commit"),
     Case("worker killed, a client", "Federated", killed("worker-0"), "none", in_mid_round),
     Case("worker frozen", "AllReduce", frozen("worker-0"), UNTIL_TTL),

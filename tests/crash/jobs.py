@@ -220,7 +220,10 @@ JOBS: dict[str, Job] = {
     # The first layer has two blocks of the norm, and so two owners.
     "Slices": crash_job(slices(mirror=0), hidden=6000) | CLIPPED,
     # Three of the four members have batches of its evaluations: all gather layers for them.
-    "Full": crash_job(slices(partition_state="full"), hidden=6000)
+    "Full": crash_job(slices(partition_state="full", mirror=0), hidden=6000)
+    | CLIPPED
+    | {"evaluation": {"every": "2 steps", "metrics": ["accuracy"], "batch_size": 8}},
+    "Full-mirrors": crash_job(slices(partition_state="full"), hidden=6000)
     | CLIPPED
     | {"evaluation": {"every": "2 steps", "metrics": ["accuracy"], "batch_size": 8}},
     # Those that are left go on, also with the average.

@@ -21,14 +21,15 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("job", ["Mirrors", "Full-mirrors"])
 @pytest.mark.parametrize(("process", "failpoint", "num_passed"), CASES)
 def test_a_commit_goes_on_when_a_worker_dies(
-    rig: Rig, gates: Gates, process: str, failpoint: str, num_passed: int
+    rig: Rig, gates: Gates, process: str, failpoint: str, num_passed: int, job: str
 ) -> None:
-    job = {**JOBS["Mirrors"], "data": user_data("gated", folder=str(gates.folder))}
-    expected = rig.outcome(job)
+    spec = {**JOBS[job], "data": user_data("gated", folder=str(gates.folder))}
+    expected = rig.outcome(spec)
     with rig.armed(process, failpoint, num_passed):
-        outcome, run = outcome_of_held(rig, gates, job, process)
+        outcome, run = outcome_of_held(rig, gates, spec, process)
     assert outcome == expected
     assert_nothing_was_trained_twice(run)
 

@@ -29,7 +29,7 @@ from tests.crash.rig import Rig
 
 SEVERAL_COMPUTE = (
     *(*EXCHANGING, *SOLE_COPIES, *WITH_PHASES),
-    *("Pipelines", "Pipelines-server", "Coded", "Evaluation", "Turns", "Mirrors"),
+    *("Pipelines", "Pipelines-server", "Coded", "Evaluation", "Turns", "Mirrors", "Full-mirrors"),
 )
 
 
@@ -89,6 +89,7 @@ SAMPLE = (
     Case("Mirrors", "worker-2", "worker.slices.updated", 5),
     Case("Mirrors", "worker-2", "worker.step.after_apply", 11),
     Case("Full", "worker-2", "worker.parameters.gathered", 30),
+    Case("Full-mirrors", "worker-2", "worker.parameters.updated", 5),
     Case("Pipeline", "worker-2", "worker.stages.before_apply", 5),
     Case("FedAvg", "coordinator", "coordinator.journal.before_commit", 4),
     Case("FedAvg", "worker-0", "worker.round.trained"),

@@ -84,10 +84,6 @@ PIPELINE = {
             "strategy.options.partition_state: 'parameters' is not one of none, optimizer, full",
         ),
         (
-            {"strategy": strategy(partition_state="full", mirror=1)},
-            "strategy.options.mirror: 1, but no worker mirrors parameters; 0 (the default) with",
-        ),
-        (
             {"strategy": strategy(partition_state="full"), "weight_average": {}},
             "weight_average: is not allowed with strategy.options.partition_state: full: it is an",
         ),
@@ -155,6 +151,15 @@ def test_only_slices_of_parameters_forbid_what_needs_whole_ones() -> None:
     assert partitions_state(full)
     assert partitions_parameters(full)
     assert fewest_mirrored(full) is None
+
+
+@pytest.mark.parametrize("state", ["optimizer", "full"])
+@pytest.mark.parametrize(("mirror", "fewest"), [(None, 3), (0, None), (1, 2)])
+def test_slices_are_mirrored_from_three_workers_on_unless_said(
+    state: str, mirror: int | None, fewest: int | None
+) -> None:
+    chosen = parsed(strategy=strategy(partition_state=state, mirror=mirror)).strategy
+    assert fewest_mirrored(chosen) == fewest
 
 
 def test_it_is_absent_from_the_text_of_jobs_that_do_not_set_it() -> None:

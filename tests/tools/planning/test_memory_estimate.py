@@ -233,9 +233,12 @@ def test_workers_that_divide_the_optimizer_hold_their_slices(num_workers: int) -
         estimate(spec, num_workers=num_workers, measure=True)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_workers_that_divide_parameters_hold_slices_and_one_layer(num_workers: int) -> None:
-    strategy = {**replicas(num_workers), "options": {"partition_state": "full"}}
+@pytest.mark.parametrize(("num_workers", "mirror"), [(1, 1), (2, 0), (2, 1), (4, 0), (4, 1)])
+def test_workers_that_divide_parameters_hold_slices_and_one_layer(
+    num_workers: int, mirror: int
+) -> None:
+    options = {"partition_state": "full", "mirror": mirror}
+    strategy = {**replicas(num_workers), "options": options}
     # Ten layers, of which the middle ones have 65,792 parameters each.
     adam = {"name": "adam", "lr": 0.001}
     whole = estimate(job("heavy", optimizer=adam, strategy=replicas(num_workers)))
@@ -243,7 +246,8 @@ def test_workers_that_divide_parameters_hold_slices_and_one_layer(num_workers: i
     found = estimate(spec, num_workers=num_workers)
     held = []
     for rank in range(num_workers):
-        share = StateShare(rank, num_workers, is_full=True)
+        is_mirrored = mirror == 1 and num_workers > 1
+        share = StateShare(rank, num_workers, is_mirrored, is_full=True)
         trainer = build_sliced_trainer(
             spec, SITE.entrypoints, share, device=SITE.device, fresh=True
         )
@@ -252,7 +256,7 @@ def test_workers_that_divide_parameters_hold_slices_and_one_layer(num_workers: i
     assert found.parameters == pytest.approx(max(held) + 4 * 65_792, rel=0.01)
     assert found.optimizer == pytest.approx(2 * max(held), rel=0.01)
     assert found.snapshot == pytest.approx(3 * max(held), rel=0.01)
-    assert whole.parameters == pytest.approx(sum(held), rel=0.01)
+    assert whole.parameters * (2 if is_mirrored else 1) == pytest.approx(sum(held), rel=0.01)
 
 
 def test_phases_keep_gradients() -> None:

@@ -61,8 +61,8 @@ def assert_same_slices(owner: Trainer, mirror: Trainer) -> None:
     assert owner.pieces is not None
     assert mirror.pieces is not None
     (own, own_texts), (kept, kept_texts) = (
-        owner.pieces.slices(of_mirror=False),
-        mirror.pieces.slices(of_mirror=True),
+        owner.pieces.slices(owner.model, of_mirror=False),
+        mirror.pieces.slices(mirror.model, of_mirror=True),
     )
     assert list(own) == list(kept)
     assert own_texts == kept_texts

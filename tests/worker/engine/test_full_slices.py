@@ -46,10 +46,20 @@ def test_any_number_of_members_has_the_bits_of_one(engine: str, size: int) -> No
     assert_same_training(spec_of(), engine, size, 5)
 
 
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [("shm", 2), ("shm", 3), ("shm", 4), ("grpc", 2), ("grpc", 3), ("grpc", 4)],
+)
+def test_mirrors_hold_what_their_neighbours_have(engine: str, size: int) -> None:
+    assert_same_training(spec_of(), engine, size, 4, is_mirrored=True)
+
+
 def test_many_buckets_go_through_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synchronous_trainer, "LENT_BUCKET_BYTES", 1)
     for engine in ("shm", "grpc"):
         assert_same_training(spec_of("heavy"), engine, 3, 3)
+        assert_same_training(spec_of("heavy"), engine, 3, 3, is_mirrored=True)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +72,9 @@ def test_many_buckets_go_through_few_windows(monkeypatch: pytest.MonkeyPatch) ->
 def test_two_hundred_steps_of_each_optimizer(name: str) -> None:
     """Scalar code for the last elements was seen to agree for 8 steps and to differ after 16."""
     model = user_model("mlp", hidden=5_471)
-    assert_same_training(spec_of(model, optimizer={"name": name, "lr": 0.01}), "shm", 3, 200)
+    spec = spec_of(model, optimizer={"name": name, "lr": 0.01})
+    assert_same_training(spec, "shm", 3, 200)
+    assert_same_training(spec, "shm", 3, 200, is_mirrored=True)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,7 @@ def test_two_hundred_steps_of_each_optimizer(name: str) -> None:
 def test_models_have_the_bits_of_one_member(model: Any, sections: dict[str, Any]) -> None:
     for engine in ("shm", "grpc"):
         assert_same_training(spec_of(model, **sections), engine, 3, 4)
+    assert_same_training(spec_of(model, **sections), "shm", 4, 3, is_mirrored=True)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +149,9 @@ def test_models_have_the_bits_of_one_member(model: Any, sections: dict[str, Any]
     ],
 )
 def test_settings_have_the_bits_of_one_member(sections: dict[str, Any]) -> None:
-    for engine, size in (("shm", 3), ("grpc", 2)):
-        assert_same_training(spec_of(**{"model": WIDE, **sections}), engine, size, 4)
+    for engine, size, is_mirrored in (("shm", 3, False), ("grpc", 2, False), ("shm", 3, True)):
+        spec = spec_of(**{"model": WIDE, **sections})
+        assert_same_training(spec, engine, size, 4, is_mirrored=is_mirrored)
 
 
 def test_a_step_whose_gradient_is_not_finite_is_skipped_by_all() -> None:

@@ -91,7 +91,7 @@ class DataParallelOptions(DocumentValue, is_extras=True):
     upload_every: with local_steps, every how many commits what only one worker has is uploaded;
     None: every 10. partition_state: what each worker keeps a slice of, instead of all; "optimizer":
     the optimizer's state; "full": the parameters, too. mirror: of how many others a worker keeps
-    the slices, too; None: of one, where three workers or more take part, and of none with "full".
+    the slices, too; None: of one, where three workers or more take part.
     """
 
     min_replicas: SharedCount = 1
@@ -152,11 +152,8 @@ class DataParallel(DocumentValue, tag="type"):
         if self.options.partition_state != WHOLE_STATE and (reason := self._why_not_partitioned()):
             raise InvalidInputError.at("options.partition_state", reason)
         if self.options.mirror is not None and self.options.partition_state == WHOLE_STATE:
-            text = "each worker has the whole state already; belongs to partition_state: optimizer"
-            raise InvalidInputError.at("options.mirror", text)
-        if self.options.mirror and self.options.partition_state == FULL_SLICES:
-            text = "1, but no worker mirrors parameters; 0 (the default) with partition_state: full"
-            raise InvalidInputError.at("options.mirror", text)
+            text = "each worker has the whole state already; belongs to partition_state"
+            raise InvalidInputError.at("options.mirror", f"{text}: optimizer or full")
 
     def _why_not_partitioned(self) -> str:
         """Return why workers cannot keep slices of one state; "" where they can."""
@@ -374,8 +371,6 @@ def fewest_mirrored(strategy: Strategy) -> int | None:
     """Return from how many workers on each keeps the slice of its neighbour, too, so that a slice
     is there twice; None: never."""
     if not isinstance(strategy, DataParallel) or not partitions_state(strategy):
-        return None
-    if partitions_parameters(strategy):
         return None
     return {None: FEWEST_MIRRORED, 0: None, 1: 2}[strategy.options.mirror]
 

@@ -38,13 +38,15 @@ def full_savings(
     layout: BucketLayout,
     share: float,
     *,
+    gives_back: bool,
     num_sets: int,
     is_one_pass: bool,
 ) -> FullSavings:
     """Return what the member with the largest share saves.
 
-    share: of all trained elements, its own; all of a lone member, which gives no gradients back.
-    is_one_pass: it computes one micro-batch in each step; else sums over its own stay whole.
+    share: of all trained elements, those that it holds, its own and those of a mirror. gives_back:
+    buckets of gradients are freed in the step, as those of a lone member are not. is_one_pass: it
+    computes one micro-batch in each step; else sums over its own stay whole.
     """
     trained = sum(param.nbytes for _, param in params)
     rest, *blocks = divide_parameters([param for _, param in params], layers_of(model))
@@ -53,7 +55,7 @@ def full_savings(
     sizes = [bucket.size_bytes for bucket in layout.buckets[:-1]]
     widest, whole = max(sizes, default=0), sum(sizes)
     gradients = 0
-    if share < 1.0:
+    if gives_back:
         under_way = min(whole, _NUM_UNDER_WAY * widest) if is_one_pass else num_sets * whole
         held = round(share * whole) + NUM_WINDOWS * widest * num_sets + under_way
         gradients = num_sets * whole - held

@@ -51,10 +51,7 @@ class SliceExchange:
     def sums(self) -> list[Tensor]:
         """Returns the sums of the own parts, flat and in order, in the storage of the exchange."""
         if self._kept is not None:
-            return [
-                self._kept.part(each.bucket, each.offset, each.offset + each.stop - each.first)
-                for each in self._own
-            ]
+            return [_kept_part_of(self._kept, part) for part in self._own]
         return [_part_of(self._buckets.tensors(0), part) for part in self._own]
 
     def mirrored_sums(self) -> list[Tensor]:
@@ -63,8 +60,14 @@ class SliceExchange:
         if self._mirrored is None:
             return []
         sources, parts = self._transport.open_sums(), self._owners.parts[self._mirrored]
-        found = [_part_of(self._buckets.tensors(0), part) for part in parts]
-        given = [_part_of(sources[self._mirrored], part) for part in parts]
+        if self._kept is not None and self._kept.mirrored is not None:
+            here = self._kept.mirrored
+            there = KeptSums(list(sources), here.starts)
+            found = [_kept_part_of(here, part) for part in parts]
+            given = [_kept_part_of(there, part) for part in parts]
+        else:
+            found = [_part_of(self._buckets.tensors(0), part) for part in parts]
+            given = [_part_of(sources, part) for part in parts]
         moved = [each for each in zip(found, given, strict=True) if _are_apart(*each)]
         _copy([target for target, _ in moved], [source for _, source in moved])
         return found
@@ -119,6 +122,10 @@ class SliceExchange:
 
 def _part_of(flats: Sequence[Tensor], part: OwnedPart) -> Tensor:
     return flats[part.bucket].narrow(0, part.offset, part.stop - part.first)
+
+
+def _kept_part_of(kept: KeptSums, part: OwnedPart) -> Tensor:
+    return kept.part(part.bucket, part.offset, part.offset + part.stop - part.first)
 
 
 def _are_apart(one: Tensor, other: Tensor) -> bool:

@@ -43,7 +43,8 @@ def sliced_exchange(
     party = ShardOwners(link.rank, link.size, num_shards)
     kept = None
     if buckets.gives_back:
-        kept = keep_sums(buckets.layout, owners, party.rank, buckets.device)
+        layout, device = buckets.layout, buckets.device
+        kept = keep_sums(layout, owners, party.rank, device, is_mirrored=is_mirrored)
     if isinstance(link, SharedGroup):
         shared = SharedTransport(
             link, buckets, party, deadline_s=deadline_s, owners=owners, held=held, kept=kept
@@ -67,6 +68,6 @@ def sliced_exchange(
         deadline_s=deadline_s,
         num_further_tags=num_gather_tags(buckets, owners),
     )
-    over = LinkSlices(transport, link, buckets, owners, is_mirrored=is_mirrored)
+    over = LinkSlices(transport, link, buckets, owners, is_mirrored=is_mirrored, kept=kept)
     slices = SliceExchange(buckets, owners, party.rank, over, is_mirrored=is_mirrored, kept=kept)
     return GradientReducer(buckets, party, transport, slices=slices, parameters=parameters)

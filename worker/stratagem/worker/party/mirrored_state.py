@@ -16,7 +16,12 @@ from torch import Tensor
 
 from stratagem.common.base.errors import SoleCopyLostError
 from stratagem.common.process.failpoints import failpoint
-from stratagem.common.tensors.state_slices import SliceName, slice_name
+from stratagem.common.tensors.state_slices import (
+    ParameterSlice,
+    SliceName,
+    parameter_slice,
+    slice_name,
+)
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.coordinator_pb2 import HeldSlices, RendezvousMember
 from stratagem.worker.engine import Trainer
@@ -200,7 +205,7 @@ def _slices(
     tensors, metadata = dict[str, Tensor](), dict[str, str]()
     for number in survival.slices_of(me):
         of_mirror = number != members[me].slices.rank
-        found, numbers = trainer.pieces.slices(of_mirror=of_mirror)
+        found, numbers = trainer.pieces.slices(trainer.model, of_mirror=of_mirror)
         tensors |= state_format.copied(found)
         metadata |= numbers
     return tensors, state_format.state_metadata(trainer.step, metadata)
@@ -211,18 +216,36 @@ def _joined(
     by_donor: tuple[Mapping[str, Tensor], dict[str, str]],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the whole state, of which each gives slices and the donor the rest."""
-    rest = {name: tensor for name, tensor in by_donor[0].items() if slice_name(name) is None}
+    rest = {name: tensor for name, tensor in by_donor[0].items() if not _is_slice(name)}
     whole = state_format.copied(rest)  # what is offered must not change
     slices: dict[SliceName, Tensor] = {}
     for tensors, _ in given:
         for name, tensor in tensors.items():
             if (place := slice_name(name)) is not None:
                 slices[place] = tensor
+            elif (where := parameter_slice(name)) is not None:
+                _put_parameter(whole, where, tensor)
     shapes = {name: tensor.shape for name, tensor in whole.items()}
     for place in sorted(slices):
         _put(whole, shapes, place, slices[place])
     metadata = {name: text for _, texts in given for name, text in texts.items()}
     return whole, {**metadata, **by_donor[1]}
+
+
+def _is_slice(name: str) -> bool:
+    return slice_name(name) is not None or parameter_slice(name) is not None
+
+
+def _put_parameter(whole: dict[str, Tensor], where: ParameterSlice, part: Tensor) -> None:
+    """Put a slice of a parameter in its place; the donor has given no such parameter where they are
+    divided."""
+    if where.whole not in whole:
+        whole[where.whole] = torch.empty(where.shape, dtype=part.dtype)
+    _copy_in(whole[where.whole], where.first, part)
+
+
+def _copy_in(target: Tensor, first: int, part: Tensor) -> None:
+    target.view(-1)[first : first + part.numel()].copy_(part.reshape(-1))
 
 
 def _put(
@@ -236,5 +259,4 @@ def _put(
         whole[place.whole] = torch.empty(
             shapes[f"{state_format.MODEL}{parameter}"], dtype=part.dtype
         )
-    flat = whole[place.whole].view(-1)
-    flat[place.first : place.first + part.numel()].copy_(part.reshape(-1))
+    _copy_in(whole[place.whole], place.first, part)

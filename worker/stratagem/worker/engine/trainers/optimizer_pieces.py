@@ -68,6 +68,12 @@ class _OwnPiece:
     def is_whole(self) -> bool:
         return self.part.stop - self.part.first == self.param.numel()
 
+    def name_in(self, place: int, name: str) -> str:
+        """Return as what it travels, where its parameter is the model's tensor of this place and
+        name."""
+        full = f"{state_format.MODEL}{name}"
+        return str(ParameterSlice(place, self.part.first, tuple(self.param.shape), full))
+
 
 class OptimizerPieces:
     """The pieces of one member; its optimizer updates nothing else. Used by one thread."""
@@ -151,8 +157,8 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Copies the own pieces of parameters that are whole for now."""
-        for each in self._pieces:
+        """Copies the pieces, also of the mirror, of parameters that are whole for now."""
+        for each in self._all():
             flat = each.param.detach().view(-1)[each.part.first : each.part.stop]
             if each.piece.data_ptr() == flat.data_ptr():  # still a view of it
                 each.piece.data = flat.clone()
@@ -161,7 +167,8 @@ class OptimizerPieces:
 
     @torch.no_grad()
     def move_to(self, memory: Sequence[Tensor]) -> None:
-        """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`."""
+        """Moves the own pieces into this memory, which is bytes by block; see `HeldBlocks`. Those
+        of the mirror nobody asks for: they stay where they are."""
         assert self.held is not None
         by_index = {each.part.index: each.piece for each in self._pieces}
         for parts, flat in zip(self.held.parts[self.rank], memory, strict=True):
@@ -171,14 +178,20 @@ class OptimizerPieces:
                 piece.data = room.copy_(piece)
 
     def share(self, exchange: SliceExchange) -> bool:
-        """Brings the updated pieces of all members into the parameters of all; returns True.
+        """Brings the updated pieces of all members into the parameters of all; returns True. See
+        `end_step`."""
+        own = [each.piece for each in self._pieces]
+        return self.end_step(partial(exchange.share, own, self._params))
+
+    def end_step(self, tell: Callable[[], None]) -> bool:
+        """Ends a step whose update is made here by a call that all members make; returns True.
 
         With a mirror it returns False where that fails: the pieces of all members can be had from
-        those that are left, and until then the parameters are of two steps. Without one it raises
-        ExchangeError.
+        those that are left, and until then what is here of others may be of the step before.
+        Without one it raises ExchangeError.
         """
         try:
-            exchange.share([each.piece for each in self._pieces], self._params)
+            tell()
         except ExchangeError as error:
             if not self.is_mirrored:
                 raise
@@ -214,13 +227,12 @@ class OptimizerPieces:
         dealt = dealt_out(whole, len(self.owners.parts), first_bytes)[rank]
         named: dict[str, Tensor] = {}
         for place, (name, tensor) in enumerate(tensors.items()):
-            full, each = f"{state_format.MODEL}{name}", by_param.get(self._identity(tensor))
+            each = by_param.get(self._identity(tensor))
             if name in dealt:
-                where = ParameterSlice(place, 0, tuple(tensor.shape), full)
+                where = ParameterSlice(place, 0, tuple(tensor.shape), f"{state_format.MODEL}{name}")
                 named[str(where)] = tensor.detach()
             elif each is not None:
-                where = ParameterSlice(place, each.part.first, tuple(each.param.shape), full)
-                named[str(where)] = each.piece.detach()
+                named[each.name_in(place, name)] = each.piece.detach()
         return named
 
     def _identity(self, tensor: Tensor) -> object:
@@ -245,15 +257,18 @@ class OptimizerPieces:
                 found[name] = tensor.detach()
         return {f"{state_format.MODEL}{name}": tensor for name, tensor in found.items()}
 
-    def slices(self, *, of_mirror: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns `own_state` and the parameters of the same slice; or of the one that is mirrored
-        here."""
+    def slices(
+        self, model: nn.Module, *, of_mirror: bool
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns `own_state` and the parameters of the same slice, each under all its names; or of
+        the slice that is mirrored here."""
         pieces = self._mirrored if of_mirror else self._pieces
         named, numbers = self._named_state(pieces)
-        for each in pieces:
-            full = f"{state_format.MODEL}{each.name}"
-            name = SliceName(each.part.index, 0, each.part.first, full)
-            named[str(name)] = each.piece.detach()
+        by_param = {self._identity(each.param): each for each in pieces}
+        for place, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
+            each = by_param.get(self._identity(tensor))
+            if each is not None:
+                named[each.name_in(place, name)] = each.piece.detach()
         return named, numbers
 
     def _named_state(self, pieces: Sequence[_OwnPiece]) -> tuple[dict[str, Tensor], dict[str, str]]:

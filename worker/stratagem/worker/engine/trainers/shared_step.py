@@ -228,7 +228,8 @@ class SharedStep:
         if self.pieces is not None and exchange.slices is not None:
             share = partial(self.pieces.share, exchange.slices)
             if exchange.parameters is not None:
-                share = partial(_tell_updated, exchange.parameters)
+                tell = partial(_tell_updated, exchange.parameters)
+                share = partial(self.pieces.end_step, tell)
         return self._finish(turn, batch, sums, summary, share)
 
     def _finish_doubtful(
@@ -350,8 +351,7 @@ class SharedStep:
         return total_norm(parts_of(corrected, numerics), numerics)
 
 
-def _tell_updated(parameters: ParameterTransport) -> bool:
+def _tell_updated(parameters: ParameterTransport) -> None:
     """Ends a step after which nothing is sent: others gather what they need."""
     failpoint("worker.parameters.updated")
     parameters.updated()
-    return True

@@ -22,7 +22,7 @@ from stratagem.worker.exchange.all_reduce.transfer_ops import Addition
 from stratagem.worker.exchange.buckets.bucket_layout import SLOT_BYTES, BucketLayout
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
 from stratagem.worker.exchange.buckets.held_blocks import HeldBlocks
-from stratagem.worker.exchange.buckets.kept_sums import KeptSums
+from stratagem.worker.exchange.buckets.kept_sums import KeptSums, kept_in, shared_bytes
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, StepPlan, num_sets
 from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 from stratagem.worker.mesh.link import ExchangeError
@@ -78,7 +78,7 @@ class SharedTransport:
     ) -> None:
         """owners: of the sums, where these stay with them. held: of the parameters, where these
         do, too. kept: the own sums, where buckets give their memory back: then they take turns in
-        a few windows of shared memory."""
+        a few windows of shared memory, and those that are mirrored come into shared memory, too."""
         self.deadline_s = deadline_s
         self._group, self._buckets, self._party = group, buckets, party
         self._owners = owners
@@ -92,7 +92,9 @@ class SharedTransport:
         ends = [size + more for size, more in zip(sizes, further, strict=True)]
         starts = [-(-end // SLOT_BYTES) * SLOT_BYTES for end in ends]
         rest_bytes = [0] * party.size if held is None else [sum(each) for each in held.sizes]
-        shared = [start + more for start, more in zip(starts, rest_bytes, strict=True)]
+        stops = [start + more for start, more in zip(starts, rest_bytes, strict=True)]
+        more_bytes = shared_bytes(kept, buckets.layout, owners, party.size)
+        shared = [stop + more for stop, more in zip(stops, more_bytes, strict=True)]
         segments = group.share(shared, deadline_s)
         self._sets: MemberSets = [
             [_one_set(buckets.layout, segment, offsets, index) for index in range(count)]
@@ -104,10 +106,13 @@ class SharedTransport:
         ]
         self.parameters: SharedParameters | None = None
         if held is not None:
-            rest = [each[start:] for each, start in zip(segments, starts, strict=True)]
+            places = zip(segments, starts, stops, strict=True)
+            rest = [segment[start:stop] for segment, start, stop in places]
             self.parameters = SharedParameters(self, held, party.rank, rest)
         if kept is None:
             buckets.move_to(self._sets[party.rank])
+        self._sums = self._place_sums([s[stop:] for s, stop in zip(segments, stops, strict=True)])
+        """By rank, where others find the sums of its slices."""
         self._num_buckets = len(buckets.layout.buckets)
         self._prepared: dict[int, list[list[Block]]] = {}
         self._blocks: list[list[Block]] = []
@@ -118,6 +123,18 @@ class SharedTransport:
         self._num_launched = 0
         self._num_reduced = 0
         self._error = ""
+
+    def _place_sums(self, memory: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Returns by rank where the sums of slices stand; the own ones stand there from now on.
+        memory: of each member what is left of its segment."""
+        if self._kept is None or self._kept.mirrored is None or self._owners is None:
+            return [sets[0] for sets in self._sets]
+        layout, owners = self._buckets.layout, self._owners
+        found: list[Sequence[Tensor]] = [
+            kept_in(each, layout, owners, rank) for rank, each in enumerate(memory)
+        ]
+        self._kept.move_to(found[self._party.rank])
+        return found
 
     def begin(
         self, number: int, step: StepPlan, sets: Sequence[Sequence[Tensor]], divisor: float | None
@@ -162,10 +179,10 @@ class SharedTransport:
         self.meet()
         return self._norms
 
-    def open_sums(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`: the others' own buckets."""
+    def open_sums(self) -> Sequence[Tensor]:
+        """See `SliceTransport`: that member's own buckets, or what it keeps apart."""
         self.meet()
-        return [sets[0] for sets in self._sets]
+        return self._sums[(self._party.rank - 1) % self._party.size]
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
         """See `SliceTransport`: the others' own buckets."""
@@ -187,7 +204,7 @@ class SharedTransport:
         # A member that was frozen may go on writing into this memory when it wakes up.
         self._buckets.move_to(())
         self._prepared.clear()
-        self._blocks, self._sets, self._norms = [], [], []
+        self._blocks, self._sets, self._sums, self._norms = [], [], [], []
         self.parameters = None
         self._group.cut()
         self._group.close()

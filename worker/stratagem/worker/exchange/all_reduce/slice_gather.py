@@ -14,6 +14,7 @@ from torch import Tensor
 from stratagem.worker.exchange.all_reduce.all_reduce_schedule import Cut, cut_slices
 from stratagem.worker.exchange.all_reduce.transfer_ops import Transfer, start_transfers
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets
+from stratagem.worker.exchange.buckets.kept_sums import KeptSums
 from stratagem.worker.exchange.buckets.slice_owners import SliceOwners
 from stratagem.worker.exchange.buckets.transfer_thread import MeshTransport, Turn
 from stratagem.worker.mesh.link import Link
@@ -52,8 +53,10 @@ class LinkSlices:
         owners: SliceOwners,
         *,
         is_mirrored: bool = False,
+        kept: KeptSums | None = None,
     ) -> None:
-        """is_mirrored: each member gets the sums of the one before it, and so not its updates."""
+        """is_mirrored: each member gets the sums of the one before it, and so not its updates.
+        kept: the own sums, where they are not in buckets."""
         self._transport, self._run, self._buckets = transport, GatherRun(link), buckets
         self._size, self._rank = link.size, link.rank
         counts = [count + 1 for count in owners.num_norms]
@@ -63,9 +66,14 @@ class LinkSlices:
         places = tuple(zip([0, *ends[:-1]], ends, strict=True))
         norms = [Cut(0, False, False, places)]
         self._gather_norms = _prepare(link, norms, [self._norms], 0)
-        if buckets.gives_back:  # there is no slice that all members have in their buckets
+        cuts = cut_slices(buckets.layout, owners)
+        self._given: Sequence[Tensor] = ()
+        if kept is not None:  # there is no slice that all members have in their buckets
+            if kept.mirrored is not None:
+                self._gather_sums = _prepare_kept(link, cuts, owners, kept, kept.mirrored)
+                self._given = kept.mirrored.flats
             return
-        cuts, flats = cut_slices(buckets.layout, owners), buckets.tensors(0)
+        self._given = flats = buckets.tensors(0)
         following = {(rank, (rank + 1) % link.size) for rank in range(link.size)}
         without = following if is_mirrored else set()
         self._gather_slices = _prepare(link, cuts, flats, 1, without=without)
@@ -79,10 +87,10 @@ class LinkSlices:
         host = self._norms.cpu()
         return list(torch.split(host, [len(each) for each in self._by_rank]))
 
-    def open_sums(self) -> Sequence[Sequence[Tensor]]:
-        """See `SliceTransport`: they come into the own buckets."""
+    def open_sums(self) -> Sequence[Tensor]:
+        """See `SliceTransport`: they come into the own buckets, or where they are kept apart."""
         self._transport.run_between(self._run, self._gather_sums)
-        return [self._buckets.tensors(0)] * self._size
+        return self._given
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
         """See `SliceTransport`: all come into the own buckets."""
@@ -96,6 +104,23 @@ class LinkSlices:
 def num_gather_tags(buckets: GradientBuckets, owners: SliceOwners) -> int:
     """Returns how many tags the gatherings of one step use."""
     return 1 + 2 * len(cut_slices(buckets.layout, owners))
+
+
+def _prepare_kept(
+    link: Link, cuts: Sequence[Cut], owners: SliceOwners, kept: KeptSums, mirrored: KeptSums
+) -> Gathering:
+    """Returns this member's transfers, after which the next one has its sums, and this one those of
+    the member before it; tags as with `_prepare` after the slices."""
+    before, after = owners.mirrored_rank(link.rank), (link.rank + 1) % link.size
+    sends: list[Transfer] = []
+    receives: list[Transfer] = []
+    for tag, cut in enumerate(cuts, start=1 + len(cuts)):
+        (start, stop), (first, end) = cut.slices[link.rank], cut.slices[before]
+        if start < stop:
+            sends.append(Transfer(after, tag, kept.part(cut.bucket, start, stop)))
+        if first < end:
+            receives.append(Transfer(before, tag, mirrored.part(cut.bucket, first, end)))
+    return Gathering(tuple(sends), tuple(receives))
 
 
 def _prepare(

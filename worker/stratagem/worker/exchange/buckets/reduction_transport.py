@@ -66,9 +66,9 @@ class SoloTransport:
         """See `SliceTransport`: a lone member owns everything."""
         return [own]
 
-    def open_sums(self) -> Sequence[Sequence[Tensor]]:
+    def open_sums(self) -> Sequence[Tensor]:
         """See `SliceTransport`: there is no member before this one."""
-        return [self._sums]
+        return self._sums
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
         """See `SliceTransport`."""

@@ -15,10 +15,10 @@ class SliceTransport(Protocol):
         """Returns the float64 numbers that each member gives, by rank; valid until the next call.
         Raises ExchangeError."""
 
-    def open_sums(self) -> Sequence[Sequence[Tensor]]:
+    def open_sums(self) -> Sequence[Tensor]:
         """Blocks until the sums of the slice of the member before this one are final, which
-        `gather_norms` ends. Returns by rank flat buckets, in which they stand for that member.
-        Raises ExchangeError."""
+        `gather_norms` ends. Returns flat buckets in which they stand; only that slice of each
+        where sums are kept apart. Raises ExchangeError."""
 
     def open_slices(self) -> Sequence[Sequence[Tensor]]:
         """Declares the own slices of set 0 final, and blocks until all are. Returns by rank flat
