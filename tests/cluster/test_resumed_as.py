@@ -1,5 +1,6 @@
 """A new run that goes on from a commit of another one: two trainings in a row are one long one."""
 
+import json
 from typing import Any
 
 import pytest
@@ -97,8 +98,27 @@ def test_from_an_earlier_commit_with_other_numbers(client: Client, trained: Outc
 
 
 @pytest.mark.parametrize(
+    ("before", "options"),
+    [
+        ({}, {"partition_state": "full"}),
+        ({"partition_state": "optimizer", "mirror": 0}, {"min_replicas": 2}),
+    ],
+    ids=["full", "whole again"],
+)
+def test_what_decides_no_bits_may_be_another(
+    client: Client, before: dict[str, Any], options: dict[str, Any]
+) -> None:
+    whole = train(client, of_steps(8, data_parallel(3)))
+    first = train(client, of_steps(4, {**data_parallel(3), "options": before}))
+    change = f"strategy.options={json.dumps(options)}"
+    second = outcome_of(client.resume_as(first.run.run_id, ["steps=8", change]))
+    assert second.digests[-1] == whole.digests[-1]
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("strategy.options={local_steps: 2}", "strategy.options.local_steps: must stay"),
         ("batch_size=8", "batch_size: must stay as it was in the run: the step of the run"),
         ("seed=4", "seed: must stay"),
         ("strategy.num_replicas=4", "strategy.num_replicas: must stay as it was in the run: the s"),

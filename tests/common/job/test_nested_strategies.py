@@ -4,9 +4,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import structlog
+from structlog.testing import LogCapture
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
+from stratagem.common.schema import document
 from stratagem.common.strategy import DataParallel, Local, PopulationBased
 from tests.common.job.documents import MINIMAL
 from tests.common.model.graph_documents import nodes
@@ -209,6 +212,16 @@ def staged(*groups_of: Any, around: Any = None) -> JobSpec:
     stages = {**STAGES, "partitions": partitions}
     strategy = stages if around is None else {**around, "options": {"inner": stages}}
     return JobSpec.parse({**MINIMAL, "model": {"graph": graph}, "strategy": strategy})
+
+
+def test_no_key_of_stages_that_are_replicated_is_taken_for_an_ignored_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are read again as the replicas that they are, whose keys are others."""
+    logs = LogCapture()
+    monkeypatch.setattr(document, "_log", structlog.wrap_logger(None, processors=[logs]))
+    assert isinstance(staged(OTHER, OTHER).strategy, DataParallel)
+    assert logs.entries == []
 
 
 def test_stages_that_are_replicated_alike_are_replicas_of_the_pipeline() -> None:

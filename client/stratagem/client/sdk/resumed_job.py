@@ -18,6 +18,8 @@ MAY_CHANGE: Final = (
     *("name", "initial", "epochs", "steps", "strategy.rounds"),
     *("optimizer", "evaluation", "checkpoint", "callbacks"),
     *("retention", "recording", "placement_timeout_s"),
+    *("strategy.options.partition_state", "strategy.options.mirror"),
+    *("strategy.options.min_replicas", "strategy.options.upload_every"),
 )
 """Fields that may differ, with all below them, unless they are in MUST_STAY."""
 MUST_STAY: Final = {
@@ -31,6 +33,8 @@ MUST_STAY: Final = {
     "strategy.num_replicas": "the shards of a batch decide the bits of a step",
     "strategy": "it decides the bits of the steps",
 }
+_MAPPINGS: Final = ("strategy.options",)
+"""Which may be absent, when all in them has its default."""
 _COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
 _OTHERS: Final = "it decides the bits of the steps"
 
@@ -117,6 +121,8 @@ def _changed(
         if old == new:
             continue
         inner = f"{path}{key}"
+        if inner in _MAPPINGS:
+            old, new = old or {}, new or {}
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _changed(old, new, f"{inner}.")
         else:

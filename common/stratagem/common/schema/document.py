@@ -163,11 +163,18 @@ def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str,
     fields = type(made).__pydantic_fields__
     if not value.keys() & fields.keys():
         return  # a form of its own, such as {Tag: gpu}
+    if _tag(value) not in (None, _tag(vars(made))):
+        return  # written in another form since it was read: its keys are those of another class
     for key, inside in value.items():
         if key in fields:
             yield from _ignored_keys(inside, getattr(made, key), join(path, key))
         elif isinstance(made, DocumentValue):
             yield join(path, key), suggest(key, fields)
+
+
+def _tag(values: Mapping[str, object]) -> object:
+    """Return the name of the class that the values are of, where they say it."""
+    return values.get("type", values.get("method"))
 
 
 class NoOptions(DocumentValue, is_extras=True):
