@@ -195,7 +195,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "InProgressError": (
         (
-            "… is being copied inside the store, …",
+            "… is being made to stay in the store, …",
             "nothing: the run is submitted when the copying is over",
         ),
     ),

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -10,7 +12,13 @@ from stratagem.client import AsyncClient, Client, Phase
 from stratagem.client.sdk.async_run import AsyncRun
 from stratagem.client.sdk.connection import outage_notice, retrying_calls
 from stratagem.client.sdk.connection.outage_notice import OutageNotice, ToldOutage
-from stratagem.common.base.errors import NotFoundError, StandbyError, UnavailableError
+from stratagem.client.sdk.connection.retrying_calls import Connection
+from stratagem.common.base.errors import (
+    InProgressError,
+    NotFoundError,
+    StandbyError,
+    UnavailableError,
+)
 from stratagem.common.base.retry_backoff import Backoff
 from stratagem.common.rpc.status_codes import to_status
 from stratagem.v1 import coordinator_pb2 as pb
@@ -71,6 +79,7 @@ NOBODY = grpc.aio.AioRpcError(
     grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Connection refused"
 )
 FULL = error_of(UnavailableError("the disk is full"))
+WORKING = error_of(InProgressError("a state is being copied"))
 BUSY = error_of(UnavailableError("the journal is away"))
 STANDBY = error_of(StandbyError("stands by", ""))
 
@@ -206,6 +215,36 @@ def test_calls_that_are_refused_tell_it_once_whatever_others_are_answered(told: 
         assert len(told.texts) == num_told
         for call in refused[5:]:
             call.__exit__(None, None, None)
+
+
+def test_a_second_outage_is_told_though_who_told_the_first_waits_still(told: Told) -> None:
+    outage = ToldOutage()
+    still, other = (OutageNotice("here", outage) for _ in range(2))
+    still.failed(NOBODY, "a while")
+    other.answered()
+    for call in (still, other):
+        call.failed(NOBODY, "a while")
+    assert len(told.texts) == 2
+
+
+async def test_what_a_coordinator_works_at_takes_none_of_the_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is a client then one to whom nobody has ever answered."""
+    now_s = [0.0]
+    monkeypatch.setattr(retrying_calls, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    errors = [WORKING, NOBODY, WORKING, NOBODY]
+
+    async def method(_request: str, timeout: float) -> str:
+        if not errors:
+            return "done"
+        now_s[0] += 100.0 if errors[0] is WORKING else 1.0
+        raise errors.pop(0)
+
+    connection = Connection("127.0.0.1:1", patience_s=10.0)
+    answer = await connection.call(cast("Any", method), "submit it")
+    await connection.close()
+    assert answer == "done"
 
 
 def test_an_error_that_came_before_an_answer_to_others_is_told_as_no_new_outage(told: Told) -> None:

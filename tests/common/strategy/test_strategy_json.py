@@ -238,9 +238,11 @@ def test_unknown_keys_are_ignored_and_logged(monkeypatch: pytest.MonkeyPatch) ->
     # a logger of our own: others may have configured and cached the shared one
     logs = LogCapture()
     monkeypatch.setattr(document, "_log", structlog.wrap_logger(None, processors=[logs]))
-    written = DATA_PARALLEL | {"replicas": 3, "aggregation": {"method": "AllReduce", "x": 1}}
+    mean = {"method": "AllReduce", "type": "Mean", "x": 1}
+    written = DATA_PARALLEL | {"replicas": 3, "aggregation": mean}
     assert parse_strategy(written) == s.DataParallel(2, s.AllReduce())
     assert [(each["key"], each["event"]) for each in logs.entries] == [
+        ("strategy.aggregation.type", "unknown key is ignored"),
         ("strategy.aggregation.x", "unknown key is ignored"),
         ("strategy.replicas", "unknown key is ignored; did you mean num_replicas?"),
     ]

@@ -12,6 +12,7 @@ import pytest
 from stratagem.client.sdk.async_client import AsyncClient
 from stratagem.common.base.errors import InProgressError, WrongStateError
 from stratagem.common.base.ids import Digest
+from stratagem.coordinator.app import kept_blobs
 from stratagem.coordinator.app.kept_blobs import KeptBlobs
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
 from tests.coordinator.core.jobs import LOCAL
@@ -63,12 +64,40 @@ async def test_a_call_is_answered_before_the_copying_ends_and_the_next_ones_join
     store = SlowStore(lambda: True)
     kept = ToldBlobs(store)
     for _ in range(3):
-        with pytest.raises(InProgressError, match=r"a{64} is being copied"):
+        with pytest.raises(InProgressError, match=r"a{64} is being made to stay"):
             await kept.keep(DIGEST)
     assert store.num_copied == 1
     kept.let_go(store)
     assert await kept.keep(DIGEST)
-    assert store.num_copied == 2, "for the call that names it, since the first may be collected"
+    assert store.num_copied == 1
+    assert await kept.keep(DIGEST)
+    assert store.num_copied == 2, "each call that names it has it kept for itself"
+
+
+async def test_what_was_kept_long_ago_is_kept_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_long_as_ever_the_second_time() -> bool:
+        if store.num_copied == 2:
+            monkeypatch.undo()
+        return True
+
+    store = SlowStore(as_long_as_ever_the_second_time)
+    monkeypatch.setattr(kept_blobs, "STAYS_S", 0.0)
+    kept = ToldBlobs(store)
+    with pytest.raises(InProgressError):
+        await kept.keep(DIGEST)
+    kept.let_go(store)
+    assert await kept.keep(DIGEST)
+    assert store.num_copied == 2
+
+
+async def test_of_calls_that_wait_together_each_has_it_kept_for_itself() -> None:
+    store = SlowStore(lambda: True)
+    kept = KeptBlobs(cast("BlobStore", store), answer_after_s=60.0)
+    waiting = [asyncio.create_task(kept.keep(DIGEST)) for _ in range(3)]
+    await asyncio.sleep(0)  # all have begun
+    store.may_end.set()
+    assert await asyncio.gather(*waiting) == [True, True, True]
+    assert store.num_copied == 3
 
 
 async def test_how_the_copying_failed_is_told_to_the_next_call_and_then_tried_again() -> None:

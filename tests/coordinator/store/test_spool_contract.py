@@ -266,7 +266,7 @@ def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(
         writer = spool.open(key(0), MANIFEST, source="worker-0/a")
         writer.write(DATA)
         server.always = FORBIDDEN
-        with pytest.raises(UnavailableError, match="object store: writing spool/digits-1"):
+        with pytest.raises(UnavailableError, match="object store: writing into spool/digits-1"):
             writer.commit(MANIFEST, 1)
         writer.close()
         server.always = None

@@ -163,7 +163,7 @@ def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str,
     fields = type(made).__pydantic_fields__
     if not value.keys() & fields.keys():
         return  # a form of its own, such as {Tag: gpu}
-    if _tag(value) not in (None, _tag(vars(made))):
+    if any(value.get(tag, own) != own for tag, own in _tags(made)):
         return  # written in another form since it was read: its keys are those of another class
     for key, inside in value.items():
         if key in fields:
@@ -172,9 +172,9 @@ def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str,
             yield join(path, key), suggest(key, fields)
 
 
-def _tag(values: Mapping[str, object]) -> object:
-    """Return the name of the class that the values are of, where they say it."""
-    return values.get("type", values.get("method"))
+def _tags(made: object) -> Iterator[tuple[str, object]]:
+    """Yield the field that holds the name of its class, where it has one, and that name."""
+    return ((key, own) for key, own in vars(made).items() if key in ("type", "method"))
 
 
 class NoOptions(DocumentValue, is_extras=True):

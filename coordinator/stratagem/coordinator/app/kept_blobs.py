@@ -7,6 +7,7 @@ one of theirs.
 """
 
 import asyncio
+from dataclasses import dataclass
 from typing import Final
 
 from stratagem.common.base.errors import InProgressError
@@ -15,8 +16,18 @@ from stratagem.coordinator.store.blobs.blob_store import BlobStore
 
 ANSWER_AFTER_S: Final = 5.0
 """Less than a client waits that can ask another coordinator instead."""
-FORGET_AFTER_S: Final = 60.0
-"""How long an error waits for the call that asks for it."""
+FORGET_AFTER_S: Final = 10.0
+"""How long the end of a copying waits for the call that asks for it: clients ask every 2 s."""
+STAYS_S: Final = 300.0
+"""How long after its begin what is kept may be named: it may be collected after twice that."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Keeping:
+    """A blob that is being kept, for one call that will name it."""
+
+    task: asyncio.Task[bool]
+    began_s: float
 
 
 class KeptBlobs:
@@ -24,7 +35,7 @@ class KeptBlobs:
 
     def __init__(self, blobs: BlobStore, *, answer_after_s: float = ANSWER_AFTER_S) -> None:
         self._blobs, self.answer_after_s = blobs, answer_after_s
-        self._under_way: dict[Digest, asyncio.Task[bool]] = {}
+        self._under_way: dict[Digest, _Keeping] = {}
 
     async def keep(self, digest: Digest) -> bool:
         """Return True when the blob is here, and stays for the fact that will name it. Raises
@@ -32,41 +43,39 @@ class KeptBlobs:
         clock = asyncio.get_running_loop()
         until_s = clock.time() + self.answer_after_s
         while True:
-            joined = self._under_way.get(digest)
-            task = joined or self._begin(digest)
-            await asyncio.wait([task], timeout=until_s - clock.time())
-            if not task.done():
+            keeping = self._under_way.get(digest) or self._begin(digest)
+            await asyncio.wait([keeping.task], timeout=until_s - clock.time())
+            if not keeping.task.done():
                 raise InProgressError(
-                    f"{digest} is being copied inside the store, since an earlier term has written "
-                    "it; that goes on by itself, and the same call learns how it ends"
+                    f"{digest} is being made to stay in the store, which copies what an earlier "
+                    "term has written; that goes on by itself, and the same call learns how it ends"
                 )
-            self._forget(digest, task)
-            if not task.result():
+            is_taken = self._under_way.get(digest) is not keeping
+            self._forget(digest, keeping)
+            if not keeping.task.result():
                 return False
-            if joined is None:
+            if not is_taken and clock.time() - keeping.began_s < STAYS_S:
                 return True
-            # What was kept for another call may be collected by now: keep it for this one.
+            # It was kept for another call, or is collected soon: keep it for this one.
 
     async def close(self) -> None:
         """Wait for nothing any more."""
-        tasks = [*self._under_way.values()]
+        tasks = [keeping.task for keeping in self._under_way.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, digest: Digest) -> asyncio.Task[bool]:
-        keeping = asyncio.to_thread(self._blobs.keep, digest)
-        task = self._under_way[digest] = asyncio.create_task(keeping, name=f"keep {digest}")
-        task.add_done_callback(lambda done: self._ended(digest, done))
-        return task
+    def _begin(self, digest: Digest) -> _Keeping:
+        clock = asyncio.get_running_loop()
+        thread = asyncio.to_thread(self._blobs.keep, digest)
+        task = asyncio.create_task(thread, name=f"keep {digest}")
+        keeping = self._under_way[digest] = _Keeping(task, clock.time())
+        # How it ends waits for the call that asks for it, for a while.
+        task.add_done_callback(
+            lambda _: clock.call_later(FORGET_AFTER_S, self._forget, digest, keeping)
+        )
+        return keeping
 
-    def _ended(self, digest: Digest, task: asyncio.Task[bool]) -> None:
-        """Have an error wait for the call that asks for it, for a while."""
-        if task.cancelled() or task.exception() is None:
-            self._forget(digest, task)
-        else:
-            task.get_loop().call_later(FORGET_AFTER_S, self._forget, digest, task)
-
-    def _forget(self, digest: Digest, task: asyncio.Task[bool]) -> None:
-        if self._under_way.get(digest) is task:
+    def _forget(self, digest: Digest, keeping: _Keeping) -> None:
+        if self._under_way.get(digest) is keeping:
             del self._under_way[digest]

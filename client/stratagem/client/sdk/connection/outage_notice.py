@@ -101,7 +101,9 @@ class OutageNotice:
     def _is_first(self, told: str, *, is_refusal: bool) -> bool:
         """Return whether nobody has told it yet, this call nor another one; from now on one has."""
         if not is_refusal:
-            was_told = self._is_told or self.outage.is_told
+            if self._is_told:  # of an outage that may be over for others
+                return False
+            was_told = self.outage.is_told
             self._is_told = self.outage.is_told = True
             return not was_told
         if told in self._reasons:

@@ -108,6 +108,9 @@ class Connection:
                 except grpc.aio.AioRpcError as error:
                     notice.met()
                     wait_s = await self._wait_s(error, asked)
+                    if wait_s == math.inf:  # an answer, from which on its patience counts
+                        self._has_answered, began_s = True, time.monotonic()
+                        backoff.reset()
                     if time.monotonic() >= began_s + wait_s:
                         notice.ended(error)
                         raise self.translated(error) from None

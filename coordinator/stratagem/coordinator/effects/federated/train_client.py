@@ -175,6 +175,7 @@ async def _collect(
                 entry = await _pull(env, effect, result, looked)
                 kept = await kept_state(env, effect, _session(effect), result.state_digest)
         await writing.all_done()
+        histories = await steps.rows(result)
     except asyncio.CancelledError:
         count_if_late(env, effect)
         if not env.is_due(effect):
@@ -185,7 +186,6 @@ async def _collect(
         await reject(env, effect, error.cause, error.reason)
         return
     failpoint("coordinator.round.pulled")
-    histories = await steps.rows(result)
     _close(env, effect)
     received = UpdateReceived(
         party=effect.party,

@@ -67,7 +67,8 @@ class Objects:
         must own its memory.
         """
         part_bytes = max(PART_BYTES, -(-num_bytes // _MAX_PARTS))
-        with _translated(f"writing {name}"):
+        # Each try may write another name, and is no other reason.
+        with _translated(f"writing into {name.rpartition('/')[0] or name}"):
             if num_bytes <= part_bytes:
                 content = b"".join(pieces)
                 self._obstore.put(self._store, name, content, use_multipart=False)
