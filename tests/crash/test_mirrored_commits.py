@@ -7,7 +7,7 @@ from tests.cluster.jobs import Gates
 from tests.crash.jobs import JOBS
 from tests.crash.rig import Rig, outcome_of
 from tests.crash.whole_runs import assert_nothing_was_trained_twice, outcome_of_held
-from tests.jobs import user_data
+from tests.jobs import user_data, user_model
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -32,6 +32,15 @@ def test_a_commit_goes_on_when_a_worker_dies(
         outcome, run = outcome_of_held(rig, gates, spec, process)
     assert outcome == expected
     assert_nothing_was_trained_twice(run)
+
+
+@pytest.mark.parametrize("job", ["Mirrors", "Full-mirrors"])
+def test_a_step_that_is_done_again_has_the_running_statistics_once(rig: Rig, job: str) -> None:
+    spec = {**JOBS[job], "model": user_model("batch_norm_mlp"), "batch_size": 10}
+    expected = rig.outcome(spec)
+    with rig.armed("worker-2", "worker.step.before_apply", 5):
+        outcome = rig.outcome(spec)
+    assert outcome == expected
 
 
 def test_two_neighbours_that_die_in_a_commit_take_all_back_to_the_one_before(rig: Rig) -> None:

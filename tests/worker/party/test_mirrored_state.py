@@ -1,9 +1,14 @@
 """Which members can go on from which slices, and with which step."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from stratagem.common.base.errors import SoleCopyLostError
 from stratagem.v1.coordinator_pb2 import HeldSlices, RendezvousMember
+from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
+from stratagem.worker.party import mirrored_state
 from stratagem.worker.party.mirrored_state import survival_of
 
 
@@ -41,7 +46,7 @@ def test_a_step_that_nobody_has_applied_is_done_again() -> None:
 
 
 def test_neighbours_that_are_gone_take_a_slice_with_them() -> None:
-    with pytest.raises(SoleCopyLostError, match="slice 1 of 4 is gone with the two workers"):
+    with pytest.raises(SoleCopyLostError, match="no worker that is left holds slice 1 of 4"):
         survival_of([member(0), member(3)], 5)
 
 
@@ -52,6 +57,26 @@ def test_what_was_divided_before_the_latest_time_does_not_count() -> None:
     assert (sorted(found.holders), found.sources) == ([0, 1], (0, 1))
     with pytest.raises(SoleCopyLostError, match="slice 0 of 3"):
         survival_of([member(2, size=3, at=4), member(1), member(2)], 5)
+
+
+def test_a_step_that_was_finished_late_counts_once_when_all_have_divided_without_its_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its member has failed to gather after it, and takes the sums of others, which hold it."""
+    members = [member(0, 5, size=3), member(1, 5, size=3, at=4), member(2, 5, size=3, at=4)]
+    survival = survival_of(members, 0)
+    assert survival is not None
+    assert survival.holders == {1, 2}
+    taken: list[object] = []
+    sums = SimpleNamespace(take=lambda _work, trainer: taken.append(trainer))
+    monkeypatch.setattr(mirrored_state, "pull_live", lambda *_: ({}, {}))
+    monkeypatch.setattr(mirrored_state, "load", lambda *_: "the trainer")
+    monkeypatch.setattr(mirrored_state, "take_sums", lambda *_: sums)
+    holding = SimpleNamespace(trainer=None, late=["the report of step 5"])
+    work, view = (cast("Any", SimpleNamespace(holding=holding, rank=0)) for _ in range(2))
+    mirrored_state._gathered(work, view, members, survival, StateShare(0, 3, True, True))
+    assert taken == ["the trainer"]
+    assert holding.late == []
 
 
 def test_nobody_has_anything_newer_than_the_base() -> None:

@@ -120,7 +120,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
             is_one_pass = len(party.owned) == 1 and len(job.window.cut(rows)) == 1
             saved = full_savings(
                 *(trainer.model, trainer.params, layout, held),
-                gives_back=party.size > 1,
+                gives_back=party.size > 1 and site.device.type == "cpu",
                 num_sets=num_sets(party),
                 is_one_pass=is_one_pass,
             )

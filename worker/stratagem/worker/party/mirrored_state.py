@@ -81,7 +81,7 @@ def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival
     for number in range(size):
         source = place_of.get(number, place_of.get((number + 1) % size))
         if source is None:
-            text = f"slice {number} of {size} is gone with the two workers that held it"
+            text = f"no worker that is left holds slice {number} of {size} as it was divided last"
             raise SoleCopyLostError(text)
         sources.append(source)
     donor = next(rank for rank, each in holders.items() if each.applied_step == step)
@@ -185,6 +185,7 @@ def _gathered(
     if average_is_due:
         trainer.take_average()
     if me not in survival.holders:
+        work.holding.late.clear()  # the sums of the donor hold that step already
         sums.take(work, trainer)
     return trainer
 

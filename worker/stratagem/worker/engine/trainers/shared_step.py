@@ -223,6 +223,7 @@ class SharedStep:
             if self.pieces is not None and self.pieces.keeps_sums():
                 finish = partial(self._finish_doubtful, turn, batch, sums, self.pieces)
                 self.pieces.in_doubt = StepInDoubt(batch.step + 1, finish)
+            self.buffers.restore()  # the step is done again, unless its update is finished late
             raise
         share: Callable[[], bool] | None = None
         if self.pieces is not None and exchange.slices is not None:
