@@ -1,5 +1,6 @@
 """For all tests: what none may leave to the next or take from the machine, and one PostgreSQL."""
 
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -11,7 +12,8 @@ from tests.postgres import Postgres
 
 # A busy machine is not a slow function.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+settings.register_profile("repeated", parent=settings.get_profile("patient"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 
 # A shell without job control starts what it puts in the background deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

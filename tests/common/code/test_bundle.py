@@ -75,6 +75,7 @@ def test_bytes_that_have_changed_are_refused(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         archive[data.draw(st.integers(0, len(archive) - 1))] ^= data.draw(st.integers(1, 255))
     archive = archive[: data.draw(st.integers(0, len(archive)))]
+    assume(archive != pack(FILES))  # two changes of a byte may be none
     with pytest.raises((InvalidInputError, LimitError)):
         unpack(bytes(archive))
 
