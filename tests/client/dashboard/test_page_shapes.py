@@ -62,6 +62,8 @@ def shown(page: Any, place: str) -> None:
         expect(page.locator("figure[data-name='Time line'] svg")).to_be_visible()
     else:
         expect(page.locator("figure svg").first).to_be_visible()
+        if place.startswith("compare/"):  # its table is filled by a second answer
+            expect(page.locator("tbody th").first).to_be_visible()
     expect(page.locator("figure:not(:has(svg))")).to_have_count(0)
 
 
