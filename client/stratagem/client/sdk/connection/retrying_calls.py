@@ -108,7 +108,7 @@ class Connection:
                 except grpc.aio.AioRpcError as error:
                     notice.met()
                     wait_s = await self._wait_s(error, asked)
-                    if wait_s == math.inf:  # an answer, from which on its patience counts
+                    if _is_at_work(error):  # an answer, from which on its patience counts
                         self._has_answered, began_s = True, time.monotonic()
                         backoff.reset()
                     if time.monotonic() >= began_s + wait_s:
@@ -125,8 +125,8 @@ class Connection:
     async def _wait_s(self, error: grpc.aio.AioRpcError, asked: str) -> float:
         """Return for how long from its begin on a call that met this error is made again."""
         await self._raise_identity_problem(error, asked)
-        if name_of(error) == InProgressError.__name__:
-            return math.inf  # a coordinator is there and at work on it, and will say how it ends
+        if _is_at_work(error):
+            return math.inf  # it will say how it ends
         if self.may_retry(error, asked):
             return self._patience_s
         return min(self._patience_s, STARTING_S) if _is_starting(error) else 0.0
@@ -251,6 +251,11 @@ class Connection:
             reason = "connection refused" if refused else details
             return UnavailableError(f"no coordinator answers at {self.address}: {reason}")
         return from_rpc_error(error)
+
+
+def _is_at_work(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a coordinator is there, and does what it is asked for."""
+    return name_of(error) == InProgressError.__name__
 
 
 def _is_starting(error: grpc.aio.AioRpcError) -> bool:
