@@ -1993,6 +1993,8 @@ class HeldSlices(_message.Message):
     IS_TORN_FIELD_NUMBER: _builtins.int
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     IS_FINITE_FIELD_NUMBER: _builtins.int
+    IS_LATE_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Its place among those that have divided the state, and their number."""
     size: _builtins.int
@@ -2005,6 +2007,12 @@ class HeldSlices(_message.Message):
     grad_norm: _builtins.float
     """Of the step that it has applied last."""
     is_finite: _builtins.bool
+    is_late: _builtins.bool
+    """That step was finished between two memberships, and is not in the segment's sums yet."""
+    @_builtins.property
+    def before(self) -> Global___KeptSlices:
+        """Of the division before, until all members are known to have divided the state anew."""
+
     def __init__(
         self,
         *,
@@ -2015,16 +2023,64 @@ class HeldSlices(_message.Message):
         is_torn: _builtins.bool = ...,
         grad_norm: _builtins.float = ...,
         is_finite: _builtins.bool = ...,
+        is_late: _builtins.bool = ...,
+        before: Global___KeptSlices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt", "step_in_doubt", b"step_in_doubt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt", "before", b"before", "step_in_doubt", b"step_in_doubt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt", "grad_norm", b"grad_norm", "is_finite", b"is_finite", "is_torn", b"is_torn", "membership", b"membership", "rank", b"rank", "size", b"size", "step_in_doubt", b"step_in_doubt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt", "before", b"before", "grad_norm", b"grad_norm", "is_finite", b"is_finite", "is_late", b"is_late", "is_torn", b"is_torn", "membership", b"membership", "rank", b"rank", "size", b"size", "step_in_doubt", b"step_in_doubt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step_in_doubt: _TypeAlias = _typing.Literal["step_in_doubt"]  # noqa: Y015
     _WhichOneofArgType__step_in_doubt: _TypeAlias = _typing.Literal["_step_in_doubt", b"_step_in_doubt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_in_doubt) -> _WhichOneofReturnType__step_in_doubt | None: ...
 
 Global___HeldSlices: _TypeAlias = HeldSlices  # noqa: Y015
+
+@_typing.final
+class KeptSlices(_message.Message):
+    """Copies of slices of a state as it was divided earlier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    MEMBERSHIP_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    HAS_REST_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    IS_FINITE_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    membership: _builtins.int
+    """The membership at which the state was divided so."""
+    step: _builtins.int
+    """The step after which they were copied."""
+    has_rest: _builtins.bool
+    """What is not divided was copied with them."""
+    grad_norm: _builtins.float
+    """Of that step."""
+    is_finite: _builtins.bool
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which they are, of how many."""
+
+    def __init__(
+        self,
+        *,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        size: _builtins.int = ...,
+        membership: _builtins.int = ...,
+        step: _builtins.int = ...,
+        has_rest: _builtins.bool = ...,
+        grad_norm: _builtins.float = ...,
+        is_finite: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "has_rest", b"has_rest", "is_finite", b"is_finite", "membership", b"membership", "numbers", b"numbers", "size", b"size", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptSlices: _TypeAlias = KeptSlices  # noqa: Y015
 
 @_typing.final
 class RendezvousResponse(_message.Message):

@@ -1,69 +1,164 @@
-"""Which members can go on from which slices, and with which step."""
+"""Members that divide a state anew, of which some are done when the members change once more."""
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
-from stratagem.common.base.errors import SoleCopyLostError
+from stratagem.common.job import JobSpec
+from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1.coordinator_pb2 import HeldSlices, RendezvousMember
+from stratagem.worker.engine import Tally, Trainer, build_sliced_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
+from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.party import mirrored_state
-from stratagem.worker.party.mirrored_state import survival_of
+from stratagem.worker.party.mirrored_state import agree_on_slices, held_slices
+from stratagem.worker.party.state_survival import survival_of
+from stratagem.worker.session.context import ExecutionContext, SessionState
+from stratagem.worker.session.kept_slices import State
+from stratagem.worker.session.plan_control import MemberView
+from tests.patience import PATIENCE_S
+from tests.worker.engine.sliced_party import digest_of, links_over, replicated, sliced_party
+from tests.worker.engine.sliced_training import NUM_SHARDS, sliced_job
+from tests.worker.engine.support import ALLOWED, CPU, in_buckets, trainer_of
+
+BASE = pb.TrainPlan(base=pb.StateRef(step=0))
 
 
-def member(
-    rank: int, step: int = 7, *, size: int = 4, at: int = 3, in_doubt: int | None = None
-) -> RendezvousMember:
-    slices = HeldSlices(rank=rank, size=size, membership=at, step_in_doubt=in_doubt)
-    return RendezvousMember(applied_step=step, slices=slices)
+@dataclass
+class Member:
+    """A worker that meets others: what it has said and offered, and whether it is cut off before it
+    has what they give."""
+
+    name: str
+    job: JobSpec
+    is_full: bool
+    holding: SessionState = field(default_factory=SessionState)
+    offered: Future[State] = field(default_factory=Future)
+    is_cut: bool = False
+
+    segment = 1
+
+    def new_member(self, share: StateShare, *, fresh: bool) -> Trainer:
+        return build_sliced_trainer(self.job, ALLOWED, share, device=CPU, fresh=fresh)
+
+    @property
+    def context(self) -> ExecutionContext:
+        return cast("ExecutionContext", self)
+
+    def said(self) -> RendezvousMember:
+        return RendezvousMember(
+            applied_step=self.holding.applied_step,
+            address=self.name,
+            slices=held_slices(self.context),
+        )
+
+    def agree(self, members: Sequence[RendezvousMember], rank: int, membership: int) -> None:
+        share = StateShare(rank, len(members), True, self.is_full)
+        view = cast("MemberView", SimpleNamespace(rank=rank, membership=membership))
+        if not self.is_cut:
+            agree_on_slices(self.context, BASE, view, members, share)
+            return
+        with pytest.raises(ExchangeError):
+            agree_on_slices(self.context, BASE, view, members, share)
+
+    @property
+    def trainer(self) -> Trainer:
+        assert isinstance(self.holding.trainer, Trainer)
+        return self.holding.trainer
 
 
-NEW = RendezvousMember()
+def meet(
+    monkeypatch: pytest.MonkeyPatch, members: Sequence[Member], membership: int, cut: str = ""
+) -> None:
+    """All members divide the state anew; those whose names are in `cut` do not get that far."""
+    by_name = {each.name: each for each in members}
+    for each in members:
+        each.is_cut, each.offered = each.name in cut, Future()
+
+    def offer(
+        work: Any, _: object, tensors: Mapping[str, Tensor], texts: Mapping[str, str]
+    ) -> None:
+        work.offered.set_result((tensors, texts))
+
+    def pull_live(work: Any, _: object, address: str) -> State:
+        if work.is_cut:
+            raise ExchangeError("the members have changed")
+        return by_name[address].offered.result(PATIENCE_S)
+
+    monkeypatch.setattr(mirrored_state, "offer", offer)
+    monkeypatch.setattr(mirrored_state, "pull_live", pull_live)
+    said = [each.said() for each in members]
+    with ThreadPoolExecutor(len(members)) as pool:
+        ranks = range(len(members))
+        list(pool.map(lambda rank: members[rank].agree(said, rank, membership), ranks))
 
 
-def test_each_slice_comes_from_its_owner_or_from_the_one_after_it() -> None:
-    found = survival_of([member(0), member(2), member(3)], 5)
-    assert found is not None
-    assert (found.step, found.sources, found.donor) == (7, (0, 1, 1, 2), 0)
-    assert [found.slices_of(rank) for rank in range(3)] == [[0], [1, 2], [3]]
-    last = survival_of([NEW, member(2), member(0), member(1)], 5)
-    assert last is not None
-    assert (last.sources, last.donor, last.givers) == ((2, 3, 1, 2), 1, [1, 2, 3])
+@pytest.mark.parametrize("partition_state", ["optimizer", "full"])
+@pytest.mark.parametrize(
+    ("cut", "then", "cut_again", "at_last"),
+    [
+        pytest.param("13", "0132", "", "0132", id="the first one is done"),
+        pytest.param("01", "0132", "", "0132", id="the last one is done"),
+        pytest.param("1", "0132", "", "0132", id="all but one are done"),
+        pytest.param("", "0132", "", "0132", id="all are done"),
+        pytest.param("013", "0132", "", "0132", id="nobody is done"),
+        pytest.param("13", "0132", "032", "0132", id="another one is done then"),
+        pytest.param("13", "0132", "013", "0132", id="the new one is done then"),
+        pytest.param("03", "13", "", "13", id="another one is gone then"),
+        pytest.param("13", "0132", "3", "13", id="two are gone at last"),
+    ],
+)
+def test_no_slice_is_lost_when_members_change_before_all_have_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+    partition_state: str,
+    cut: str,
+    then: str,
+    cut_again: str,
+    at_last: str,
+) -> None:
+    """Worker 2 of four is gone; a new one comes while the other three divide the state anew."""
+    spec, is_full = sliced_job(partition_state), partition_state == "full"
+    whole = trainer_of(spec)
+    exchange = in_buckets(whole, NUM_SHARDS)
+    members = {name: Member(name, spec, is_full) for name in "0123"}
+    with (
+        links_over("shm", 4) as links,
+        sliced_party(spec, links, NUM_SHARDS, is_mirrored=True, is_full=is_full) as party,
+    ):
+        for _ in range(3):
+            whole.train_step(exchange, range(NUM_SHARDS), NUM_SHARDS)
+            party.step()
+        for member, trainer in zip(members.values(), party.trainers, strict=True):
+            member.holding.trainer, member.holding.divided_at = trainer, 1
+            member.holding.tally = Tally(segment=1, num_rows=42)
+        members["2"].holding = SessionState()
+        for membership, (names, away) in enumerate(
+            [("013", cut), (then, cut_again), (at_last, "")], start=2
+        ):
+            meet(monkeypatch, [members[name] for name in names], membership, away)
+        trainers = [members[name].trainer for name in at_last]
+        copies = [each.copy_state(is_first=rank == 0) for rank, each in enumerate(trainers)]
+        assert digest_of(copies) == replicated(whole)
+        assert [each.step for each in trainers] == [3] * len(trainers)
+        assert len({each.fingerprint() for each in trainers}) == 1
+        assert [members[name].holding.tally.num_rows for name in at_last] == [42] * len(at_last)
+    exchange.close()
 
 
-def test_the_newest_step_counts_which_others_can_reach() -> None:
-    found = survival_of([member(0, 7, in_doubt=8), member(1, 8), member(2, 8)], 5)
-    assert found is not None
-    assert (found.step, found.sources, found.donor) == (8, (0, 1, 2, 0), 1)
-    assert found.holders == {0, 1, 2}
-
-
-def test_a_step_that_nobody_has_applied_is_done_again() -> None:
-    found = survival_of([member(0, 7, in_doubt=8), member(1, 7), member(3, 7, in_doubt=8)], 5)
-    assert found is not None
-    assert found.step == 7
-
-
-def test_neighbours_that_are_gone_take_a_slice_with_them() -> None:
-    with pytest.raises(SoleCopyLostError, match="no worker that is left holds slice 1 of 4"):
-        survival_of([member(0), member(3)], 5)
-
-
-def test_what_was_divided_before_the_latest_time_does_not_count() -> None:
-    members = [member(0, size=2, at=4), member(1, size=2, at=4), member(2)]
-    found = survival_of(members, 5)
-    assert found is not None
-    assert (sorted(found.holders), found.sources) == ([0, 1], (0, 1))
-    with pytest.raises(SoleCopyLostError, match="slice 0 of 3"):
-        survival_of([member(2, size=3, at=4), member(1), member(2)], 5)
+def held(rank: int, at: int) -> RendezvousMember:
+    return RendezvousMember(applied_step=5, slices=HeldSlices(rank=rank, size=3, membership=at))
 
 
 def test_a_step_that_was_finished_late_counts_once_when_all_have_divided_without_its_member(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its member has failed to gather after it, and takes the sums of others, which hold it."""
-    members = [member(0, 5, size=3), member(1, 5, size=3, at=4), member(2, 5, size=3, at=4)]
+    members = [held(0, 3), held(1, 4), held(2, 4)]
     survival = survival_of(members, 0)
     assert survival is not None
     assert survival.holders == {1, 2}
@@ -77,8 +172,3 @@ def test_a_step_that_was_finished_late_counts_once_when_all_have_divided_without
     mirrored_state._gathered(work, view, members, survival, StateShare(0, 3, True, True))
     assert taken == ["the trainer"]
     assert holding.late == []
-
-
-def test_nobody_has_anything_newer_than_the_base() -> None:
-    assert survival_of([NEW, NEW], 0) is None
-    assert survival_of([member(0, 4), NEW], 5) is None

@@ -5,7 +5,7 @@ Runs in the torch thread; calls go through the event loop.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import torch
@@ -167,7 +167,12 @@ def offer_whole(work: ExecutionContext, view: MemberView, trainer: Trainer) -> N
 
 def beside(work: ExecutionContext, trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return (tensors, metadata) that go with a state to a member that goes on with the segment."""
-    texts = {_TALLY: json.dumps(asdict(work.holding.tally))}
+    sums = replace(work.holding.tally)
+    for report in work.holding.late:
+        sums.add(report)
+        if trainer.callbacks.sees_steps:
+            sums.latest = report.numbers
+    texts = {_TALLY: json.dumps(asdict(sums))}
     if marks := trainer.stream_marks():
         texts[_STREAMS] = json.dumps(marks)
     recorder = work.holding.recorder

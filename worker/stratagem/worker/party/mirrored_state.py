@@ -3,18 +3,17 @@
 When a member is gone, its slice is with the member that came after it. Those that are left agree on
 the newest step that any of them has applied: then all of them have its sums, and whoever has not
 applied it does so now. Each gives its slice to all, and one of them what all have; so all members,
-new ones too, begin from the same whole state, of which each keeps its new slices. Runs in the torch
-thread; calls go through the event loop.
+new ones too, begin from the same whole state, of which each keeps its new slices. It keeps
+copies of what it had before until the next step, which shows that all are that far. Runs in the
+torch thread; calls go through the event loop.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import SoleCopyLostError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.state_slices import (
     ParameterSlice,
@@ -23,7 +22,7 @@ from stratagem.common.tensors.state_slices import (
     slice_name,
 )
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.v1.coordinator_pb2 import HeldSlices, RendezvousMember
+from stratagem.v1.coordinator_pb2 import HeldSlices
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
@@ -36,61 +35,12 @@ from stratagem.worker.party.live_state import (
     pull_live,
     take_sums,
 )
+from stratagem.worker.party.state_survival import Survival, survival_of
 from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.kept_slices import KeptSlices, State
 from stratagem.worker.session.plan_control import MemberView
 
 _AVERAGE_IS_DUE: Final = "average is due"
-
-
-@dataclass(frozen=True, slots=True)
-class Survival:
-    """What the members of a party have of the state that was divided last."""
-
-    step: int
-    holders: frozenset[int]
-    """Who holds something of it after that step, or can."""
-    sources: tuple[int, ...]
-    """Who gives each slice."""
-    donor: int
-    """Who gives what all of them have."""
-
-    def slices_of(self, rank: int) -> list[int]:
-        """Return the slices that this member gives."""
-        return [number for number, source in enumerate(self.sources) if source == rank]
-
-    @property
-    def givers(self) -> list[int]:
-        return sorted({self.donor, *self.sources})
-
-
-def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
-    """Return what there is to go on with; None where nobody holds anything newer than the base.
-
-    Raises SoleCopyLostError where a slice is gone with all that held it.
-    """
-    said = {rank: each for rank, each in enumerate(members) if each.HasField("slices")}
-    divided_at = max((each.slices.membership for each in said.values()), default=0)
-    latest = {r: each for r, each in said.items() if each.slices.membership == divided_at}
-    step = max((each.applied_step for each in latest.values()), default=-1)
-    if step < base_step:
-        return None
-    holders = {rank: each for rank, each in latest.items() if _can_be_at(each, step)}
-    size = next(iter(latest.values())).slices.size
-    place_of = {each.slices.rank: rank for rank, each in holders.items()}
-    sources = []
-    for number in range(size):
-        source = place_of.get(number, place_of.get((number + 1) % size))
-        if source is None:
-            text = f"no worker that is left holds slice {number} of {size} as it was divided last"
-            raise SoleCopyLostError(text)
-        sources.append(source)
-    donor = next(rank for rank, each in holders.items() if each.applied_step == step)
-    return Survival(step, frozenset(holders), tuple(sources), donor)
-
-
-def _can_be_at(member: RendezvousMember, step: int) -> bool:
-    in_doubt = member.slices.HasField("step_in_doubt") and member.slices.step_in_doubt
-    return step in (member.applied_step, in_doubt)
 
 
 def held_slices(work: ExecutionContext) -> HeldSlices | None:
@@ -101,6 +51,7 @@ def held_slices(work: ExecutionContext) -> HeldSlices | None:
     pieces, summary = trainer.pieces, trainer.pieces.summary
     if not pieces.is_mirrored:
         return None
+    kept = work.holding.kept_slices
     return HeldSlices(
         rank=trainer.share.rank,
         size=trainer.share.size,
@@ -109,6 +60,8 @@ def held_slices(work: ExecutionContext) -> HeldSlices | None:
         is_torn=bool(pieces.torn),
         grad_norm=0.0 if summary is None else summary.norm.item(),
         is_finite=summary is not None and summary.is_finite,
+        is_late=bool(work.holding.late),
+        before=None if kept is None or kept.step != trainer.step else kept.said(),
     )
 
 
@@ -122,6 +75,7 @@ def agree_on_slices(
     """Bring this member to the newest state of the party, or to the base if nobody holds one."""
     survival = survival_of(members, plan.base.step)
     if survival is None:
+        work.holding.kept_slices = None
         trainer = load_base(work, plan.base, share)
     elif _are_as_before(members, survival, share):
         trainer = _held(work)
@@ -144,6 +98,7 @@ def _are_as_before(members: Members, survival: Survival, share: StateShare) -> b
     """Return True where all members have what they had, at the same step and whole."""
     return (
         share.is_mirrored
+        and len(survival.holders) == len(members)
         and survival.sources == tuple(range(len(members)))
         and all(each.applied_step == survival.step for each in members)
         and not any(each.slices.is_torn for each in members)
@@ -158,21 +113,11 @@ def _gathered(
     share: StateShare,
 ) -> Trainer:
     """Give what this member is asked for, take what all give, and keep the own share of it."""
-    me, given = view.rank, dict[int, tuple[Mapping[str, Tensor], dict[str, str]]]()
-    if me in survival.holders:
-        donor = members[survival.donor].slices
-        _come_to(work, survival.step, donor)
-        tensors, metadata = _slices(_held(work), survival, members, me)
-        if me == survival.donor:
-            further, texts = beside(work, _held(work))
-            shared, numbers = _held(work).state()
-            shared = state_format.copied(shared)  # what is offered must not change
-            is_due = {_AVERAGE_IS_DUE: "1"} if donor.is_torn else {}
-            tensors = {**shared, **further, **tensors}
-            metadata = {**metadata, **numbers, **texts, **is_due}
-        if me in survival.givers:
-            offer(work, view, tensors, metadata)
-            given[me] = (tensors, metadata)
+    me, given = view.rank, dict[int, State]()
+    kept = _kept(work, survival, members, me)
+    if kept is not None and me in survival.givers:
+        given[me] = kept.given(survival.slices_of(me), with_rest=me == survival.donor)
+        offer(work, view, *given[me])
     failpoint("worker.mirror.offered")
     for rank in survival.givers:
         if rank != me:
@@ -180,42 +125,63 @@ def _gathered(
     whole, texts = _joined([given[rank] for rank in survival.givers], given[survival.donor])
     average_is_due = bool(texts.pop(_AVERAGE_IS_DUE, ""))
     sums = take_sums(texts, whole)
+    work.holding.kept_slices = kept
     work.holding.trainer = None  # it is in what was given
     trainer = load(work, whole, texts, share)
     if average_is_due:
         trainer.take_average()
-    if me not in survival.holders:
+    if kept is None:
         work.holding.late.clear()  # the sums of the donor hold that step already
         sums.take(work, trainer)
     return trainer
 
 
-def _come_to(work: ExecutionContext, step: int, donor: HeldSlices) -> None:
+def _kept(
+    work: ExecutionContext, survival: Survival, members: Members, me: int
+) -> KeptSlices | None:
+    """Return copies of what this member has of the division; None where that is nothing."""
+    if me in survival.keepers:
+        return work.holding.kept_slices
+    if me not in survival.holders:
+        return None
+    _come_to(work, survival)
+    trainer, held = _held(work), members[me].slices
+    numbers = {False: held.rank, True: (held.rank - 1) % held.size}
+    return KeptSlices(
+        membership=survival.membership,
+        size=held.size,
+        step=survival.step,
+        slices={number: _slice(trainer, of_mirror=each) for each, number in numbers.items()},
+        rest=_rest(work, trainer, is_torn=held.is_torn) if me == survival.donor else None,
+        grad_norm=survival.grad_norm,
+        is_finite=survival.is_finite,
+    )
+
+
+def _come_to(work: ExecutionContext, survival: Survival) -> None:
     """Apply the step that others have applied, if this member has not."""
     trainer = _held(work)
-    if trainer.step < step:
-        report = trainer.finish_step_in_doubt(donor.grad_norm, is_finite=donor.is_finite)
+    if trainer.step < survival.step:
+        report = trainer.finish_step_in_doubt(survival.grad_norm, is_finite=survival.is_finite)
         work.holding.late.append(report)
 
 
-def _slices(
-    trainer: Trainer, survival: Survival, members: Members, me: int
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return copies of the slices that this member gives."""
+def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
+    """Return a copy of the slice that this member holds, or mirrors."""
     assert trainer.pieces is not None
-    tensors, metadata = dict[str, Tensor](), dict[str, str]()
-    for number in survival.slices_of(me):
-        of_mirror = number != members[me].slices.rank
-        found, numbers = trainer.pieces.slices(trainer.model, of_mirror=of_mirror)
-        tensors |= state_format.copied(found)
-        metadata |= numbers
-    return tensors, state_format.state_metadata(trainer.step, metadata)
+    tensors, numbers = trainer.pieces.slices(trainer.model, of_mirror=of_mirror)
+    return state_format.copied(tensors), state_format.state_metadata(trainer.step, numbers)
 
 
-def _joined(
-    given: Sequence[tuple[Mapping[str, Tensor], dict[str, str]]],
-    by_donor: tuple[Mapping[str, Tensor], dict[str, str]],
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _rest(work: ExecutionContext, trainer: Trainer, *, is_torn: bool) -> State:
+    """Return a copy of what is not divided, and the sums of the segment."""
+    further, texts = beside(work, trainer)
+    shared, numbers = trainer.state()
+    is_due = {_AVERAGE_IS_DUE: "1"} if is_torn else {}
+    return {**state_format.copied(shared), **further}, {**numbers, **texts, **is_due}
+
+
+def _joined(given: Sequence[State], by_donor: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the whole state, of which each gives slices and the donor the rest."""
     rest = {name: tensor for name, tensor in by_donor[0].items() if not _is_slice(name)}
     whole = state_format.copied(rest)  # what is offered must not change

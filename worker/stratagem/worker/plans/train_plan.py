@@ -154,6 +154,7 @@ def _take_steps(
                 return
             segment.engine = exchange.name  # a schedule may have been chosen again
             _account(work, plan, segment, report)
+            _end_offer(work, report)
             if report.is_torn:
                 _leave_to_show(work, trainer, report)
                 raise ExchangeError("the exchange ended before all parameters of a step came")
@@ -188,6 +189,14 @@ def _look_up(work: ExecutionContext, plan: pb.TrainPlan, view: MemberView) -> No
         raise PlanStopped(DRAINED)
 
 
+def _end_offer(work: ExecutionContext, report: StepReport) -> None:
+    """Let go what this member has for others that were behind, after a step of all together."""
+    if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
+        work.holding.is_offering = False
+        work.holding.kept_slices = None
+        work.post(work.states.drop_live)
+
+
 def _account(
     work: ExecutionContext, plan: pb.TrainPlan, segment: Segment, report: StepReport
 ) -> None:
@@ -203,10 +212,6 @@ def _account(
     segment.span_s += sum(part.observed.get("span_s", 0.0) for part in report.parts)
     segment.num_timed += 1
     work.host.last_words.step(report.step)
-    if work.holding.is_offering and report.phase != TrainingPhase.PREDICT:
-        # An exact step was done together, so no member is behind any more.
-        work.holding.is_offering = False
-        work.post(work.states.drop_live)
     if plan.exchange == pb.EXCHANGE_METHOD_PARAMETER_SERVER:
         work.post(work.gradients.see_applied, report.step)
     now_s = time.monotonic()

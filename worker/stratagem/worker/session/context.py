@@ -59,6 +59,7 @@ from stratagem.worker.secure_aggregation.secret_store import SecretStore
 from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
 from stratagem.worker.secure_aggregation.signing import WorkerSigner
 from stratagem.worker.session.kept_replicas import KeptReplicas
+from stratagem.worker.session.kept_slices import KeptSlices
 from stratagem.worker.session.outbox import Outbox
 from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
@@ -170,6 +171,8 @@ class SessionState:
     activity: str = ""
     divided_at: int = -1
     """The membership whose members have the slices of the state that is held."""
+    kept_slices: KeptSlices | None = None
+    """Of the division before, until all members are known to have divided the state anew."""
     late: list[StepReport] = field(default_factory=list)
     """Of steps that were finished between two memberships, and are not in the tally yet."""
     is_offering: bool = False
@@ -211,7 +214,7 @@ class SessionState:
         """Forget the state too."""
         self.leave()
         self.trainer, self.inference = None, None
-        self.late = []
+        self.late, self.kept_slices = [], None
         self.begin_sums(-1)
         self.shown_step, self.answer = -1, NO_ANSWER
 

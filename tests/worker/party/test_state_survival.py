@@ -1,0 +1,120 @@
+"""Which members can go on from which slices, and with which step."""
+
+import pytest
+
+from stratagem.common.base.errors import SoleCopyLostError
+from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMember
+from stratagem.worker.party.state_survival import survival_of
+
+
+def member(
+    rank: int, step: int = 7, *, size: int = 4, at: int = 3, in_doubt: int | None = None
+) -> RendezvousMember:
+    slices = HeldSlices(rank=rank, size=size, membership=at, step_in_doubt=in_doubt)
+    return RendezvousMember(applied_step=step, slices=slices)
+
+
+def kept(
+    divided: RendezvousMember, numbers: list[int], *, at: int = 3, has_rest: bool = True
+) -> RendezvousMember:
+    """A member with its new slices, and copies of those before."""
+    before = KeptSlices(numbers=numbers, size=4, membership=at, step=7, has_rest=has_rest)
+    before.grad_norm, before.is_finite = 2.5, True
+    divided.slices.before.CopyFrom(before)
+    return divided
+
+
+NEW = RendezvousMember()
+
+
+def test_each_slice_comes_from_its_owner_or_from_the_one_after_it() -> None:
+    found = survival_of([member(0), member(2), member(3)], 5)
+    assert found is not None
+    assert (found.step, found.sources, found.donor) == (7, (0, 1, 1, 2), 0)
+    assert [found.slices_of(rank) for rank in range(3)] == [[0], [1, 2], [3]]
+    last = survival_of([NEW, member(2), member(0), member(1)], 5)
+    assert last is not None
+    assert (last.sources, last.donor, last.givers) == ((2, 3, 1, 2), 1, [1, 2, 3])
+
+
+def test_the_newest_step_counts_which_others_can_reach() -> None:
+    found = survival_of([member(0, 7, in_doubt=8), member(1, 8), member(2, 8)], 5)
+    assert found is not None
+    assert (found.step, found.sources, found.donor) == (8, (0, 1, 2, 0), 1)
+    assert found.holders == {0, 1, 2}
+
+
+def test_a_step_that_nobody_has_applied_is_done_again() -> None:
+    found = survival_of([member(0, 7, in_doubt=8), member(1, 7), member(3, 7, in_doubt=8)], 5)
+    assert found is not None
+    assert found.step == 7
+
+
+def test_neighbours_that_are_gone_take_a_slice_with_them() -> None:
+    with pytest.raises(SoleCopyLostError, match="no worker that is left holds slice 1 of 4"):
+        survival_of([member(0), member(3)], 5)
+
+
+def test_what_was_divided_before_the_latest_time_does_not_count() -> None:
+    members = [member(0, size=2, at=4), member(1, size=2, at=4), member(2)]
+    found = survival_of(members, 5)
+    assert found is not None
+    assert (sorted(found.holders), found.sources) == ([0, 1], (0, 1))
+    with pytest.raises(SoleCopyLostError, match="slice 0 of 3"):
+        survival_of([member(2, size=3, at=4), member(1), member(2)], 5)
+
+
+def test_while_a_state_is_divided_anew_the_division_before_counts_until_all_have_theirs() -> None:
+    """Of four, one is gone; the first of the three that are left has its new slices."""
+    first = kept(member(0, size=3, at=4), [0, 3], has_rest=False)
+    found = survival_of([first, member(2), member(3), NEW], 5)
+    assert found is not None
+    assert (found.membership, found.step, found.sources) == (3, 7, (0, 1, 1, 2))
+    assert (found.donor, found.holders, found.keepers) == (1, frozenset({1, 2}), frozenset({0}))
+    others = [kept(member(rank, size=3, at=4), [rank + 1, rank]) for rank in (1, 2)]
+    all_done = survival_of([first, *others, NEW], 5)
+    assert all_done is not None
+    assert (all_done.membership, all_done.sources, all_done.keepers) == (4, (0, 1, 2), frozenset())
+    beyond = [member(rank, 8, size=3, at=4) for rank in (1, 2)]
+    with pytest.raises(SoleCopyLostError, match="slice 0 of 3"):
+        survival_of([NEW, *beyond[1:], member(3)], 5)
+
+
+def test_one_that_has_joined_first_has_no_slices_for_the_others() -> None:
+    members = [member(3, size=4, at=4), *(member(rank, size=3) for rank in range(3))]
+    found = survival_of(members, 5)
+    assert found is not None
+    assert (found.membership, found.sources, found.holders) == (3, (1, 2, 3), frozenset({1, 2, 3}))
+
+
+def test_who_has_kept_the_rest_gives_it_where_no_other_can() -> None:
+    members = [kept(member(0, size=3, at=4), [0, 3, 2]), member(1, 6, in_doubt=7), NEW]
+    found = survival_of(members, 5)
+    assert found is not None
+    assert (found.step, found.donor, found.sources) == (7, 0, (1, 1, 0, 0))
+    assert (found.grad_norm, found.is_finite) == (2.5, True)
+    members[0].slices.before.has_rest = False
+    with pytest.raises(SoleCopyLostError, match="slice 1 of 3"):
+        survival_of(members, 5)
+
+
+def test_sums_come_from_one_that_has_not_finished_the_step_late() -> None:
+    members = [member(0), member(1), member(3)]
+    members[0].slices.is_late = True
+    found = survival_of(members, 5)
+    assert found is not None
+    assert found.donor == 1
+    for each in members:
+        each.slices.is_late = True
+    found = survival_of(members, 5)
+    assert found is not None
+    assert found.donor == 0
+
+
+def test_a_slice_that_is_gone_after_the_step_of_the_base_is_in_the_base() -> None:
+    assert survival_of([member(0, 5), member(3, 5)], 5) is None
+
+
+def test_nobody_has_anything_newer_than_the_base() -> None:
+    assert survival_of([NEW, NEW], 0) is None
+    assert survival_of([member(0, 4), NEW], 5) is None

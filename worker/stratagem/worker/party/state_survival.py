@@ -1,0 +1,125 @@
+"""Which members of a party can give which slices of the state that they have divided.
+
+Pure: decided from what all members say at a rendezvous, by each of them alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stratagem.common.base.errors import SoleCopyLostError
+from stratagem.v1.coordinator_pb2 import HeldSlices, KeptSlices, RendezvousMember
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """What the members of a party have of a division of the state."""
+
+    membership: int
+    """At which the state was divided so."""
+    step: int
+    holders: frozenset[int]
+    """Who holds something of it after that step, or can."""
+    keepers: frozenset[int]
+    """Who has kept copies of it, and holds what it was divided into since."""
+    sources: tuple[int, ...]
+    """Who gives each slice."""
+    donor: int
+    """Who gives what all of them have."""
+    grad_norm: float
+    is_finite: bool
+    """Of that step, as the donor says."""
+
+    def slices_of(self, rank: int) -> list[int]:
+        """Return the slices that this member gives."""
+        return [number for number, source in enumerate(self.sources) if source == rank]
+
+    @property
+    def givers(self) -> list[int]:
+        return sorted({self.donor, *self.sources})
+
+
+def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
+    """Return what there is to go on with; None where nobody holds anything newer than the base.
+
+    That is the newest division of which every slice is left. Members may have come to different
+    ones: where they change while the state is being divided anew, some of them hold their new
+    slices, and keep the earlier ones for the others.
+
+    Raises SoleCopyLostError where a slice is gone with all that held it.
+    """
+    said = [each.slices for each in members if each.HasField("slices")]
+    divisions = {each.membership for each in said}
+    divisions |= {each.before.membership for each in said if each.HasField("before")}
+    lost: SoleCopyLostError | None = None
+    for membership in sorted(divisions, reverse=True):
+        held = {rank: each for rank, each in enumerate(members) if _holds(each, membership)}
+        kept = {
+            rank: each.slices.before
+            for rank, each in enumerate(members)
+            if each.HasField("slices") and _keeps(each.slices, membership)
+        }
+        steps = [each.applied_step for each in held.values()] + [
+            each.step for each in kept.values()
+        ]
+        if max(steps) < base_step:
+            continue
+        try:
+            return _survival(membership, max(steps), held, kept)
+        except SoleCopyLostError as error:
+            if max(steps) > base_step:
+                lost = lost or error
+    if lost is not None:
+        raise lost
+    return None
+
+
+def _holds(member: RendezvousMember, membership: int) -> bool:
+    return member.HasField("slices") and member.slices.membership == membership
+
+
+def _keeps(slices: HeldSlices, membership: int) -> bool:
+    return slices.HasField("before") and slices.before.membership == membership
+
+
+def _survival(
+    membership: int,
+    step: int,
+    held: Mapping[int, RendezvousMember],
+    kept: Mapping[int, KeptSlices],
+) -> Survival:
+    """Return what is left of one division. Raises SoleCopyLostError where that is not all of it."""
+    holders = {rank: each for rank, each in held.items() if _can_be_at(each, step)}
+    keepers = {rank: each for rank, each in kept.items() if each.step == step}
+    sizes = [each.slices.size for each in held.values()] + [each.size for each in kept.values()]
+    place_of = {number: rank for rank, each in keepers.items() for number in each.numbers}
+    # Whose own it is gives it, rather than the member with its mirror, or with a copy.
+    place_of |= {(each.slices.rank - 1) % sizes[0]: rank for rank, each in holders.items()}
+    place_of |= {each.slices.rank: rank for rank, each in holders.items()}
+    for number in range(sizes[0]):
+        if number not in place_of:
+            text = f"no worker that is left holds slice {number} of {sizes[0]}"
+            raise SoleCopyLostError(f"{text} as it was divided last")
+    at_step = {rank: each.slices for rank, each in holders.items() if each.applied_step == step}
+    donors: list[tuple[int, HeldSlices | KeptSlices]] = [
+        # The sums of a member that has finished the step late do not have it yet.
+        *sorted(at_step.items(), key=lambda each: each[1].is_late),
+        *((rank, each) for rank, each in keepers.items() if each.has_rest),
+    ]
+    if not donors:
+        raise SoleCopyLostError("no worker that is left holds what all of them had")
+    donor, by_donor = donors[0]
+    return Survival(
+        membership=membership,
+        step=step,
+        holders=frozenset(holders),
+        keepers=frozenset(keepers),
+        sources=tuple(place_of[number] for number in range(sizes[0])),
+        donor=donor,
+        grad_norm=by_donor.grad_norm,
+        is_finite=by_donor.is_finite,
+    )
+
+
+def _can_be_at(member: RendezvousMember, step: int) -> bool:
+    in_doubt = member.slices.HasField("step_in_doubt") and member.slices.step_in_doubt
+    return step in (member.applied_step, in_doubt)
