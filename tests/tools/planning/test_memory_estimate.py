@@ -43,6 +43,14 @@ def estimate(spec: Any, **asked: Any) -> StepMemory:
     return estimate_memory(spec, SITE, **asked)
 
 
+def test_workers_that_the_strategy_has_no_work_for_are_named() -> None:
+    spec = job(user_model("mlp"), strategy=replicas(3))
+    assert estimate(spec, num_workers=3) == estimate(spec)
+    many = estimate(spec, num_workers=5)
+    assert many.total == estimate(spec).total
+    assert many.notes[-1] == "of 5 workers the strategy has work for 3"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_is_within_15_percent_of_a_measured_peak(kind: str) -> None:
     spec = kind_job(kind)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.wording import counted
 from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
 from stratagem.common.numerics.batch_shards import assign_shards
@@ -26,6 +27,7 @@ from stratagem.common.strategy import (
     local_steps_of,
     partitions_state,
 )
+from stratagem.common.strategy.demand import workers_used
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import NodeCopies, coded_copies, num_known, plain_copies
 from stratagem.tools.planning.job_site import Site
@@ -173,7 +175,12 @@ def estimate_memory(
         num_received=num_received(job, estimate.received),
         num_copied=num_copied(job, estimate.received),
     )
-    return _with_phases(job, _with_codec(job, kept, num_workers))
+    found = _with_phases(job, _with_codec(job, kept, num_workers))
+    most = workers_used(job.strategy)
+    if num_workers is None or num_workers <= most or isinstance(job.strategy, Custom):
+        return found
+    note = f"of {counted(num_workers, 'worker')} the strategy has work for {most}"
+    return replace(found, notes=(*found.notes, note))
 
 
 def _num_snapshots(job: JobSpec) -> int:
