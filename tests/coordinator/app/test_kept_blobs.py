@@ -137,6 +137,10 @@ async def test_a_job_is_submitted_once_while_what_it_names_is_being_copied(
             await kept.told.wait()
             kept.let_go(store)
         assert submitting.result().run_id == "mine"
+        # A client that has lost the answer asks again: the run has what it names.
+        num_copied = store.num_copied
+        assert (await client.submit(job, "mine")).run_id == "mine"
+        assert store.num_copied == num_copied
 
 
 async def _anything(*_: object) -> bool:

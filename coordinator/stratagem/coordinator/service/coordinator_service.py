@@ -353,4 +353,4 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         is_new = self._app.loop.state.find(run_id) is None
         if is_new and active >= settings.max_active_runs:
             raise LimitError(f"{active} runs are active, the limit is {settings.max_active_runs}")
-        await stream_calls.check_job(self._app, request.job_json, caller)
+        await stream_calls.check_job(self._app, request.job_json, caller, is_new=is_new)

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeVar
 
 from stratagem.common.base.errors import (
@@ -193,10 +194,10 @@ async def _store(
         writer.abort()
 
 
-async def check_job(app: App, job_json: str, caller: Caller) -> None:
+async def check_job(app: App, job_json: str, caller: Caller, *, is_new: bool) -> None:
     """Check that a job has at most max_graph_nodes nodes, and names only data, code and a state
     that are stored here already and that the caller may use. A refusal does not reveal what other
-    callers have uploaded."""
+    callers have uploaded. is_new: what it names is kept for it, which a known run has already."""
     max_graph_nodes = app.settings.max_graph_nodes
     job = await asyncio.to_thread(JobSpec.from_json, job_json)
     num_nodes = job.model.graph.num_nodes() if job.model.graph is not None else 0
@@ -205,21 +206,22 @@ async def check_job(app: App, job_json: str, caller: Caller) -> None:
             f"max_graph_nodes: the graph has {num_nodes}, the limit is {max_graph_nodes}"
         )
     await asyncio.to_thread(_check_privacy, app, job)
+    is_here = partial(_is_here, app, caller, is_new=is_new)
     inline, initial, code = job.data.inline, job.initial, job.code
     for name, section in (("initial", initial), ("code", code)):
         if section is not None and section.digest is None:
             text = "is to be turned into a digest by the client; `stratagem run` and the SDK do so"
             raise InvalidInputError.at(name, text)
     by = f" by {caller.name}" if caller.is_known else ""
-    if initial is not None and not await _is_here(app, caller, initial.digest):
+    if initial is not None and not await is_here(initial.digest):
         where = f"is here that was uploaded{by} or committed by a run"
         raise NotFoundError(f"initial.digest: no state {initial.digest} {where}")
     average = None if initial is None else initial.average
-    if average is not None and not await _is_here(app, caller, average):
+    if average is not None and not await is_here(average):
         raise NotFoundError(f"initial.average: no state {average} is here, or may be named{by}")
-    if inline is not None and not await _is_here(app, caller, inline):
+    if inline is not None and not await is_here(inline):
         raise NotFoundError(f"data.inline: no data set {inline} was uploaded{by}")
-    if code is not None and not await _is_here(app, caller, code.digest):
+    if code is not None and not await is_here(code.digest):
         raise NotFoundError(f"code.digest: no code {code.digest} was uploaded{by}")
 
 
@@ -234,12 +236,12 @@ def _check_privacy(app: App, job: JobSpec) -> None:
         app.env.secret.check_usable()
 
 
-async def _is_here(app: App, caller: Caller, digest: Digest | None) -> bool:
-    """Return True if the caller may name a blob that is stored here, which is then kept for the
+async def _is_here(app: App, caller: Caller, digest: Digest | None, *, is_new: bool) -> bool:
+    """Return True if the caller may name a blob that is stored here, which is then kept for a new
     run."""
     if digest is None or not await may_name(app, caller, digest):
         return False
-    return await app.kept.keep(digest)
+    return not is_new or await app.kept.keep(digest)
 
 
 async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
