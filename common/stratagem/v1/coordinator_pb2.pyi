@@ -2046,7 +2046,6 @@ class KeptSlices(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     MEMBERSHIP_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    HAS_REST_FIELD_NUMBER: _builtins.int
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     IS_FINITE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
@@ -2054,8 +2053,6 @@ class KeptSlices(_message.Message):
     """The membership at which the state was divided so."""
     step: _builtins.int
     """The step after which they were copied."""
-    has_rest: _builtins.bool
-    """What is not divided was copied with them."""
     grad_norm: _builtins.float
     """Of that step."""
     is_finite: _builtins.bool
@@ -2070,13 +2067,12 @@ class KeptSlices(_message.Message):
         size: _builtins.int = ...,
         membership: _builtins.int = ...,
         step: _builtins.int = ...,
-        has_rest: _builtins.bool = ...,
         grad_norm: _builtins.float = ...,
         is_finite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "has_rest", b"has_rest", "is_finite", b"is_finite", "membership", b"membership", "numbers", b"numbers", "size", b"size", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "is_finite", b"is_finite", "membership", b"membership", "numbers", b"numbers", "size", b"size", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,13 @@ from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from tests.jobs import user_data, user_model
-from tests.worker.engine.sliced_party import links_over, replicated, sliced_party, told
+from tests.worker.engine.sliced_party import (
+    SlicedParty,
+    links_over,
+    replicated,
+    sliced_party,
+    told,
+)
 from tests.worker.engine.sliced_training import (
     NUM_SHARDS,
     WIDE,
@@ -234,6 +240,52 @@ def test_a_member_that_leaves_before_parameters_are_shared_fails_the_step(engine
         assert all(party.all(step))
 
 
+def step_without_norms_of_the_second(party: SlicedParty) -> list[StepReport | None]:
+    """A step of three, of which the second does not hear the norms; None where it failed."""
+    transport = party.exchanges[1].slices
+    assert transport is not None
+    gather = transport.gather_norms
+
+    def lose(*arguments: Any) -> Any:
+        gather(*arguments)
+        party.exchanges[1].cut()
+        raise ExchangeError("gone")
+
+    object.__setattr__(transport, "gather_norms", lose)
+    shards = assign_shards(NUM_SHARDS, 3)
+
+    def step(rank: int) -> StepReport | None:
+        try:
+            return party.trainers[rank].train_step(party.exchanges[rank], shards[rank], NUM_SHARDS)
+        except ExchangeError:
+            return None
+
+    return party.all(step)
+
+
+@pytest.mark.parametrize("state", ["optimizer", "full"])
+def test_a_step_that_all_skip_leaves_nothing_out_where_it_is_finished_later(state: str) -> None:
+    """Else its average would be taken after it, by those that have the state from this member."""
+    spec = sliced_job(state, accumulation={"non_finite": "skip_step"})
+    with (
+        links_over("shm", 3) as links,
+        sliced_party(spec, links, NUM_SHARDS, is_mirrored=True, is_full=state == "full") as party,
+    ):
+        party.step()
+        first, second = party.trainers[0], party.trainers[1]
+        for trainer in party.trainers:
+            trainer.params[0][1].register_hook(lambda grad: torch.full_like(grad, torch.inf))
+        step_without_norms_of_the_second(party)
+        assert first.pieces is not None
+        assert first.pieces.summary is not None
+        assert not first.pieces.summary.is_finite
+        norm = first.pieces.summary.norm.item()
+        report = second.finish_step_in_doubt(norm, is_finite=False)
+        assert (report.step, report.num_skipped, report.is_torn) == (2, 1, False)
+        assert second.pieces is not None
+        assert not second.pieces.torn
+
+
 @pytest.mark.parametrize("state", ["optimizer", "full"])
 @pytest.mark.parametrize("engine", ["shm", "grpc"])
 def test_a_step_that_others_have_applied_is_finished_later(engine: str, state: str) -> None:
@@ -246,27 +298,7 @@ def test_a_step_that_others_have_applied_is_finished_later(engine: str, state: s
         sliced_party(spec, links, NUM_SHARDS, is_mirrored=True, is_full=is_full) as party,
     ):
         party.step()
-        transport = party.exchanges[1].slices
-        assert transport is not None
-        gather = transport.gather_norms
-
-        def lose(*arguments: Any) -> Any:
-            gather(*arguments)
-            party.exchanges[1].cut()
-            raise ExchangeError("gone")
-
-        object.__setattr__(transport, "gather_norms", lose)
-        shards = assign_shards(NUM_SHARDS, 3)
-
-        def step(rank: int) -> StepReport | None:
-            try:
-                return party.trainers[rank].train_step(
-                    party.exchanges[rank], shards[rank], NUM_SHARDS
-                )
-            except ExchangeError:
-                return None
-
-        reports = party.all(step)
+        reports = step_without_norms_of_the_second(party)
         # The third has a mirror of the slice that is missed, so it ends the step whole where all
         # that it sends is there before the cut.
         # With slices of parameters nothing is sent after an update over a link.

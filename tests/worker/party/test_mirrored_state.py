@@ -26,6 +26,7 @@ from tests.worker.engine.sliced_party import digest_of, links_over, replicated, 
 from tests.worker.engine.sliced_training import NUM_SHARDS, sliced_job
 from tests.worker.engine.support import ALLOWED, CPU, in_buckets, trainer_of
 
+_NOT_SUMMED_UP: Any = "the report of the step"
 BASE = pb.TrainPlan(base=pb.StateRef(step=0))
 
 
@@ -100,17 +101,19 @@ def meet(
 
 @pytest.mark.parametrize("partition_state", ["optimizer", "full"])
 @pytest.mark.parametrize(
-    ("cut", "then", "cut_again", "at_last"),
+    ("cut", "then", "cut_again", "at_last", "late"),
     [
-        pytest.param("13", "0132", "", "0132", id="the first one is done"),
-        pytest.param("01", "0132", "", "0132", id="the last one is done"),
-        pytest.param("1", "0132", "", "0132", id="all but one are done"),
-        pytest.param("", "0132", "", "0132", id="all are done"),
-        pytest.param("013", "0132", "", "0132", id="nobody is done"),
-        pytest.param("13", "0132", "032", "0132", id="another one is done then"),
-        pytest.param("13", "0132", "013", "0132", id="the new one is done then"),
-        pytest.param("03", "13", "", "13", id="another one is gone then"),
-        pytest.param("13", "0132", "3", "13", id="two are gone at last"),
+        pytest.param("13", "0132", "", "0132", "", id="the first one is done"),
+        pytest.param("01", "0132", "", "0132", "", id="the last one is done"),
+        pytest.param("1", "0132", "", "0132", "", id="all but one are done"),
+        pytest.param("", "0132", "", "0132", "", id="all are done"),
+        pytest.param("013", "0132", "", "0132", "", id="nobody is done"),
+        pytest.param("13", "0132", "032", "0132", "", id="another one is done then"),
+        pytest.param("13", "0132", "013", "0132", "", id="the new one is done then"),
+        pytest.param("03", "13", "", "13", "", id="another one is gone then"),
+        pytest.param("13", "0132", "3", "13", "", id="two are gone at last"),
+        pytest.param("03", "0132", "", "0132", "03", id="who has summed up the step gives sums"),
+        pytest.param("03", "13", "", "13", "3", id="and of two the one"),
     ],
 )
 def test_no_slice_is_lost_when_members_change_before_all_have_theirs(
@@ -120,8 +123,10 @@ def test_no_slice_is_lost_when_members_change_before_all_have_theirs(
     then: str,
     cut_again: str,
     at_last: str,
+    late: str,
 ) -> None:
-    """Worker 2 of four is gone; a new one comes while the other three divide the state anew."""
+    """Worker 2 of four is gone; a new one comes while the other three divide the state anew. late:
+    who has finished the step late, and does not give what goes with it."""
     spec, is_full = sliced_job(partition_state), partition_state == "full"
     whole = trainer_of(spec)
     exchange = in_buckets(whole, NUM_SHARDS)
@@ -141,6 +146,8 @@ def test_no_slice_is_lost_when_members_change_before_all_have_theirs(
             [("013", cut), (then, cut_again), (at_last, "")], start=2
         ):
             meet(monkeypatch, [members[name] for name in names], membership, away)
+            for name in late if membership == 2 else ():
+                members[name].holding.late = [_NOT_SUMMED_UP]
         trainers = [members[name].trainer for name in at_last]
         copies = [each.copy_state(is_first=rank == 0) for rank, each in enumerate(trainers)]
         assert digest_of(copies) == replicated(whole)

@@ -14,11 +14,9 @@ def member(
     return RendezvousMember(applied_step=step, slices=slices)
 
 
-def kept(
-    divided: RendezvousMember, numbers: list[int], *, at: int = 3, has_rest: bool = True
-) -> RendezvousMember:
+def kept(divided: RendezvousMember, numbers: list[int], *, at: int = 3) -> RendezvousMember:
     """A member with its new slices, and copies of those before."""
-    before = KeptSlices(numbers=numbers, size=4, membership=at, step=7, has_rest=has_rest)
+    before = KeptSlices(numbers=numbers, size=4, membership=at, step=7)
     before.grad_norm, before.is_finite = 2.5, True
     divided.slices.before.CopyFrom(before)
     return divided
@@ -66,7 +64,7 @@ def test_what_was_divided_before_the_latest_time_does_not_count() -> None:
 
 def test_while_a_state_is_divided_anew_the_division_before_counts_until_all_have_theirs() -> None:
     """Of four, one is gone; the first of the three that are left has its new slices."""
-    first = kept(member(0, size=3, at=4), [0, 3], has_rest=False)
+    first = kept(member(0, size=3, at=4), [0, 3])
     found = survival_of([first, member(2), member(3), NEW], 5)
     assert found is not None
     assert (found.membership, found.step, found.sources) == (3, 7, (0, 1, 1, 2))
@@ -87,15 +85,12 @@ def test_one_that_has_joined_first_has_no_slices_for_the_others() -> None:
     assert (found.membership, found.sources, found.holders) == (3, (1, 2, 3), frozenset({1, 2, 3}))
 
 
-def test_who_has_kept_the_rest_gives_it_where_no_other_can() -> None:
+def test_who_has_divided_anew_gives_the_rest_where_no_other_is_at_the_step() -> None:
     members = [kept(member(0, size=3, at=4), [0, 3, 2]), member(1, 6, in_doubt=7), NEW]
     found = survival_of(members, 5)
     assert found is not None
     assert (found.step, found.donor, found.sources) == (7, 0, (1, 1, 0, 0))
     assert (found.grad_norm, found.is_finite) == (2.5, True)
-    members[0].slices.before.has_rest = False
-    with pytest.raises(SoleCopyLostError, match="slice 1 of 3"):
-        survival_of(members, 5)
 
 
 def test_sums_come_from_one_that_has_not_finished_the_step_late() -> None:
@@ -104,6 +99,11 @@ def test_sums_come_from_one_that_has_not_finished_the_step_late() -> None:
     found = survival_of(members, 5)
     assert found is not None
     assert found.donor == 1
+    with_a_keeper = [members[0], members[2], kept(member(0, size=3, at=4), [1, 0])]
+    with_a_keeper[1].slices.is_late = True
+    found = survival_of(with_a_keeper, 5)
+    assert found is not None
+    assert (found.donor, found.sources) == (2, (0, 2, 1, 1))
     for each in members:
         each.slices.is_late = True
     found = survival_of(members, 5)

@@ -76,6 +76,7 @@ def agree_on_slices(
     survival = survival_of(members, plan.base.step)
     if survival is None:
         work.holding.kept_slices = None
+        work.holding.late.clear()
         trainer = load_base(work, plan.base, share)
     elif _are_as_before(members, survival, share):
         trainer = _held(work)
@@ -116,7 +117,7 @@ def _gathered(
     me, given = view.rank, dict[int, State]()
     kept = _kept(work, survival, members, me)
     if kept is not None and me in survival.givers:
-        given[me] = kept.given(survival.slices_of(me), with_rest=me == survival.donor)
+        given[me] = _gift(work, survival, kept, members, me)
         offer(work, view, *given[me])
     failpoint("worker.mirror.offered")
     for rank in survival.givers:
@@ -152,7 +153,6 @@ def _kept(
         size=held.size,
         step=survival.step,
         slices={number: _slice(trainer, of_mirror=each) for each, number in numbers.items()},
-        rest=_rest(work, trainer, is_torn=held.is_torn) if me == survival.donor else None,
         grad_norm=survival.grad_norm,
         is_finite=survival.is_finite,
     )
@@ -173,12 +173,19 @@ def _slice(trainer: Trainer, *, of_mirror: bool) -> State:
     return state_format.copied(tensors), state_format.state_metadata(trainer.step, numbers)
 
 
-def _rest(work: ExecutionContext, trainer: Trainer, *, is_torn: bool) -> State:
-    """Return a copy of what is not divided, and the sums of the segment."""
+def _gift(
+    work: ExecutionContext, survival: Survival, kept: KeptSlices, members: Members, me: int
+) -> State:
+    """Return what this member gives to the others: copies, which do not change."""
+    tensors, metadata = kept.given(survival.slices_of(me))
+    if me != survival.donor:
+        return tensors, metadata
+    trainer = _held(work)
     further, texts = beside(work, trainer)
     shared, numbers = trainer.state()
-    is_due = {_AVERAGE_IS_DUE: "1"} if is_torn else {}
-    return {**state_format.copied(shared), **further}, {**numbers, **texts, **is_due}
+    is_due = {_AVERAGE_IS_DUE: "1"} if members[me].slices.is_torn else {}
+    whole = {**state_format.copied(shared), **further, **tensors}
+    return whole, {**metadata, **numbers, **texts, **is_due}
 
 
 def _joined(given: Sequence[State], by_donor: State) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -3,7 +3,7 @@
 Pure: decided from what all members say at a rendezvous, by each of them alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.common.base.errors import SoleCopyLostError
@@ -50,6 +50,7 @@ def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival
     said = [each.slices for each in members if each.HasField("slices")]
     divisions = {each.membership for each in said}
     divisions |= {each.before.membership for each in said if each.HasField("before")}
+    late = {rank for rank, each in enumerate(members) if each.slices.is_late}
     lost: SoleCopyLostError | None = None
     for membership in sorted(divisions, reverse=True):
         held = {rank: each for rank, each in enumerate(members) if _holds(each, membership)}
@@ -64,7 +65,7 @@ def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival
         if max(steps) < base_step:
             continue
         try:
-            return _survival(membership, max(steps), held, kept)
+            return _survival(membership, max(steps), held, kept, late)
         except SoleCopyLostError as error:
             if max(steps) > base_step:
                 lost = lost or error
@@ -86,8 +87,10 @@ def _survival(
     step: int,
     held: Mapping[int, RendezvousMember],
     kept: Mapping[int, KeptSlices],
+    late: Container[int],
 ) -> Survival:
-    """Return what is left of one division. Raises SoleCopyLostError where that is not all of it."""
+    """Return what is left of one division; late: who has finished its latest step late. Raises
+    SoleCopyLostError where that is not all of it."""
     holders = {rank: each for rank, each in held.items() if _can_be_at(each, step)}
     keepers = {rank: each for rank, each in kept.items() if each.step == step}
     sizes = [each.slices.size for each in held.values()] + [each.size for each in kept.values()]
@@ -99,15 +102,15 @@ def _survival(
         if number not in place_of:
             text = f"no worker that is left holds slice {number} of {sizes[0]}"
             raise SoleCopyLostError(f"{text} as it was divided last")
-    at_step = {rank: each.slices for rank, each in holders.items() if each.applied_step == step}
-    donors: list[tuple[int, HeldSlices | KeptSlices]] = [
-        # The sums of a member that has finished the step late do not have it yet.
-        *sorted(at_step.items(), key=lambda each: each[1].is_late),
-        *((rank, each) for rank, each in keepers.items() if each.has_rest),
-    ]
+    donors: dict[int, HeldSlices | KeptSlices] = {
+        rank: each.slices for rank, each in holders.items() if each.applied_step == step
+    }
+    donors |= keepers  # they hold what is not divided as of the same step
     if not donors:
         raise SoleCopyLostError("no worker that is left holds what all of them had")
-    donor, by_donor = donors[0]
+    # What a member that has finished the step late has recorded of the segment lacks it.
+    donor = min(donors, key=lambda rank: rank in late)
+    by_donor = donors[donor]
     return Survival(
         membership=membership,
         step=step,

@@ -25,8 +25,6 @@ class KeptSlices:
     """After which they were copied."""
     slices: Mapping[int, State]
     """By number."""
-    rest: State | None
-    """What is not divided, and the sums of the segment; None where others were to give it."""
     grad_norm: float
     is_finite: bool
 
@@ -37,19 +35,13 @@ class KeptSlices:
             size=self.size,
             membership=self.membership,
             step=self.step,
-            has_rest=self.rest is not None,
             grad_norm=self.grad_norm,
             is_finite=self.is_finite,
         )
 
-    def given(
-        self, numbers: Iterable[int], *, with_rest: bool
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return some of the slices in one state, with the rest where this member gives it."""
+    def given(self, numbers: Iterable[int]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return some of the slices in one state."""
         parts = [self.slices[number] for number in numbers]
         tensors = {name: tensor for found, _ in parts for name, tensor in found.items()}
         metadata = {name: text for _, texts in parts for name, text in texts.items()}
-        if with_rest:
-            assert self.rest is not None
-            return {**self.rest[0], **tensors}, {**metadata, **self.rest[1]}
         return tensors, metadata

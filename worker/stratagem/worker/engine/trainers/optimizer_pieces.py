@@ -283,6 +283,7 @@ class OptimizerPieces:
     def load(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Replaces the optimizer's state by this member's slice of the given one, which may be
         nothing."""
+        self.in_doubt, self.torn = None, ""
         self._load(self._pieces, tensors, metadata)
         if self._mirrored:
             own = dict(self.optimizer.state)

@@ -246,8 +246,12 @@ class SharedStep:
         total = torch.scalar_tensor(norm, dtype=torch.float64)
         scalars = sums.scalars
         pieces.summary = StepSummary(scalars.loss, scalars.weight, total, is_finite)
-        pieces.torn = "others have ended the exchange"
-        return self._finish(turn, batch, sums, pieces.summary, lambda: False)
+
+        def leave_out() -> bool:  # not called where the step is skipped
+            pieces.torn = "others have ended the exchange"
+            return False
+
+        return self._finish(turn, batch, sums, pieces.summary, leave_out)
 
     def _finish(
         self,
