@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from stratagem.common.tensors.torch_codec import manifest_of
 from stratagem.coordinator.updates.members.merge_slices import are_sliced, joined_slices
 from stratagem.worker.engine import StepReport, Trainer, build_sliced_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
-from stratagem.worker.exchange import GradientReducer, sliced_exchange
+from stratagem.worker.exchange import ExchangeError, GradientReducer, sliced_exchange
 from stratagem.worker.mesh import Link
 from stratagem.worker.mesh.grpc_backend import form_grpc
 from stratagem.worker.mesh.shm_buffers import SharedGroup
@@ -87,6 +87,30 @@ class SlicedParty:
     def close(self) -> None:
         self.all(lambda rank: self.exchanges[rank].close())
         self._pool.shutdown()
+
+
+def step_without_norms(party: SlicedParty, rank: int) -> list[StepReport | None]:
+    """A step of which one member does not hear the norms; None for each that it failed for."""
+    transport = party.exchanges[rank].slices
+    assert transport is not None
+    gather = transport.gather_norms
+
+    def lose(*arguments: Any) -> Any:
+        gather(*arguments)
+        party.exchanges[rank].cut()
+        raise ExchangeError("gone")
+
+    object.__setattr__(transport, "gather_norms", lose)
+    shards = assign_shards(party.num_shards, party.size)
+
+    def step(rank: int) -> StepReport | None:
+        exchange = party.exchanges[rank]
+        try:
+            return party.trainers[rank].train_step(exchange, shards[rank], party.num_shards)
+        except ExchangeError:
+            return None
+
+    return party.all(step)
 
 
 def told(report: StepReport) -> tuple[object, ...]:

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.tensors.state_slices import parameter_slice, slice_name
-from stratagem.worker.engine import StepReport, build_sliced_trainer
+from stratagem.worker.engine import build_sliced_trainer
 from stratagem.worker.engine.trainers.dealt_tensors import dealt_out
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.exchange.all_reduce import all_reduce_schedule
 from tests.jobs import user_data, user_model
 from tests.worker.engine.sliced_party import (
-    SlicedParty,
     links_over,
     replicated,
     sliced_party,
+    step_without_norms,
     told,
 )
 from tests.worker.engine.sliced_training import (
@@ -240,29 +239,6 @@ def test_a_member_that_leaves_before_parameters_are_shared_fails_the_step(engine
         assert all(party.all(step))
 
 
-def step_without_norms_of_the_second(party: SlicedParty) -> list[StepReport | None]:
-    """A step of three, of which the second does not hear the norms; None where it failed."""
-    transport = party.exchanges[1].slices
-    assert transport is not None
-    gather = transport.gather_norms
-
-    def lose(*arguments: Any) -> Any:
-        gather(*arguments)
-        party.exchanges[1].cut()
-        raise ExchangeError("gone")
-
-    object.__setattr__(transport, "gather_norms", lose)
-    shards = assign_shards(NUM_SHARDS, 3)
-
-    def step(rank: int) -> StepReport | None:
-        try:
-            return party.trainers[rank].train_step(party.exchanges[rank], shards[rank], NUM_SHARDS)
-        except ExchangeError:
-            return None
-
-    return party.all(step)
-
-
 @pytest.mark.parametrize("state", ["optimizer", "full"])
 def test_a_step_that_all_skip_leaves_nothing_out_where_it_is_finished_later(state: str) -> None:
     """Else its average would be taken after it, by those that have the state from this member."""
@@ -275,7 +251,7 @@ def test_a_step_that_all_skip_leaves_nothing_out_where_it_is_finished_later(stat
         first, second = party.trainers[0], party.trainers[1]
         for trainer in party.trainers:
             trainer.params[0][1].register_hook(lambda grad: torch.full_like(grad, torch.inf))
-        step_without_norms_of_the_second(party)
+        step_without_norms(party, 1)
         assert first.pieces is not None
         assert first.pieces.summary is not None
         assert not first.pieces.summary.is_finite
@@ -298,7 +274,7 @@ def test_a_step_that_others_have_applied_is_finished_later(engine: str, state: s
         sliced_party(spec, links, NUM_SHARDS, is_mirrored=True, is_full=is_full) as party,
     ):
         party.step()
-        reports = step_without_norms_of_the_second(party)
+        reports = step_without_norms(party, 1)
         # The third has a mirror of the slice that is missed, so it ends the step whole where all
         # that it sends is there before the cut.
         # With slices of parameters nothing is sent after an update over a link.

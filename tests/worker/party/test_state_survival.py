@@ -14,9 +14,11 @@ def member(
     return RendezvousMember(applied_step=step, slices=slices)
 
 
-def kept(divided: RendezvousMember, numbers: list[int], *, at: int = 3) -> RendezvousMember:
+def kept(
+    divided: RendezvousMember, numbers: list[int], *, size: int = 4, at: int = 3
+) -> RendezvousMember:
     """A member with its new slices, and copies of those before."""
-    before = KeptSlices(numbers=numbers, size=4, membership=at, step=7)
+    before = KeptSlices(numbers=numbers, size=size, membership=at, step=7)
     before.grad_norm, before.is_finite = 2.5, True
     divided.slices.before.CopyFrom(before)
     return divided
@@ -109,6 +111,22 @@ def test_sums_come_from_one_that_has_not_finished_the_step_late() -> None:
     found = survival_of(members, 5)
     assert found is not None
     assert found.donor == 0
+
+
+def test_a_step_of_one_that_was_cut_off_is_done_again_where_no_other_can_reach_it() -> None:
+    """Of five it alone had applied the step; two of the others have divided the one before anew."""
+    members = [
+        kept(member(0, size=4, at=4), [0, 4], size=5),
+        member(1, 8, size=5),
+        member(2, size=5),
+        member(3, size=5),
+        kept(member(3, size=4, at=4), [4, 3], size=5),
+    ]
+    found = survival_of(members, 5)
+    assert found is not None
+    assert (found.membership, found.step, found.donor) == (3, 7, 2)
+    assert found.sources == (0, 2, 2, 3, 4)
+    assert found.holders == {2, 3}
 
 
 def test_a_slice_that_is_gone_after_the_step_of_the_base_is_in_the_base() -> None:

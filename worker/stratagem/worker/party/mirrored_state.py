@@ -126,6 +126,7 @@ def _gathered(
     whole, texts = _joined([given[rank] for rank in survival.givers], given[survival.donor])
     average_is_due = bool(texts.pop(_AVERAGE_IS_DUE, ""))
     sums = take_sums(texts, whole)
+    marks = {} if kept is None else _held(work).stream_marks()
     work.holding.kept_slices = kept
     work.holding.trainer = None  # it is in what was given
     trainer = load(work, whole, texts, share)
@@ -134,6 +135,8 @@ def _gathered(
     if kept is None:
         work.holding.late.clear()  # the sums of the donor hold that step already
         sums.take(work, trainer)
+    else:
+        trainer.add_stream_marks(marks)
     return trainer
 
 

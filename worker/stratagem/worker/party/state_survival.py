@@ -41,9 +41,10 @@ class Survival:
 def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival | None:
     """Return what there is to go on with; None where nobody holds anything newer than the base.
 
-    That is the newest division of which every slice is left. Members may have come to different
-    ones: where they change while the state is being divided anew, some of them hold their new
-    slices, and keep the earlier ones for the others.
+    That is the newest division of which every slice is left, after its newest such step. Members
+    may have come to different divisions: where they change while the state is being divided anew,
+    some of them hold their new slices, and keep the earlier ones for the others. And one that was
+    cut off may be a step ahead of those.
 
     Raises SoleCopyLostError where a slice is gone with all that held it.
     """
@@ -59,16 +60,14 @@ def survival_of(members: Sequence[RendezvousMember], base_step: int) -> Survival
             for rank, each in enumerate(members)
             if each.HasField("slices") and _keeps(each.slices, membership)
         }
-        steps = [each.applied_step for each in held.values()] + [
-            each.step for each in kept.values()
-        ]
-        if max(steps) < base_step:
-            continue
-        try:
-            return _survival(membership, max(steps), held, kept, late)
-        except SoleCopyLostError as error:
-            if max(steps) > base_step:
-                lost = lost or error
+        steps = {each.applied_step for each in held.values()}
+        steps |= {each.step for each in kept.values()}
+        for step in sorted((each for each in steps if each >= base_step), reverse=True):
+            try:
+                return _survival(membership, step, held, kept, late)
+            except SoleCopyLostError as error:
+                if step > base_step:
+                    lost = lost or error
     if lost is not None:
         raise lost
     return None

@@ -197,7 +197,7 @@ class SessionState:
             self.lineage = lineage
         if self.tally.segment != segment:
             self.begin_sums(segment)
-            self.answer = NO_ANSWER
+            self.answer, self.late = NO_ANSWER, []
 
     def begin_sums(self, segment: int) -> None:
         """Begin a segment at its first step, with nothing summed up or recorded of it."""
