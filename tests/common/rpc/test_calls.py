@@ -21,6 +21,7 @@ from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import add_health, bind, make_server
 from stratagem.common.rpc.status_codes import TABLE, from_rpc_error
 from stratagem.v1 import worker_pb2, worker_pb2_grpc
+from tests.circles import Watched, no_collector
 from tests.common.rpc.rig import rpc_errors, serving, stub_of
 from tests.patience import PATIENCE_S
 
@@ -130,6 +131,23 @@ async def test_a_defect_leaks_nothing(kind: str, caplog: pytest.LogCaptureFixtur
     everything = f"{raised.value.details()} {raised.value.trailing_metadata()}"
     assert "secret" not in everything
     assert "Traceback" not in everything
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_refused_call_has_held_is_freed_with_it(kind: str) -> None:
+    errors_of_calls = Watched()
+
+    class Refusing(Raiser):
+        @property
+        def error(self) -> BaseException:  # type: ignore[override]
+            return errors_of_calls.watch(errors.NotFoundError("no such thing"))
+
+    async with serving(Refusing()) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        with no_collector():
+            for _ in range(3):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await kinds(stub_of(channel))[kind]()
+            await errors_of_calls.until_freed()
 
 
 async def test_timeouts_and_own_aborts_keep_their_code() -> None:

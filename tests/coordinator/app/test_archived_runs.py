@@ -6,6 +6,7 @@ The reference is the pure core, which forgets nothing; see tests/coordinator/cor
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.run_queries import Runs
 from stratagem.coordinator.service.stream_calls import download, which
 from stratagem.v1.coordinator_pb2 import DownloadStateResponse
+from tests.circles import Watched, no_collector
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import twins
 from tests.coordinator.core.jobs import (
@@ -166,6 +168,19 @@ async def test_watchers_of_a_run_that_goes_on_stay_after_a_restart(tmp_path: Pat
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await app.loop.close()
+
+
+async def test_the_error_of_a_refused_command_is_freed_with_it(tmp_path: Path) -> None:
+    errors = Watched()
+    async with twins(tmp_path) as both:
+        with no_collector():
+            try:
+                await both.loop.submit(CancelRun(RUN))
+            except NotFoundError as error:
+                errors.watch(error)
+            with suppress(NotFoundError):  # the loop keeps its newest command
+                await both.loop.submit(CancelRun(RUN))
+            await errors.until_freed()
 
 
 LOST: dict[str, Callable[[Path], None]] = {

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
 from stratagem.common.base.errors import InvalidInputError, UnavailableError, WrongStateError
+from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.base.exception_text import sole
 from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.protocol_version import PROTOCOL_KEY, PROTOCOL_VERSION
@@ -265,7 +266,7 @@ def _unless_bytes(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], b
 def _ruled(
     behaviour: Callable[[Any, Context], Awaitable[Any]], rules: _Call
 ) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+    async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
         try:
             with rules.counted():
                 request = await rules.request(requests, context)
@@ -278,6 +279,14 @@ def _ruled(
             raise
         except Exception as error:  # the RPC boundary
             await _abort(context, rules.method, error, rules.calls)
+
+    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+        try:
+            return await answer(requests, context)
+        except (grpc.aio.BaseError, asyncio.CancelledError) as abort:
+            del requests, context  # this frame it gets again
+            # gRPC keeps it with the call or its task, which its frames keep.
+            raise without_frames(abort) from None
 
     return call
 

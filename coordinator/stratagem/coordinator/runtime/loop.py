@@ -185,7 +185,10 @@ class Loop:
         self._queue.put_nowait(ask)
         if self._has_ended:
             ask.answer.cancel()
-        return await ask.answer
+        try:
+            return await ask.answer
+        finally:
+            del ask  # an error that is its answer has this frame
 
     async def snapshot(self) -> tuple[Snapshot, CoordinatorState]:
         """Return the journal as it is between two batches, and the state that its facts make."""

@@ -22,7 +22,8 @@ from stratagem.coordinator.observe.waiting_reasons import say_what_fails
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.runtime.tasks import effect_supervisor as supervisor_module
 from stratagem.coordinator.runtime.tasks.effect_supervisor import TROUBLE, RunSupervisor
-from stratagem.coordinator.runtime.tasks.task_group import task_group
+from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
+from tests.circles import Watched, no_collector
 from tests.coordinator.runtime.effects import member, segment
 from tests.patience import PATIENCE_S
 
@@ -244,6 +245,31 @@ async def test_an_effect_whose_call_is_cancelled_under_it_is_tried_again() -> No
         await again.wait()
     await supervisor.close()
     assert supervisor.num_failures["RunSegment"] == 1
+
+
+async def test_what_an_effect_has_held_is_freed_when_it_is_stopped() -> None:
+    """The task keeps its cancellation, and that its frames, in which is what knows the task."""
+    held, begun = Watched(), asyncio.Event()
+
+    async def call(effect: Effect) -> None:
+        thing = held.watch(Performed())
+        async with task_group() as group:
+            group.create_task(asyncio.Event().wait())
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                stop_if_cancelled()
+        assert thing.running
+
+    supervisor = RunSupervisor(call)
+    with no_collector():
+        supervisor.reconcile(frozenset({segment("x", "a")}))
+        async with asyncio.timeout(PATIENCE_S):
+            await begun.wait()
+        supervisor.reconcile(frozenset())
+        await held.until_freed()
+    await supervisor.close()
 
 
 async def test_a_defect_is_logged_without_the_groups_around_it() -> None:

@@ -11,10 +11,12 @@ catch every exception, because a failing effect must be reported and tried again
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection
+from typing import NoReturn
 
 import structlog
 
 from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.base.exception_text import leaves, sole, told
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.retry_backoff import Backoff
@@ -137,6 +139,14 @@ class RunSupervisor:
             del self._of_run[effect.run_id]
 
     async def _persist(self, effect: Effect) -> None:
+        """Perform an effect until the task is cancelled."""
+        try:
+            await self._keep_trying(effect)
+        except asyncio.CancelledError as end:
+            # The task keeps it, whose frames keep the task.
+            raise without_frames(end) from None
+
+    async def _keep_trying(self, effect: Effect) -> NoReturn:
         backoff, num_failed = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0
         while True:
             pause_s = backoff.next_s()
