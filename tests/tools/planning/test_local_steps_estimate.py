@@ -7,8 +7,9 @@ import pytest
 
 from stratagem.common.job import JobSpec, exchanged_codec
 from stratagem.tools.planning.measured_step import measure_training
-from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
+from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.outer_messages import outer_messages
+from stratagem.tools.planning.step_memory import StepMemory, text_of
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from tests.tools.planning.support import SITE, kind_job, replicas
 from tests.worker.engine.local_replicas import local_steps_job

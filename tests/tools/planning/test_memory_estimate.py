@@ -13,8 +13,9 @@ from stratagem.common.tensors.open_files import MAX_COPY_BYTES
 from stratagem.tools.planning.codec_memory import codec_memory
 from stratagem.tools.planning.gossip_memory import coded_copies, num_known, plain_copies
 from stratagem.tools.planning.measured_step import measure_training
-from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
+from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.received_states import num_copied, num_received
+from stratagem.tools.planning.step_memory import StepMemory, text_of
 from stratagem.worker.engine import GossipTrainer, build_sliced_trainer, build_trainer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
 from stratagem.worker.exchange.buckets.gradient_buckets import GradientBuckets

@@ -5,12 +5,10 @@ data parallelism the rows, a pipeline the layers, accumulation the rows of a pas
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.wording import counted
-from stratagem.common.compression import TensorLayout
 from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
 from stratagem.common.numerics.batch_shards import assign_shards
 from stratagem.common.strategy import (
@@ -35,106 +33,13 @@ from stratagem.tools.planning.measured_step import measure_training
 from stratagem.tools.planning.outer_messages import outer_messages
 from stratagem.tools.planning.received_states import num_copied, num_received
 from stratagem.tools.planning.simulated_local_steps import ReplicasReading, play_local_steps
-from stratagem.tools.planning.simulated_step import (
-    Reading,
-    library_workspace,
-    play_forward,
-    play_training,
-)
+from stratagem.tools.planning.simulated_step import play_forward, play_training
 from stratagem.tools.planning.stage_memory import play_stages
+from stratagem.tools.planning.step_memory import StepMemory, memory_of, text_of, with_moment
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.models.model_builder import float_dtype
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.session.session_states import NUM_SNAPSHOTS
-
-_PARTS: Final = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes on the device of one worker during a training step; the six parts add up to `total`.
-
-    gradients: all buckets, and what the exchange receives into or copies. activations: the batch
-    and what forward keeps for backward. workspace: what is there for a moment at the worst one.
-    buffers: with the engine's copies of them, and predictions that are kept. snapshot: of the
-    state at a commit, in host memory; num_snapshots: that are kept at a time. received: of a state
-    that the clients of a federation begin from, there, too; num_received: likewise. num_copied: of
-    updates as large, for a coordinator on the same machine. rows: that pass
-    through the model together. measured: the peak of a real step, if one was done; the workspace
-    then holds what was measured beyond the rest.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    workspace: int
-    buffers: int
-    snapshot: int
-    rows: int
-    num_parameters: int
-    device: str
-    measured: int | None = None
-    num_snapshots: int = 1
-    received: int = 0
-    num_received: int = 0
-    num_copied: int = 0
-    layout: tuple[TensorLayout, ...] = ()
-    """What is trained, where one party trains it."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, name) for name in _PARTS)
-
-    @property
-    def needed(self) -> int:
-        """Return the bytes needed of the device's memory; on a CPU the snapshots and what is
-        received are in the same memory."""
-        of_clients = (self.num_received + self.num_copied) * self.received
-        states = self.num_snapshots * self.snapshot + of_clients
-        return self.total + (states if self.device == "cpu" else 0)
-
-    @property
-    def calibrated_by(self) -> str:
-        """ "a measured step", or "" where nothing was measured."""
-        return "a measured step" if self.measured is not None else ""
-
-    def document(self) -> dict[str, Any]:
-        """Return the estimate as plain values, for JSON."""
-        fields = asdict(self)
-        del fields["layout"]
-        return {
-            **fields,
-            "notes": list(self.notes),
-            "total": self.total,
-            "needed": self.needed,
-            "calibrated_by": self.calibrated_by,
-        }
-
-    def __str__(self) -> str:
-        lines = [f"{name:<12} {text_of(getattr(self, name)):>10}" for name in _PARTS]
-        lines.append(f"{'total':<12} {text_of(self.total):>10}  on {self.device}, {self.rows} rows")
-        states = [("snapshots", self.snapshot, self.num_snapshots)]
-        if self.num_received:
-            states.append(("received", self.received, self.num_received))
-        if self.num_copied:
-            states.append(("copied", self.received, self.num_copied))
-        for name, size, number in states:
-            kept = f"in host memory, of {text_of(size)} each: {number}"
-            lines.append(f"{name:<12} {text_of(number * size):>10}  {kept}")
-        lines.append(f"{'needed':<12} {text_of(self.needed):>10}  of the memory of {self.device}")
-        return "\n".join(lines)
-
-
-def text_of(num_bytes: int) -> str:
-    """A size for people, in binary units."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def estimate_memory(
@@ -194,7 +99,7 @@ def _running(job: JobSpec, site: Site, num_workers: int | None) -> StepMemory:
     """Estimate a model that is only run, with the predictions that the worker keeps until all is
     done."""
     reading = play_forward(job, site, job.batch_size)
-    estimate = _estimate(reading, site, job.batch_size, ())
+    estimate = memory_of(reading, site, job.batch_size, ())
     if isinstance(job.strategy, ModelParallel):
         note = "the whole model on one worker; a stage holds its own part"
         return replace(estimate, notes=(note,))
@@ -270,7 +175,7 @@ def _controlled(estimate: StepMemory, item_bytes: int) -> StepMemory:
         snapshot=estimate.snapshot + variate,
         notes=(*estimate.notes, note),
     )
-    return _with_moment(held, 2 * variate) if estimate.device == "cpu" else held
+    return with_moment(held, 2 * variate) if estimate.device == "cpu" else held
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
@@ -297,7 +202,7 @@ def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> 
     if estimate.device != "cpu":
         held, codec = num_owned * 2 * codec.state, replace(codec, scratch=0)
     kept = replace(estimate, gradients=estimate.gradients + held)
-    return _with_moment(kept, codec.scratch)
+    return with_moment(kept, codec.scratch)
 
 
 def _with_outer_messages(
@@ -313,8 +218,8 @@ def _with_outer_messages(
         return replace(estimate, notes=(*estimate.notes, note))
     noted = replace(estimate, notes=(*estimate.notes, note))
     if not options.overlap_steps:
-        return _with_moment(noted, need.messages + need.moment)
-    return _with_moment(replace(noted, gradients=noted.gradients + need.messages), need.moment)
+        return with_moment(noted, need.messages + need.moment)
+    return with_moment(replace(noted, gradients=noted.gradients + need.messages), need.moment)
 
 
 def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
@@ -338,7 +243,7 @@ def _party(strategy: DataParallel, num_workers: int | None) -> ShardOwners:
 def _of_party(job: JobSpec, site: Site, party: ShardOwners) -> StepMemory:
     rows = rows_of_pass(job, party.num_shards)
     one_pass = _without_accumulation(job, rows * party.num_shards)
-    return _estimate(play_training(one_pass, site, party), site, rows, ())
+    return memory_of(play_training(one_pass, site, party), site, rows, ())
 
 
 def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
@@ -401,7 +306,7 @@ def _gossip(
             "their neighbours among them",
         ),
     )
-    return _with_moment(estimate, copies.moment)
+    return with_moment(estimate, copies.moment)
 
 
 def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | None) -> StepMemory:
@@ -410,7 +315,7 @@ def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | 
     num_replicas, party = strategy.num_replicas, _party(strategy, num_workers)
     rows, held = rows_of_pass(job, num_replicas), len(party.owned)
     found = play_local_steps(_without_accumulation(job, rows * num_replicas), site, party)
-    estimate = _estimate(found.reading, site, rows, (_replicas_note(found, held, num_replicas),))
+    estimate = memory_of(found.reading, site, rows, (_replicas_note(found, held, num_replicas),))
     if party.size > 1 and isinstance(strategy.aggregation, ParameterServer):
         received = 4 * estimate.num_parameters  # the sums are staged next to the buckets
         estimate = replace(estimate, gradients=estimate.gradients + received)
@@ -428,41 +333,15 @@ def _replicas_note(found: ReplicasReading, held: int, num_replicas: int) -> str:
     )
 
 
-def _with_moment(estimate: StepMemory, num_bytes: int) -> StepMemory:
-    """Add memory that is needed temporarily, at a time when no activations are left."""
-    more = num_bytes - estimate.activations - estimate.workspace
-    return replace(estimate, workspace=estimate.workspace + max(0, more))
-
-
 def _pipeline(job: JobSpec, site: Site, strategy: ModelParallel, rows: int) -> StepMemory:
     """The worker of the stage that needs most; its notes tell the need of each stage."""
     stages = play_stages(job, site, strategy, rows)
-    needs = [_estimate(stage.reading, site, stage.rows, ()) for stage in stages]
+    needs = [memory_of(stage.reading, site, stage.rows, ()) for stage in stages]
     notes = tuple(
         f"{stage.name}: {text_of(need.total)}, {stage.kept}"
         for stage, need in zip(stages, needs, strict=True)
     )
     return replace(max(needs, key=lambda estimate: estimate.total), notes=notes)
-
-
-def _estimate(reading: Reading, site: Site, rows: int, notes: tuple[str, ...]) -> StepMemory:
-    fixed = reading.parameters + reading.gradients + reading.optimizer + reading.buffers
-    # After the last backward the optimizer may need more than the activations did.
-    activations = max(0, min(reading.before_backward, reading.peak) - fixed)
-    return StepMemory(
-        parameters=reading.parameters,
-        gradients=reading.gradients,
-        optimizer=reading.optimizer,
-        activations=activations,
-        workspace=max(0, reading.peak - fixed - activations) + library_workspace(site.device),
-        buffers=reading.buffers,
-        snapshot=reading.state,
-        rows=rows,
-        num_parameters=reading.num_parameters,
-        device=site.device.type,
-        layout=reading.layout,
-        notes=notes,
-    )
 
 
 def _calibrated(job: JobSpec, site: Site, estimate: StepMemory) -> StepMemory:

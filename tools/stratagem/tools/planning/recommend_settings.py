@@ -24,12 +24,7 @@ from stratagem.common.strategy import (
     is_cut,
 )
 from stratagem.tools.planning.job_site import Site
-from stratagem.tools.planning.memory_estimate import (
-    StepMemory,
-    estimate_memory,
-    rows_of_share,
-    text_of,
-)
+from stratagem.tools.planning.memory_estimate import estimate_memory, rows_of_share
 from stratagem.tools.planning.resolve_parallelism import (
     SAFETY_MARGIN,
     CandidateWorker,
@@ -37,6 +32,7 @@ from stratagem.tools.planning.resolve_parallelism import (
     StrategyChoice,
     choose,
 )
+from stratagem.tools.planning.step_memory import StepMemory, text_of
 from stratagem.worker.plans.supported_settings import check_supported
 
 _LOWER: Final = {"Full": ("Single", "Mixed", "Half"), "Single": ("Mixed", "Half")}

@@ -27,9 +27,10 @@ from stratagem.common.strategy import (
     WorkerIdTarget,
 )
 from stratagem.tools.planning.job_site import Site
-from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
+from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.simulated_step import play_forward
 from stratagem.tools.planning.stage_memory import NodeCost, node_costs
+from stratagem.tools.planning.step_memory import StepMemory, text_of
 
 SAFETY_MARGIN: Final = 0.1
 """The part of the memory left free: what kernels take inside an operation, and fragments."""

@@ -29,9 +29,10 @@ from stratagem.tools.export.exported_program import (
 from stratagem.tools.export.hf_folder import write_hf_folder
 from stratagem.tools.export.trained_model import example_inputs, trained_model
 from stratagem.tools.planning.job_site import Site
-from stratagem.tools.planning.memory_estimate import StepMemory, estimate_memory, text_of
+from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
+from stratagem.tools.planning.step_memory import StepMemory, text_of
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.code_store import CodeStore
 from stratagem.worker.user_code.entrypoints import EntryPoints
