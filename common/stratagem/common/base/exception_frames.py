@@ -1,4 +1,4 @@
-"""Exceptions that are kept after they were raised: by the task or the call that they have ended."""
+"""Exceptions that are kept by what they have ended: a task, a call or a plan."""
 
 from typing import TypeVar
 
@@ -6,11 +6,21 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """Return the error without the frames that it has come through, its own and of the one before.
+    """Take the frames that it has come through from an error, those before it, and its parts.
 
     Where what keeps the error is in one of them, that is a circle: nothing in these frames would be
     freed until Python's collector looks at them, nor the memory that their objects hold outside of
     Python.
     """
-    error.__context__ = None
-    return error.with_traceback(None)
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = None
+        left += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+    return error

@@ -11,7 +11,7 @@ iterator.
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -280,13 +280,17 @@ def _ruled(
         except Exception as error:  # the RPC boundary
             await _abort(context, rules.method, error, rules.calls)
 
-    async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+    async def call(requests: Any, context: Context) -> Any:
         try:
             return await answer(requests, context)
-        except (grpc.aio.BaseError, asyncio.CancelledError) as abort:
-            del requests, context  # this frame it gets again
+        except (grpc.aio.BaseError, asyncio.CancelledError) as end:
             # gRPC keeps it with the call or its task, which its frames keep.
-            raise without_frames(abort) from None
+            end.__context__ = None
+            raise without_frames(end) from None
+        finally:
+            with suppress(RuntimeError):  # a task of the handler is reading
+                await aiter(requests).aclose()  # what has not ended keeps itself
+            del requests, context  # this frame is the error's again
 
     return call
 

@@ -18,7 +18,6 @@ computed again: they may have been those of different callers.
 """
 
 import asyncio
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
@@ -29,6 +28,7 @@ from typing import BinaryIO, Final, Protocol
 from torch import Tensor
 
 from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
+from stratagem.common.process.own_folder import OwnFolder, remove_abandoned
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose
 from stratagem.common.tensors.open_files import UnreadableFileError, contents, opened, until
@@ -37,6 +37,8 @@ from stratagem.common.tensors.state_leaves import state_digest
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 from stratagem.v1 import tensor_pb2
 
+PREFIX: Final = "received-"
+"""What the name of a worker's folder of blobs in its data directory begins with."""
 NUM_STATES: Final = 2
 """Kept of a run, or of each of its federations."""
 MAX_FEDERATIONS: Final = 8
@@ -219,7 +221,10 @@ class ReceivedBlobs:
         self, data_dir: Path | None, max_memory_bytes: int, *, max_uploads: int = MAX_UPLOADS
     ) -> None:
         self.data_dir = data_dir
-        self._directory = None if data_dir is None else data_dir / f"blobs-{os.getpid()}"
+        self._folder: OwnFolder | None = None
+        """Made for the first blob that needs it."""
+        if data_dir is not None:
+            remove_abandoned(data_dir, PREFIX)
         self._max_memory_bytes = max_memory_bytes
         self._max_uploads = max_uploads
         self._runs: dict[str, _RunBlobs] = {}
@@ -313,14 +318,16 @@ class ReceivedBlobs:
             blob.drop()
         for key in [key for key in self._uploads if key[0] == run_id]:
             self._uploads.pop(key).drop()
+        if self._folder is not None:
+            with suppress(OSError):  # it has none, or a file of it cannot be deleted
+                (self._folder.path / run_id).rmdir()
 
     def clear(self) -> None:
         for run_id in {*self._runs, *(run_id for run_id, _ in self._uploads)}:
             self.drop_run(run_id)
-        if self._directory is not None and self._directory.exists():
-            for directory in self._directory.iterdir():
-                directory.rmdir()
-            self._directory.rmdir()
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     @property
     def memory_bytes(self) -> int:
@@ -330,9 +337,11 @@ class ReceivedBlobs:
 
     def _begin(self, run_id: str, digest: str, manifest: Manifest) -> Blob:
         has_room = self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
-        if self._directory is None or has_room:
+        if self.data_dir is None or has_room:
             return _InMemory(manifest)
-        return _OnDisk(self._directory / run_id / digest, manifest)
+        if self._folder is None:
+            self._folder = OwnFolder(self.data_dir, PREFIX)
+        return _OnDisk(self._folder.path / run_id / digest, manifest)
 
     def _keep(self, run_id: str, digest: str, blob: Blob) -> None:
         run = self._runs.setdefault(run_id, _RunBlobs())

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from stratagem.common.base.errors import InvalidInputError, RefusedBySiteError
+from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
 from stratagem.v1 import worker_pb2 as pb
@@ -229,7 +230,8 @@ class PlanExecution:
     def _failed(self, error: BaseException) -> None:
         self._phase = ExecutionPhase.FAILED
         self._forget_timers()
-        self._work.outbox.fail(error)
+        # What its frames have, tensors above all, is not needed: it has been logged.
+        self._work.outbox.fail(without_frames(error))
 
     # ---- in the torch thread ----
 

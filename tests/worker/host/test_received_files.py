@@ -1,0 +1,57 @@
+"""The files of blobs that a worker has no memory for: they go with it, even if it is killed."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from stratagem.common.tensors.manifest import Purpose
+from stratagem.common.tensors.safetensors_file import blob_digest
+from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.worker.host.worker_blob_cache import PREFIX, ReceivedBlobs
+from tests.common.tensors.chunk_messages import iter_chunks
+
+OTHER = """
+import sys
+from pathlib import Path
+from stratagem.common.process.own_folder import OwnFolder
+print(OwnFolder(Path(sys.argv[1]), sys.argv[2]).path, flush=True)
+sys.stdin.read()
+"""
+
+
+def receive(cache: ReceivedBlobs) -> None:
+    manifest, buffers = manifest_of({"x": torch.ones(7)}, Purpose.STATE)
+    upload = cache.open_upload("run", blob_digest(manifest, buffers), manifest, 1)
+    for chunk in iter_chunks(buffers, 0):
+        upload.writer.write(chunk)
+    cache.commit("run", upload)
+
+
+def test_files_of_a_killed_worker_are_removed_when_the_next_begins(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OTHER, str(tmp_path), PREFIX]
+    folders = []
+    with ExitStack() as stack:
+        for _ in range(2):
+            other = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            stack.callback(other.communicate)
+            assert other.stdout is not None
+            folders.append(Path(other.stdout.readline().strip()))
+            (folders[-1] / "run").mkdir()
+            (folders[-1] / "run" / "state").touch()
+        other.kill()
+        other.wait()
+        cache = ReceivedBlobs(tmp_path, 0)
+        assert [folder.exists() for folder in folders] == [True, False]
+        receive(cache)
+        (own,) = set(tmp_path.iterdir()) - {folders[0]}
+        assert len([*own.glob("run/*")]) == 1
+        cache.drop_run("run")
+        assert not [*own.iterdir()]
+        receive(cache)
+        cache.clear()
+        assert [*tmp_path.iterdir()] == [folders[0]]
