@@ -340,6 +340,7 @@ class ReceivedBlobs:
         if self.data_dir is None or has_room:
             return _InMemory(manifest)
         if self._folder is None:
+            self.data_dir.mkdir(parents=True, exist_ok=True)
             self._folder = OwnFolder(self.data_dir, PREFIX)
         return _OnDisk(self._folder.path / run_id / digest, manifest)
 
