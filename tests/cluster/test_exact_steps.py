@@ -53,6 +53,7 @@ def test_a_member_killed_in_the_middle_changes_neither_bits_nor_what_is_logged(
     exact_cluster.kill("worker-1", signal.SIGKILL)
     gates.open()
     outcome = outcome_of(run)
+    exact_cluster.wait_ready()
     assert len(outcome.of("MembersFormed")) > 1
     assert outcome.status.reproducible
     expected = sharded_loop(spec, ALLOWED, 3)

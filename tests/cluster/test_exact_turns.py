@@ -57,6 +57,7 @@ def test_a_member_killed_between_two_turns_changes_no_bit(
     exact_cluster.kill("worker-1", signal.SIGKILL)
     gates.open()
     outcome = outcome_of(run)
+    exact_cluster.wait_ready()
     assert len(outcome.of("MembersFormed")) > 1
     expected = turns_loop(spec, ALLOWED, 3, 10)
     assert_same_bits(outcome.state, expected.state)
@@ -85,6 +86,7 @@ def test_clients_of_which_one_is_killed_between_two_turns(
     exact_cluster.kill("worker-1", signal.SIGKILL)
     gates.open()
     outcome = outcome_of(run)
+    exact_cluster.wait_ready()
     assert_same_bits(outcome.state, federated_turns_loop(spec, ALLOWED).state)
 
 

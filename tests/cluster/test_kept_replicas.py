@@ -22,6 +22,7 @@ from tests.cluster.jobs import (
     outcome_of,
     wait_for,
 )
+from tests.crash.rig import until
 from tests.jobs import job, user_data
 from tests.patience import PATIENCE_S
 from tests.reference.local_steps_loop import local_steps_loop
@@ -71,7 +72,8 @@ def test_a_killed_worker_goes_on_with_its_file(
     exact_cluster.wait_ready()
     assert_is(outcome, spec, 1, 2, 3, 4, 5)
     assert not outcome.of("SoleCopiesLost")
-    assert not files_of(exact_cluster, "worker-0", run).exists()
+    kept = files_of(exact_cluster, "worker-0", run)  # until its session is closed, after the end
+    until(lambda: not kept.exists(), "the worker keeps nothing of a run that has ended")
 
 
 def test_a_stopped_run_is_uploaded_and_goes_on_where_it_was(client: Client, gates: Gates) -> None:

@@ -34,6 +34,7 @@ def test_the_masks_of_lost_clients_are_taken_from_the_sum(
     exact_cluster.kill("worker-1")
     gates.open()
     outcome = outcome_of(run)
+    exact_cluster.wait_ready()
     closed = [event.payload for event in outcome.of("RoundClosed")]
     summed = {c["round_num"]: [a["client"] for a in c["accepted"]] for c in closed}
     assert summed[2] == [0, 1, 2, 3, 4]
@@ -75,6 +76,7 @@ def test_twelve_clients_on_a_ring_of_which_two_drop_out_in_different_phases(
     forget_keys(exact_cluster, "worker-3", run.run_id, 7)
     gates.open()
     outcome = outcome_of(run)
+    exact_cluster.wait_ready()
     closed = [event.payload for event in outcome.of("RoundClosed")]
     summed = {c["round_num"]: [a["client"] for a in c["accepted"]] for c in closed}
     assert summed == {1: [c for c in range(12) if c != 5], 2: [*range(12)]}
@@ -100,6 +102,7 @@ def test_a_round_that_has_lost_too_many_keys_begins_again_with_new_ones(
     forget_keys(exact_cluster, "worker-1", run.run_id, 1)
     gates.open()
     outcome = outcome_of(run)
+    exact_cluster.wait_ready()
     (again,) = [event.payload for event in outcome.of("RoundRestarted")]
     assert (again["round_num"], again["attempt"]) == (1, 1)
     assert "2 can be in the sum, and 3 are needed to unmask it" in again["reason"]

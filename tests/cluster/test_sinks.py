@@ -24,8 +24,10 @@ from stratagem.client.cli.main import app
 from stratagem.client.history.step_history import History
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.run_handle import RunHandle
-from tests.cluster.jobs import data_parallel
-from tests.jobs import document
+from stratagem.client.sinks.cursor_file import cursor_path, read_cursor
+from tests.cluster.jobs import Gates, data_parallel
+from tests.crash.rig import until
+from tests.jobs import document, user_data
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -42,13 +44,13 @@ class Refusing(CsvSink):
         raise OSError("no space left")
 
 class Killed(CsvSink):
-    calls = 0
+    has_kept = False
     def keep(self, cursor):
-        Killed.calls += 1
         super().keep(cursor)
+        Killed.has_kept = bool(cursor.steps)
     def rows(self, block):
         super().rows(block)
-        if Killed.calls:  # behind what is kept, in the middle of what comes next
+        if Killed.has_kept:  # behind what is kept, in the middle of what comes next
             self._file._file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -74,11 +76,12 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("theirs", None)
 
 
-def job_file(folder: Path) -> Path:
+def job_file(folder: Path, **sections: Any) -> Path:
     """A run whose rows stand for a step each, with evaluations between them."""
     evaluation = {"split": "test", "every": "4 steps", "metrics": ["accuracy"]}
+    strategy = data_parallel(2)
     written = document(
-        "dropout_mlp", steps=14, strategy=data_parallel(2), evaluation=evaluation, name="sinks"
+        "dropout_mlp", steps=14, strategy=strategy, evaluation=evaluation, name="sinks", **sections
     )
     path = folder / "job.json"
     path.write_text(json.dumps(written))
@@ -235,25 +238,39 @@ def log_records(log: bytes) -> Iterator[bytes]:
 
 
 def test_a_sink_whose_process_is_killed_is_completed(
-    client: Client, theirs: Path, tmp_path: Path
+    client: Client, theirs: Path, gates: Gates, tmp_path: Path
 ) -> None:
-    """The process that follows the run and writes is killed within a write; the run goes on."""
+    """The process that follows the run and writes is killed within a write; the run goes on. It is
+    held until rows of its first steps are kept: all rows at once are written as one."""
     target, run_id = tmp_path / "rows.csv", "sink-killed"
+    job = job_file(tmp_path, data=user_data("gated", folder=str(gates.folder)))
     command = [
-        *(sys.executable, "-m", "stratagem.program", "run", str(job_file(tmp_path))),
+        *(sys.executable, "-m", "stratagem.program", "run", str(job)),
         *("--run-id", run_id, "--coordinator", client.address, "--log-to", f"killed:{target}"),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(theirs), *sys.path])}
-    ended = subprocess.run(command, env=environment, timeout=PATIENCE_S, capture_output=True)
+    pipe = subprocess.PIPE
+    gates.close("batch-7")  # after three commits
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe) as writing:
+        try:
+            until(lambda: has_kept(target, run_id) or writing.poll() is not None, "rows are kept")
+            gates.open()
+            _, said = writing.communicate(timeout=PATIENCE_S)
+        finally:
+            writing.kill()
+    assert writing.returncode == -signal.SIGKILL, said
     run = client.get(run_id)
     run.result()
-    if ended.returncode == 0:  # all was written at once, before the sink was asked again
-        pytest.fail("the process has not been killed")
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert target.stat().st_size
     done = invoke(client, "export", run_id, "--to", f"csv:{target}")
     assert done.exit_code == 0, done.output
     assert in_csv(target) == in_history(run)
+
+
+def has_kept(target: Path, run_id: str) -> bool:
+    """Whether rows of a run are in a file to stay."""
+    kept = read_cursor(cursor_path(target, run_id))
+    return kept is not None and bool(kept.steps)
 
 
 def test_a_sink_that_fails_changes_no_run(client: Client, theirs: Path, tmp_path: Path) -> None:

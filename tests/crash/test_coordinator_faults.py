@@ -178,8 +178,9 @@ def test_nothing_has_expired_when_a_coordinator_returns_after_long(
         for run in (rounds, steps):
             formed = [e for e in events_of(run) if e.kind == "MembersFormed"]
             assert len(formed) == 1, "a worker was given up"
-            (away,) = RunCourse.of(run.events(), run.status().job).outages.outages
-            assert away.seconds > 17.0
+            outages = RunCourse.of(run.events(), run.status().job).outages.outages
+            # A machine that stands still for some seconds makes short ones beside it.
+            assert sum(each.seconds > 17.0 for each in outages) == 1, outages
         assert {w.worker_id: w.incarnation for w in client.workers()} == starts
 
 

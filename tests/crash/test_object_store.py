@@ -10,11 +10,12 @@ import pytest
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.tensors.safetensors_file import file_digest
+from tests.cluster.jobs import Gates
 from tests.coordinator.store.troubled import FORBIDDEN, UNAVAILABLE, Troubled, troubled
 from tests.crash.failpoint_table import OVER_AN_OBJECT_STORE
 from tests.crash.failure_logs import LOGS
 from tests.crash.hands import EXIT_FENCED, Process, free_address, hands
-from tests.crash.jobs import FED_AVG, JOBS, LOCAL, PACED, crash_job
+from tests.crash.jobs import FED_AVG, JOBS, LOCAL, PACED, crash_job, gated
 from tests.crash.rig import Rig, await_event, outcome_of, until
 from tests.endurance.disks import mounted
 from tests.patience import PATIENCE_S
@@ -87,15 +88,18 @@ def test_the_loss_of_a_coordinators_machine_changes_no_bits(
 
 @pytest.mark.parametrize("trouble", [UNAVAILABLE, FORBIDDEN])
 def test_an_object_store_that_is_away_for_a_while_changes_no_bits(
-    s3_rig: Rig, store: Troubled, request: pytest.FixtureRequest, trouble: int
+    s3_rig: Rig, store: Troubled, gates: Gates, request: pytest.FixtureRequest, trouble: int
 ) -> None:
     """Answers that the library tries again, and ones that it does not."""
     request.node.stash[LOGS] = s3_rig.logs
     s3_rig.settle()
-    expected = s3_rig.outcome(crash_job(FED_AVG, model=PACED, pace_s=0.0))
-    with s3_rig.running(crash_job(FED_AVG, model=PACED, pace_s=0.02)) as run:
-        await_event(run, "UpdateReceived")
+    document = gated(FED_AVG, gates.folder)
+    expected = s3_rig.outcome(document)
+    gates.close("client0-3")  # in the second round: what follows needs the store
+    with s3_rig.running(document) as run:
+        gates.wait_reached("client0-3")
         before, store.always = store.num_refused, trouble
+        gates.open()
         try:
             until(lambda: store.num_refused > before + 5, "the store was asked")
             assert not run.status().phase.is_final
