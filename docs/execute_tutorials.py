@@ -16,7 +16,6 @@ import re
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `tests`
+
+from tests.free_ports import free_port
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TUTORIALS: Final = ROOT / "docs" / "tutorials"
@@ -102,7 +105,7 @@ def execute(page: Path) -> list[Shown]:
     from nbclient import NotebookClient
     from traitlets.config import Config
 
-    told, address = notebook(page), _free_address()
+    told, address = notebook(page), f"127.0.0.1:{free_port()}"
     cells = [cell for cell in told.cells if cell.cell_type == "code"]
     for cell in cells:
         cell.source = cell.source.replace(DEFAULT_ADDRESS, address)
@@ -126,12 +129,6 @@ def _environment(address: str) -> dict[str, str]:
         "STRATAGEM_COORDINATOR": address,
         "STRATAGEM_COORDINATOR_LISTEN": address,
     }
-
-
-def _free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 @contextmanager
