@@ -76,11 +76,21 @@ def full_disk(site: Site, go_on: Callable[[], None]) -> None:
     """Until the journal could not be written, and a user's data neither."""
     filler = fill(site.disk)
     go_on()
-    until(lambda: site.said("database or disk is full"), "the journal has met the full disk")
+    stays_full(site, site.disk, "database or disk is full", "the journal has met the full disk")
     data = {"train": (np.zeros((1000, 1000), np.float32), np.zeros(1000, np.int64))}
     with pytest.raises(LimitError, match="the coordinator's disk is full"):
         site.client.submit({**paced(LOCAL, 0.0), "data": {}}, data=data)
     filler.unlink()
+
+
+def stays_full(site: Site, disk: Path, words: str, what: str) -> None:
+    """Until the coordinator has said so; what it removes meanwhile makes room for nothing else."""
+
+    def is_said() -> bool:
+        fill(disk)
+        return site.said(words)
+
+    until(is_said, what)
 
 
 def locked_journal(site: Site, go_on: Callable[[], None]) -> None:
@@ -121,6 +131,7 @@ def test_a_run_outlives_it_with_the_same_processes_and_bits(
     with gates_in(site.gates) as gates:
         gates.close(HELD)
         run = site.client.submit(site.job)
+        await_event(run, "SegmentCommitted")
         gates.wait_reached(HELD)
         fault(site, gates.open)
     assert outcome_of(run).digests == site.expected.digests
@@ -162,7 +173,7 @@ def test_a_round_waits_while_there_is_no_room_for_its_updates(site: Site) -> Non
         await_event(run, "UpdateReceived")
         filler = fill(spool)
         gates.open()
-        until(lambda: site.said("No space left on device"), "an update has met the full disk")
+        stays_full(site, spool, "No space left on device", "an update has met the full disk")
         local = site.client.submit(paced(LOCAL, 0.0))  # whose states lie elsewhere
         assert local.result().status.phase is Phase.COMPLETED
         assert run.status().phase is Phase.RUNNING
