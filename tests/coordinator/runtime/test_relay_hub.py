@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,43 +21,11 @@ from stratagem.common.rpc.relay_copy import FRAME_BYTES
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.runtime import relay_hub
 from stratagem.coordinator.runtime.relay_hub import RelayHub
+from tests.coordinator.runtime.streams import Stream
 from tests.patience import AT_ONCE_S
 
 W = Member(worker_id=WorkerId("w"), incarnation=Incarnation("one"))
 AGAIN = Member(worker_id=WorkerId("w"), incarnation=Incarnation("two"))
-
-
-@dataclass
-class Stream:
-    """A worker's end of a stream: what it sends, and what has come."""
-
-    hub: RelayHub
-    member: Member = W
-    sent: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
-    came: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
-    is_parked: asyncio.Event = field(default_factory=asyncio.Event)
-    call: asyncio.Task[None] | None = None
-
-    async def parked(self) -> "Stream":
-        async def say() -> None:
-            self.is_parked.set()
-
-        carrying = self.hub.carry(self.member, self.sent.get, self.came.put, say)
-        self.call = asyncio.create_task(carrying)
-        await asyncio.wait(
-            (self.call, asyncio.create_task(self.is_parked.wait())),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        return self
-
-    @property
-    def is_over(self) -> bool:
-        return self.call is not None and self.call.done()
-
-    async def ended(self) -> None:
-        assert self.call is not None
-        async with asyncio.timeout(AT_ONCE_S):
-            await self.call
 
 
 dials: list[socket.socket] = []
@@ -92,7 +59,7 @@ async def read(connection: socket.socket) -> bytes:
 
 async def test_a_dial_reaches_a_parked_stream_and_bytes_go_both_ways() -> None:
     async with hubs() as hub:
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         assert hub.counts() == {"parked": 1, "live": 0}
         connection = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(connection, b"hello")
@@ -117,7 +84,7 @@ async def test_a_dial_waits_for_a_stream() -> None:
     async with hubs() as hub:
         connection = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(connection, b"early")
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         assert await stream.came.get() == b"early"
         connection.close()
 
@@ -131,7 +98,7 @@ async def test_a_dial_without_a_stream_is_ended_and_says_why(
         assert await read(connection) == b""
         with pytest.raises(UnavailableError, match="keeps no tunnel open"):
             hub.check_open(W)
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         hub.check_open(W)
         await stream.sent.put(None)
         await stream.ended()
@@ -140,7 +107,7 @@ async def test_a_dial_without_a_stream_is_ended_and_says_why(
 
 async def test_the_newest_stream_is_taken_first() -> None:
     async with hubs() as hub:
-        old, new = await Stream(hub).parked(), await Stream(hub).parked()
+        old, new = await Stream(hub, W).parked(), await Stream(hub, W).parked()
         connection = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(connection, b"x")
         assert await new.came.get() == b"x"
@@ -150,11 +117,11 @@ async def test_the_newest_stream_is_taken_first() -> None:
 
 async def test_the_end_of_a_stream_ends_its_connection_alone() -> None:
     async with hubs() as hub:
-        first = await Stream(hub).parked()
+        first = await Stream(hub, W).parked()
         one = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(one, b"x")
         await first.came.get()
-        second = await Stream(hub).parked()
+        second = await Stream(hub, W).parked()
         other = await dialled(hub)
         await first.sent.put(None)
         assert await read(one) == b""
@@ -165,7 +132,7 @@ async def test_the_end_of_a_stream_ends_its_connection_alone() -> None:
 
 async def test_a_stream_whose_call_breaks_ends_its_connection() -> None:
     async with hubs() as hub:
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         connection = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(connection, b"x")
         await stream.came.get()
@@ -177,16 +144,16 @@ async def test_a_stream_whose_call_breaks_ends_its_connection() -> None:
 
 async def test_a_stream_that_is_parked_for_long_is_ended_for_another() -> None:
     async with hubs(parked_for_s=0.01) as hub:
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         await stream.ended()
         assert hub.counts()["parked"] == 0
 
 
 async def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with hubs() as hub:
-        streams = [await Stream(hub).parked() for _ in range(relay_hub.MAX_PARKED)]
+        streams = [await Stream(hub, W).parked() for _ in range(relay_hub.MAX_PARKED)]
         with pytest.raises(LimitError, match="4 streams of worker w are parked, the limit is 4"):
-            await (await Stream(hub).parked()).ended()
+            await (await Stream(hub, W).parked()).ended()
         monkeypatch.setattr(relay_hub, "MAX_STREAMS", 4)
         other = Member(worker_id=WorkerId("v"), incarnation=Incarnation("one"))
         with pytest.raises(LimitError, match="4 streams are open, the limit is 4"):
@@ -205,7 +172,7 @@ async def test_a_worker_has_so_many_connections_and_no_more(
 
 async def test_a_worker_that_speaks_first_is_refused() -> None:
     async with hubs() as hub:
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         await stream.sent.put(b"bytes")
         with pytest.raises(InvalidInputError, match="came before the coordinator said anything"):
             await stream.ended()
@@ -213,7 +180,7 @@ async def test_a_worker_that_speaks_first_is_refused() -> None:
 
 async def test_a_frame_that_is_too_large_ends_the_connection() -> None:
     async with hubs() as hub:
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         connection = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(connection, b"x")
         await stream.came.get()
@@ -225,7 +192,7 @@ async def test_a_frame_that_is_too_large_ends_the_connection() -> None:
 
 async def test_another_start_replaces_the_streams_of_one_that_is_not_registered() -> None:
     async with hubs(registered=()) as hub:
-        old = await Stream(hub).parked()
+        old = await Stream(hub, W).parked()
         new = await Stream(hub, AGAIN).parked()
         await old.ended()
         assert not new.is_over
@@ -235,7 +202,7 @@ async def test_another_start_replaces_the_streams_of_one_that_is_not_registered(
 async def test_another_start_leaves_the_registered_one_alone_until_that_is_gone() -> None:
     registered = {W}
     async with hubs(registered) as hub:
-        old = await Stream(hub).parked()
+        old = await Stream(hub, W).parked()
         new = await Stream(hub, AGAIN).parked()
         assert hub.counts()["parked"] == 2
         registered.clear()
@@ -247,7 +214,7 @@ async def test_another_start_leaves_the_registered_one_alone_until_that_is_gone(
 
 async def test_nothing_is_left_of_a_worker_that_is_gone() -> None:
     async with hubs(registered=()) as hub:
-        stream = await Stream(hub).parked()
+        stream = await Stream(hub, W).parked()
         path = hub.target(W).removeprefix("unix:")
         await stream.sent.put(None)
         await stream.ended()
@@ -258,4 +225,4 @@ async def test_nothing_is_left_of_a_worker_that_is_gone() -> None:
 async def test_a_coordinator_may_take_no_tunnels() -> None:
     async with hubs(is_on=False) as hub:
         with pytest.raises(WrongStateError, match="--relay off"):
-            await (await Stream(hub).parked()).ended()
+            await (await Stream(hub, W).parked()).ended()

@@ -113,17 +113,17 @@ class HubMachine(RuleBasedStateMachine):
 
     @rule(member=st.sampled_from(MEMBERS))
     def register(self, member: Member) -> None:
-        before = self.registered.get(member.worker_id)
         self.registered[member.worker_id] = member
-        self.forget(before)
+        self.hub.forget_others(member)
+        for other in [m for m in self.lots if m.worker_id == member.worker_id and m != member]:
+            self.tidy(self.lots[other])
+        self.do(asyncio.sleep(0))
 
     @rule(name=st.sampled_from([WorkerId("w"), WorkerId("v")]))
     def unregister(self, name: WorkerId) -> None:
-        self.forget(self.registered.pop(name, None))
-
-    def forget(self, member: Member | None) -> None:
+        member = self.registered.pop(name, None)
         if member is not None:
-            self.hub.forget([member])
+            self.hub.forget(member)
             self.tidy(self.lots.get(member))
         self.do(asyncio.sleep(0))
 

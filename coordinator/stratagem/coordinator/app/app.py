@@ -279,9 +279,11 @@ class App:
         match fact:
             case WorkerRegistered():
                 self.leases.grant([fact.member], self.leases.rule.ttl_s)
+                self.relay.forget_others(fact.member)
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
                 self.env.forget_member(fact.member)
+                self.relay.forget(fact.member)
             case SegmentFinished():
                 self.feed.set_progress(run_id, None)
                 self.history.end(run_id, fact.party)

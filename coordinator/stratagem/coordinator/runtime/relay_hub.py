@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -144,11 +144,16 @@ class RelayHub:
             parked=sum(len(lot.parked) for lot in lots), live=sum(lot.num_live for lot in lots)
         )
 
-    def forget(self, members: Iterable[Member]) -> None:
-        """Close the sockets of members that are gone, but for those that still keep streams."""
-        for member in members:
-            if member in self._lots:
-                self._tidy(self._lots[member])
+    def forget(self, member: Member) -> None:
+        """Close the socket of a start of a worker that is gone: at once, or with the last of the
+        streams that it still keeps."""
+        if member in self._lots:
+            self._tidy(self._lots[member])
+
+    def forget_others(self, member: Member) -> None:
+        """Close the sockets of other starts of a worker that has registered, as `forget` does."""
+        for other in self._others(member):
+            self.forget(other)
 
     async def close(self) -> None:
         """End all streams."""
@@ -210,9 +215,12 @@ class RelayHub:
     def _replace_others(self, member: Member) -> None:
         """End the streams of other starts of a worker, but for the registered one: that lives until
         it is found not to answer."""
-        for other in self._starts[member.worker_id] - {member}:
+        for other in self._others(member):
             if not self._is_registered(other):
                 self._drop(self._lots[other])
+
+    def _others(self, member: Member) -> set[Member]:
+        return self._starts.get(member.worker_id, set()) - {member}
 
     def _counted(self, receive: Receive) -> Receive:
         async def counted() -> bytes | None:

@@ -219,7 +219,6 @@ class Links:
     def drop_lost(self, state: CoordinatorState) -> list[WorkerLink]:
         """Forget the links to members that are gone and return them; the caller closes them."""
         lost = [member for member in self._links if not _is_alive(member, state)]
-        self._relay.forget(lost)
         return [self._links.pop(member) for member in lost]
 
     async def close(self) -> None:
