@@ -40,6 +40,13 @@ class Listing(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def WatchRun(self, request: Any, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
         yield pb.WatchRunResponse(event=pb.RunEvent(sentence=current_caller().name))
 
+    async def UploadData(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.UploadDataResponse]:
+        """Answers each message until its caller ends the stream."""
+        async for _ in request_iterator:
+            yield pb.UploadDataResponse()
+
     async def Heartbeat(self, request: Any, context: Any) -> pb.HeartbeatResponse:
         current_caller().must_be_worker(request.worker_id)
         return pb.HeartbeatResponse()
