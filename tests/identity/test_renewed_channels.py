@@ -107,8 +107,8 @@ async def test_a_channel_is_closed_when_its_last_call_has_ended(
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
-        await first.until_closed()
         assert await asked(it.channel) == "client alice"
+        await first.until_closed()
         assert it.opened == [first, *between, newest]
 
 

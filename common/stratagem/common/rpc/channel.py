@@ -11,9 +11,9 @@ import math
 import time
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import Any, Final, Self
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -195,16 +195,17 @@ class _ProtocolChannel(DelegatingChannel):
 class _RenewedChannel(DelegatingChannel):
     """A channel whose calls go over one that knows the newest certificates.
 
-    Calls that run when files change end on the channel on which they began, which is closed when
-    the last of them has ended.
+    Calls that run when files change end on the channel on which they began. Such a channel is
+    closed once none of its calls is left, when the next call looks after the files.
     """
 
     def __init__(
         self, address: str, files: FreshFiles, options: list[tuple[str, int | str]]
     ) -> None:
         self._address, self._files, self._options = address, files, options
-        self._running: dict[grpc.aio.Channel, set[Any]] = {}
-        """The calls that run, by channel; the channels are those that are open."""
+        self._calls_of: dict[grpc.aio.Channel, WeakSet[Any]] = {}
+        """The channels that are open, with their calls; weak, as calls that have ended stay in it
+        until they are looked at."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest = self._open()
         self._look_again_s = 0.0
@@ -212,41 +213,36 @@ class _RenewedChannel(DelegatingChannel):
     def _open(self) -> grpc.aio.Channel:
         credentials = channel_credentials(self._files.material)
         channel = grpc.aio.secure_channel(self._address, credentials, options=self._options)
-        self._running[channel] = set()
+        self._calls_of[channel] = WeakSet()
         return channel
 
     def _present(self) -> grpc.aio.Channel:
         if time.monotonic() >= self._look_again_s:
             self._look_again_s = time.monotonic() + _LOOK_EVERY_S
             if self._files.changed():
-                before, self._newest = self._newest, self._open()
-                self._close_unused(before)
+                self._newest = self._open()
+            self._close_unused()
         return self._newest
 
     def _calls(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call(*call_args: Any, **call_kwargs: Any) -> Any:
             channel = self._present()
             started = getattr(channel, kind)(*args, **kwargs)(*call_args, **call_kwargs)
-            self._running[channel].add(started)
-            started.add_done_callback(partial(self._ended, channel))
+            self._calls_of[channel].add(started)
             return started
 
         return call
 
-    def _ended(self, channel: grpc.aio.Channel, call: Any) -> None:
-        self._running[channel].discard(call)
-        if channel is not self._newest:
-            self._close_unused(channel)
-
-    def _close_unused(self, channel: grpc.aio.Channel) -> None:
-        if not self._running[channel]:
-            del self._running[channel]
-            task = asyncio.get_running_loop().create_task(channel.close())
-            self._closing.add(task)  # the loop itself holds no task
-            task.add_done_callback(self._closing.discard)
+    def _close_unused(self) -> None:
+        for channel, calls in [*self._calls_of.items()]:
+            if channel is not self._newest and all(call.done() for call in calls):
+                del self._calls_of[channel]
+                task = asyncio.get_running_loop().create_task(channel.close())
+                self._closing.add(task)  # the loop itself holds no task
+                task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
         self._look_again_s = math.inf  # a call that comes too late is to open no further one
-        for channel in [*self._running]:
+        for channel in [*self._calls_of]:
             await channel.close(grace)
         await asyncio.gather(*self._closing)
