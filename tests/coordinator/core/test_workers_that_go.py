@@ -13,6 +13,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.facts import (
     MembersFormed,
+    ModelBuilt,
     ProcessDied,
     WorkerDraining,
     WorkerLeft,
@@ -129,3 +130,18 @@ def test_who_has_data_that_an_active_run_trains_on_is_kept_until_the_run_ends() 
     simulation.tell(CancelRun(RUN))
     simulation.tell(ForgetWorkers(1.0, ALL))
     assert set(simulation.state.workers) == {"a"}
+
+
+def test_the_agenda_keeps_no_load_of_workers_that_were_loaded_once() -> None:
+    simulation = start(job_text(DATA_PARALLEL), "a")
+    simulation.tell(simulation.queue.popleft())
+    assert simulation.facts(ModelBuilt)
+    for number in range(10):
+        name = f"passing-{number}"
+        simulation.tell(register(name))
+        assert simulation.agenda.world.load == {"a": 1, name: 1}
+        simulation.tell(LeaveWorker(member(name), "drained"))
+    assert list(simulation.agenda.world.load.items()) == [(WorkerId("a"), 1)]
+    assert list(simulation.agenda._load) == [WorkerId("a")], "every change walks them all"
+    simulation.run()
+    assert not simulation.agenda._load

@@ -113,10 +113,13 @@ class Agenda:
             return False
         self._load.subtract(before)
         self._load.update(after)
+        for worker_id in before - after:
+            if not self._load[worker_id]:  # every change walks what is in it
+                del self._load[worker_id]
         return True
 
     def _change_world(self, state: CoordinatorState) -> None:
-        self.world = World(state.workers, +self._load)
+        self.world = World(state.workers, self._load.copy())
         self._due.update(self._burdened)
         for run_id in self._limited & state.runs.keys():
             self._set_deadline(state.runs[run_id])
