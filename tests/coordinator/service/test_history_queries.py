@@ -107,7 +107,7 @@ async def test_a_run_that_returns_to_a_commit_forgets_what_all_parties_did_behin
 ) -> None:
     recorded, silo = app.loop.recorded, Party("client2")
     await recorded.append((), (), [stored(silo, 1), stored(silo, 2)])
-    await recorded.merge_histories(RUN, {RUN})
+    await recorded.merge_history(RUN, has_ended=True)
     resumed = JournalEntry(RUN, RunResumed(from_segment=1, step=10, digest=Digest("d")))
     await recorded.append([Committed(resumed, 9, 0.0, 0.0)], ())
     history = await asked(app, root_segment=9, parties=["*"], series=["train.loss"])
@@ -131,10 +131,10 @@ async def test_merging_changes_no_row_that_is_shown(app: App) -> None:
         return [row.segment for row in await recorded.history(RUN, party, StepSpan(), -1)]
 
     before = await seen()
-    await recorded.merge_histories(None, ())
+    await recorded.merge_history(RUN, has_ended=False)
     assert (await segments(MEMBER), await segments(ROOT)) == ([64, 65, 66, 67], [1, 2, 3])
     assert await seen() == before
-    await recorded.merge_histories(RUN, {RUN})
+    await recorded.merge_history(RUN, has_ended=True)
     assert (await segments(MEMBER), await segments(ROOT)) == ([67], [3])
     assert await seen() == before
     app.history.forget(RUN)
@@ -151,7 +151,7 @@ async def test_what_is_merged_while_it_is_read_comes_once(
     async def merged_behind_the_first_page(*args: Any) -> list[HistoryRow]:
         monkeypatch.setattr(recorded, "history", read)
         page = await read(*args)
-        await recorded.merge_histories(None, {RUN})
+        await recorded.merge_history(RUN, has_ended=True)
         return page
 
     monkeypatch.setattr(recorded, "history", merged_behind_the_first_page)

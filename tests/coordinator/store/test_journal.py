@@ -253,8 +253,9 @@ def test_merged_histories_say_the_same_and_can_be_cut_at_every_segment(
     assert not log.merge_histories(term, singles, block), "they are no longer there"
     assert segments_of(log) == [6, 7, 8]
     assert shown_of(log) == before[""]
-    counts = [(each.party, each.num_rows, each.num_single) for each in log.history_counts()]
-    assert counts == [("", 3, 2), ("client1", 2, 2)]
+    assert log.history_counts(A) == {"": 3, "client1": 2}
+    assert [log.full_histories(A, num) for num in (2, 3)] == [["", "client1"], []]
+    assert (log.unmerged_histories(), log.full_histories(B, 1)) == ({A}, [])
 
     log.append(term, [record(A, 2)], histories=[recorded(5)])  # done again, out of the block
     assert segments_of(log) == [4, 5, 7, 8]

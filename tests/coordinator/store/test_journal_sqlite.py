@@ -3,10 +3,14 @@
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.event import listen
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError
+from stratagem.common.base.ids import Party
+from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.journal import Journal
 from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, events, lead, record
 from tests.programs import run
@@ -77,6 +81,25 @@ def test_the_file_is_for_its_owner_and_survives_a_power_cut(log: Journal, path: 
             for name in ("journal_mode", "synchronous")
         ]
     assert pragmas == ["wal", 2]
+
+
+def test_whoever_looks_for_rows_to_merge_reads_no_values_of_steps(log: Journal) -> None:
+    """Commits wait meanwhile: of what the steps of all runs have recorded, the keys are enough."""
+    rows = [HistoryRow(A, Party(""), i, 1, i, i + 1, bytes(10)) for i in range(3)]
+    log.append(lead(log, US), [record(A, 0)], histories=rows)
+    asked: list[tuple[str, Any]] = []
+    reader = log._database.reader
+    listen(reader, "before_cursor_execute", lambda *told: asked.append((told[2], told[3])))
+    assert log.unmerged_histories() == {A}
+    assert log.history_counts(A) == {"": 3}
+    with reader.connect() as connection:
+        plans = [
+            connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).scalars(3).all()
+            for statement, values in [*asked]
+            if "history" in statement
+        ]
+    assert len(plans) == 2
+    assert all("USING COVERING INDEX" in " ".join(plan) for plan in plans), plans
 
 
 def test_what_is_no_journal_is_refused(path: Path) -> None:

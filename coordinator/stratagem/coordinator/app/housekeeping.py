@@ -34,13 +34,18 @@ class House:
     logs: RunLogs
     profiles: Profiles
     _merging: set[RunId] = field(default_factory=set)
-    """Ended runs whose step history is being merged."""
+    """Runs whose step history is being merged: two that merge the same rows undo each other's
+    reading."""
+    _unmerged: set[RunId] = field(default_factory=set)
+    """Runs that the next pass looks at even if they have ended: those that have ended since the
+    last one, and at first those that the leader before has left."""
 
     async def keep(self) -> None:
         """Delete what has expired, at regular intervals, until cancelled."""
         told = self.settings
         spans_s = (told.forget_workers_after, told.keep_runs_for, told.keep_logs_for)
         pause_s = min(LONGEST_PAUSE_S, min(spans_s) / 4)
+        self._unmerged.update(await self.loop.recorded.unmerged_histories())
         while True:
             await self.forget_workers()
             await self.expire_runs()
@@ -79,19 +84,30 @@ class House:
                         log.warning("a run's log is not deleted", run_id=run_id, reason=reason)
 
     async def merge_histories(self) -> None:
-        """Merge rows of the step histories of all runs."""
-        state = self.loop.state
-        ended = {run.run_id for run in state.runs.values() if run.ended is not None}
-        await self.loop.recorded.merge_histories(None, ended | state.ended.keys())
+        """Merge rows of the step histories of the runs that can have some: those that are active,
+        and those that have ended since this was done last."""
+        active = {run_id for run_id, run in self.loop.state.runs.items() if run.ended is None}
+        due = sorted(active | self._unmerged)
+        self._unmerged.clear()
+        for run_id in due:
+            await self._merge_history(run_id)
 
     async def merge_history(self, run_id: RunId) -> None:
-        """Merge the rows of the step history of a run that has ended, unless that is under way: two
-        that merge the same rows undo each other's reading."""
+        """Merge the rows of the step history of a run that has ended; what does not succeed is
+        tried again with the next chores."""
+        self._unmerged.add(run_id)
+        await self._merge_history(run_id)
+
+    async def _merge_history(self, run_id: RunId) -> None:
+        run = self.loop.state.find(run_id)
+        if run is None:
+            return
         if run_id in self._merging:
+            self._unmerged.add(run_id)
             return
         self._merging.add(run_id)
         try:
-            await self.loop.recorded.merge_histories(run_id, {run_id})
+            await self.loop.recorded.merge_history(run_id, has_ended=run.ended is not None)
         finally:
             self._merging.discard(run_id)
 

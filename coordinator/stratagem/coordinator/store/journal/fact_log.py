@@ -23,7 +23,7 @@ from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.snapshot import Snapshot
-from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpan
+from stratagem.coordinator.store.journal.step_histories import StepSpan
 
 PAGE_FACTS = 1000
 """Facts that are read back at once, at the start."""
@@ -132,30 +132,35 @@ class Recorded:
             lambda: self._journal.history(run_id, party, span, behind, PAGE_SEGMENTS)
         )
 
-    async def merge_histories(self, run_id: RunId | None, ended: Collection[RunId]) -> None:
-        """Merge the rows of the step history, of one run or of all: MERGED_SEGMENTS into one, and
-        all that one can hold of a run that has ended. Commits wait for a read or a write of it, not
-        for the merging itself."""
-        for count in await self._in_thread(lambda: self._journal.history_counts(run_id)):
-            num_single = count.num_single
-            while num_single >= MERGED_SEGMENTS:
-                if not await self._merge_singles(count):
-                    break
-                num_single -= MERGED_SEGMENTS
-            if count.run_id in ended:
-                await self._merge_all(count)
+    async def unmerged_histories(self) -> set[RunId]:
+        """Return the runs with a party whose step history has more than one row."""
+        return await self._in_thread(self._journal.unmerged_histories)
 
-    async def _merge_singles(self, count: RowCount) -> bool:
+    async def merge_history(self, run_id: RunId, *, has_ended: bool) -> None:
+        """Merge the rows of the step history of a run: MERGED_SEGMENTS into one, and all that one
+        can hold of a run that has ended. Commits wait for a read or a write of it, not for the
+        merging itself."""
+        for party in await self._in_thread(
+            lambda: self._journal.full_histories(run_id, MERGED_SEGMENTS)
+        ):
+            while await self._merge_singles(run_id, party):
+                pass
+        if has_ended:
+            counts = await self._in_thread(lambda: self._journal.history_counts(run_id))
+            for party, num_rows in counts.items():
+                await self._merge_all(run_id, party, num_rows)
+
+    async def _merge_singles(self, run_id: RunId, party: Party) -> bool:
         rows = await self._in_thread(
-            lambda: self._journal.single_histories(count.run_id, count.party, MERGED_SEGMENTS)
+            lambda: self._journal.single_histories(run_id, party, MERGED_SEGMENTS)
         )
-        return await self._merge(rows)
+        return len(rows) == MERGED_SEGMENTS and await self._merge(rows)
 
-    async def _merge_all(self, count: RowCount) -> None:
+    async def _merge_all(self, run_id: RunId, party: Party, num_rows: int) -> None:
         rows: list[HistoryRow] = []
         last = -1
-        while len(rows) < count.num_rows:
-            page = await self.history(count.run_id, count.party, StepSpan(), last)
+        while len(rows) < num_rows:
+            page = await self.history(run_id, party, StepSpan(), last)
             if not page:
                 break
             rows, last = [*rows, *page], page[-1].segment

@@ -38,7 +38,7 @@ from stratagem.coordinator.store.journal.postgres import SCHEME, open_postgres
 from stratagem.coordinator.store.journal.schema import migrate
 from stratagem.coordinator.store.journal.snapshot import Snapshot, restore
 from stratagem.coordinator.store.journal.sqlite import open_sqlite
-from stratagem.coordinator.store.journal.step_histories import RowCount, StepSpan
+from stratagem.coordinator.store.journal.step_histories import StepSpan
 from stratagem.coordinator.store.journal.summaries import RunSummary, briefs, put, shown
 from stratagem.coordinator.store.journal.tables import CLOCK_FLOOR, IDENTITY, event, meta, summary
 
@@ -297,9 +297,21 @@ class Journal:
             lambda connection: step_histories.page(connection, run_id, party, span, behind, limit)
         )
 
-    def history_counts(self, run_id: RunId | None = None) -> list[RowCount]:
-        """Return the parties, of one run or of all, whose step history has more than one row."""
+    def history_counts(self, run_id: RunId) -> dict[Party, int]:
+        """Return the parties of a run whose step history has more than one row, each with their
+        number."""
         return self._read(lambda connection: step_histories.counts(connection, run_id))
+
+    def unmerged_histories(self) -> set[RunId]:
+        """Return the runs with a party whose step history has more than one row."""
+        return self._read(step_histories.unmerged_runs)
+
+    def full_histories(self, run_id: RunId, num_rows: int) -> list[Party]:
+        """Return the parties of a run whose step history ends with so many rows of one segment
+        each."""
+        return self._read(
+            lambda connection: step_histories.full_parties(connection, run_id, num_rows)
+        )
 
     def single_histories(self, run_id: RunId, party: Party, limit: int) -> list[HistoryRow]:
         """Return the first rows of a party's step history that are of one segment each."""

@@ -147,25 +147,41 @@ def page(
     return [_row(row) for row in connection.execute(rows.order_by(its.segment).limit(limit))]
 
 
-@dataclass(frozen=True, slots=True)
-class RowCount:
-    """How many rows a party of a run has, and how many of them are of one segment."""
+def counts(connection: Connection, run_id: RunId) -> dict[Party, int]:
+    """Return the parties of a run that have more than one row, each with the number of its rows.
 
-    run_id: RunId
-    party: Party
-    num_rows: int
-    num_single: int
-
-
-def counts(connection: Connection, run_id: RunId | None = None) -> list[RowCount]:
-    """Return the parties, of one run or of all, that have more than one row."""
+    The key alone is read: behind the values of the steps a row has what it is of, and a database
+    reads them all to get there.
+    """
     its = history.c
-    num_single = func.count() - func.count(its.ends)
-    query = select(its.run_id, its.party, func.count(), num_single).group_by(its.run_id, its.party)
-    if run_id is not None:
-        query = query.where(its.run_id == run_id)
-    found = connection.execute(query.having(func.count() > 1).order_by(its.run_id, its.party))
-    return [RowCount(RunId(run), Party(party), num, single) for run, party, num, single in found]
+    query = select(its.party, func.count()).where(its.run_id == run_id).group_by(its.party)
+    found = connection.execute(query.having(func.count() > 1).order_by(its.party))
+    return {Party(party): num_rows for party, num_rows in found}
+
+
+def unmerged_runs(connection: Connection) -> set[RunId]:
+    """Return the runs that have a party with more than one row."""
+    by_party = select(history.c.run_id).group_by(history.c.run_id, history.c.party)
+    return {RunId(run_id) for (run_id,) in connection.execute(by_party.having(func.count() > 1))}
+
+
+def full_parties(connection: Connection, run_id: RunId, num_rows: int) -> list[Party]:
+    """Return the parties of a run that have so many rows of one segment each behind all others.
+
+    Of a party one row at most is read, however many it has. A party that another coordinator has
+    merged in between may be among them.
+    """
+    its = history.c
+    parties = [p for p, num in counts(connection, run_id).items() if num >= num_rows]
+    ends = {
+        party: select(its.ends).where(*_of(run_id, party)).order_by(its.segment.desc())
+        for party in parties
+    }
+    return [
+        party
+        for party in parties
+        if connection.execute(ends[party].limit(1).offset(num_rows - 1)).scalar() is None
+    ]
 
 
 def single_rows(
