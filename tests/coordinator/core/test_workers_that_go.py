@@ -11,6 +11,7 @@ from stratagem.coordinator.core.commands import (
     LoseWorker,
     SubmitRun,
 )
+from stratagem.coordinator.core.effects import Release
 from stratagem.coordinator.core.facts import (
     MembersFormed,
     ModelBuilt,
@@ -20,9 +21,12 @@ from stratagem.coordinator.core.facts import (
     WorkerLost,
     WorkersForgotten,
 )
-from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.facts.fact_serialization import decode
+from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.core.state_machine.apply import apply
+from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
-from tests.coordinator.core.simulation import RUN, Simulation, member, register, start
+from tests.coordinator.core.simulation import RUN, Simulation, ending, member, register, start
 
 pytestmark = pytest.mark.core
 
@@ -145,3 +149,35 @@ def test_the_agenda_keeps_no_load_of_workers_that_were_loaded_once() -> None:
     assert list(simulation.agenda._load) == [WorkerId("a")], "every change walks them all"
     simulation.run()
     assert not simulation.agenda._load
+
+
+def test_a_run_keeps_no_earlier_starts_of_its_workers() -> None:
+    simulation = start(job_text(DATA_PARALLEL), "a", "b")
+    simulation.tell(simulation.queue.popleft())
+    for number in range(1, 6):
+        simulation.tell(register("a", number, ending("a", number - 1, status=-9)))
+        assert simulation.facts(ProcessDied)[-1].member == member("a", number - 1)
+        simulation.tell(LeaveWorker(member("b", number - 1), "drained"))
+        simulation.tell(register("b", number))
+    now = {member("a", 5), member("b", 5)}
+    assert simulation.state.runs[RUN].touched == now
+    simulation.tell(LoseWorker(member("a", 5), "silent"))
+    assert simulation.state.runs[RUN].touched == now, "it may come back, with what it holds"
+    before = simulation.state
+    simulation.crash()
+    assert simulation.state == before
+    assert _read_back(simulation).runs[RUN].touched == now
+    simulation.tell(CancelRun(RUN))
+    simulation.tell(register("a", 6))
+    assert Release(RUN, frozenset(now)) in pending(simulation.state), "a release is as it began"
+    simulation.run()
+    assert simulation.state.runs[RUN].is_released
+
+
+def _read_back(simulation: Simulation) -> CoordinatorState:
+    """The state as a coordinator reads it from its journal: all facts of the cluster, then those of
+    each run."""
+    state = CoordinatorState(simulation.strategies)
+    for run_id, kind, payload, time_s in sorted(simulation.journal, key=lambda fact: fact[0]):
+        state = apply(state, run_id, decode(kind, 1, payload), time_s)
+    return state

@@ -106,7 +106,8 @@ class RunRecord:
     num_returns: int = 0
     """How often it was resumed from an earlier commit: the same facts may happen again."""
     touched: frozenset[Member] = frozenset()
-    """Members that were ever given a session and have not been released."""
+    """Members that were given a session and have not been released. Those that have left, or whose
+    worker has started anew, are dropped while the run is active."""
     rows: Mapping[Party, str] = field(default_factory=dict)
     """Some rows of the data, as they were when the model of a party was built."""
     has_raised: bool = False

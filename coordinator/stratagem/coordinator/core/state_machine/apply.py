@@ -80,13 +80,14 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
         return replace(state, holds={**present, fact.listed: fact.until_s})
     if run_id == CLUSTER:
-        return replace(state, workers=_workers_after(state.workers, fact, time_s))
+        workers = _workers_after(state.workers, fact, time_s)
+        return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
     if isinstance(fact, RunDeleted):
         return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
     if isinstance(fact, RunSubmitted):
         record = _submitted(state.strategies, run_id, fact)
     else:
-        record = _apply_to_run(state.runs[run_id], fact, time_s)
+        record = _apply_to_run(state.runs[run_id], fact, time_s, state.workers)
     num_hidden = record.num_hidden + is_hidden(record.job, fact)
     num_facts = record.num_facts + 1
     record = replace(record, num_facts=num_facts, num_hidden=num_hidden, changed_s=time_s)
@@ -133,6 +134,28 @@ def _workers_after(
     return {**workers, record.member.worker_id: record}
 
 
+def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:
+    """Return the start of a worker that a fact of the cluster ends for good: it has left, or a
+    later one takes its place. One that is lost may come back."""
+    if not isinstance(fact, WorkerLeft | WorkerRegistered):
+        return None
+    known = state.workers.get(fact.member.worker_id)
+    if known is None or (isinstance(fact, WorkerRegistered) and known.member == fact.member):
+        return None
+    return known.member
+
+
+def _runs_without(state: CoordinatorState, gone: Member | None) -> Mapping[RunId, RunRecord]:
+    """Return the runs, the active ones without a member that is gone: nothing of it is left to be
+    released, and a run that goes on for long has thousands."""
+    left = {
+        run_id: replace(run, touched=run.touched - {gone})
+        for run_id, run in state.runs.items()
+        if gone is not None and run.ended is None and gone in run.touched
+    }
+    return {**state.runs, **left} if left else state.runs
+
+
 def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> RunRecord:
     job = JobSpec.from_json(fact.job_json)
     record = RunRecord(
@@ -153,7 +176,9 @@ def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> Run
         return _raised(record, error)
 
 
-def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
+def _apply_to_run(
+    record: RunRecord, fact: Fact, time_s: float, workers: Mapping[WorkerId, WorkerRecord]
+) -> RunRecord:
     record = _with_end(record, fact)
     record = _with_copies(_with_results(record, fact), fact)
     if isinstance(fact, ModelBuilt) and fact.rows:
@@ -166,10 +191,19 @@ def _apply_to_run(record: RunRecord, fact: Fact, time_s: float) -> RunRecord:
         return _raised(record, error)
     if record.ended is not None:
         return record
-    if not used <= record.touched:
-        touched = record.touched | used
-        record = replace(record, touched=touched, is_released=False)
-    return record
+    new = used - record.touched
+    if not new:
+        return record
+    there = frozenset(member for member in new if not _is_replaced(member, workers))
+    touched = record.touched | there if there else record.touched
+    return replace(record, touched=touched, is_released=False)
+
+
+def _is_replaced(member: Member, workers: Mapping[WorkerId, WorkerRecord]) -> bool:
+    """Return True when a later start of a worker has taken this one's place, while work of this
+    one is still due, or in a replay, which has all workers before it has any run."""
+    worker = workers.get(member.worker_id)
+    return worker is not None and worker.member != member
 
 
 def _raised(record: RunRecord, error: Exception) -> RunRecord:
