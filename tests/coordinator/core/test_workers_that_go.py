@@ -1,5 +1,8 @@
 """Workers that come and go: who has left or was forgotten takes no place, and harms no run."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 
 from stratagem.common.base.ids import WorkerId
@@ -13,6 +16,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.effects import Release
 from stratagem.coordinator.core.facts import (
+    Member,
     MembersFormed,
     ModelBuilt,
     ProcessDied,
@@ -23,6 +27,7 @@ from stratagem.coordinator.core.facts import (
 )
 from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.jobs import DATA_PARALLEL, FEDERATED, LOCAL, job_text
@@ -181,3 +186,35 @@ def _read_back(simulation: Simulation) -> CoordinatorState:
     for run_id, kind, payload, time_s in sorted(simulation.journal, key=lambda fact: fact[0]):
         state = apply(state, run_id, decode(kind, 1, payload), time_s)
     return state
+
+
+class Walked(frozenset[Member]):
+    """Members that count how often somebody walks through them all."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+def test_a_change_of_workers_walks_through_none_that_a_run_has_used() -> None:
+    """Of workers whose names do not come back a run keeps those that were forgotten."""
+    simulation = start(job_text(LOCAL), "a")
+    simulation.tell(simulation.queue.popleft())
+    run = simulation.state.runs[RUN]
+    assert run.touched == {member("a")}
+    used = Walked({member("a"), *(member(f"gone-{number}") for number in range(100))})
+    simulation.state = replace(simulation.state, runs={RUN: replace(run, touched=used)})
+    simulation.agenda = Agenda(simulation.state)
+    used.num_walks = 0
+    simulation.tell(register("b"))
+    simulation.tell(register("gone-7"))
+    assert simulation.agenda.world.load == {"a": 1, "gone-7": 1}
+    simulation.tell(LoseWorker(member("b"), "silent"))
+    simulation.tell(ForgetWorkers(1.0, ALL))
+    assert (set(simulation.state.workers), used.num_walks) == ({"a", "gone-7"}, 0)
+    simulation.tell(register("a", 1))
+    assert simulation.agenda.world.load == {"a": 1, "gone-7": 1}
+    simulation.run()
+    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED

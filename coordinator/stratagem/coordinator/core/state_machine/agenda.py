@@ -8,7 +8,7 @@ fact comes to the same facts in the same order; the tests of the core compare th
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.coordinator.core.commands import JournalEntry
@@ -28,8 +28,8 @@ class Agenda:
         self._load = Counter[WorkerId]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """Workers that count as loaded, by active run."""
-        self._carried: dict[RunId, tuple[frozenset[Member], Mapping[WorkerId, WorkerRecord]]] = {}
-        """What that was computed of: both may be thousands, and most facts change neither."""
+        self._touched: dict[RunId, frozenset[Member]] = {}
+        """What that was computed of: there may be thousands, and a fact changes few of them."""
         self._deadlines: dict[RunId, float] = {}
         self._limited: set[RunId] = set()
         """Active runs with a placement timeout, whose deadline depends on the workers."""
@@ -48,8 +48,9 @@ class Agenda:
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
         """Take in that a fact of this run, or of the cluster, has been applied."""
         if run_id == CLUSTER:
+            changed = _changed(self.world.workers, state.workers)
             for burdened_id in list(self._burdened):
-                self._carry(state, burdened_id, state.runs[burdened_id])
+                self._carry(state, burdened_id, state.runs[burdened_id], changed)
             self._change_world(state)
             return
         run = state.runs.get(run_id)
@@ -90,29 +91,29 @@ class Agenda:
             self._due.discard(run_id)
         return None
 
-    def _carry(self, state: CoordinatorState, run_id: RunId, run: RunRecord | None) -> bool:
-        """Account for the workers that an active run loads; return True when they have changed."""
-        burden = None if run is None or run.ended is not None else (run.touched, state.workers)
-        known = self._carried.get(run_id)
-        if burden and known and burden[0] is known[0] and burden[1] is known[1]:
-            return False
-        self._carried.pop(run_id, None)
-        if burden:
-            self._carried[run_id] = burden
+    def _carry(
+        self,
+        state: CoordinatorState,
+        run_id: RunId,
+        run: RunRecord | None,
+        changed: Set[WorkerId] = frozenset(),
+    ) -> bool:
+        """Account for the workers that an active run loads, of which these are others than before;
+        return True when the load has changed."""
         before = self._burdened.pop(run_id, frozenset())
+        known = self._touched.pop(run_id, frozenset())
         after = frozenset[WorkerId]()
         if run is not None and run.ended is None:
-            after = frozenset(
-                member.worker_id
-                for member in run.touched
-                if member.worker_id in state.workers
-                and state.workers[member.worker_id].member == member
-            )
-            self._burdened[run_id] = after
-        if before == after:
+            if run.touched is not known:
+                changed = changed | {member.worker_id for member in run.touched ^ known}
+            now = {each: state.workers[each] for each in changed if each in state.workers}
+            loaded = {each for each, worker in now.items() if worker.member in run.touched}
+            after = before - changed | loaded if changed else before
+            self._burdened[run_id], self._touched[run_id] = after, run.touched
+        if after is before or after == before:
             return False
-        self._load.subtract(before)
-        self._load.update(after)
+        self._load.update(after - before)
+        self._load.subtract(before - after)
         for worker_id in before - after:
             if not self._load[worker_id]:  # every change walks what is in it
                 del self._load[worker_id]
@@ -130,3 +131,13 @@ class Agenda:
             self._deadlines.pop(run.run_id, None)
         else:
             self._deadlines[run.run_id] = deadline_s
+
+
+def _changed(
+    before: Mapping[WorkerId, WorkerRecord], now: Mapping[WorkerId, WorkerRecord]
+) -> set[WorkerId]:
+    """Return the workers that are not what they were, or not there."""
+    if before is now:
+        return set()
+    others = {worker_id for worker_id, worker in now.items() if before.get(worker_id) is not worker}
+    return others | (before.keys() - now.keys())
