@@ -1,5 +1,6 @@
 """The files of blobs that a worker has no memory for: they go with it, even if it is killed."""
 
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ import torch
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.worker.host.worker_blob_cache import PREFIX, ReceivedBlobs
+from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
 from tests.common.tensors.chunk_messages import iter_chunks
 
 OTHER = """
@@ -31,27 +32,45 @@ def receive(cache: ReceivedBlobs) -> None:
 
 
 def test_files_of_a_killed_worker_are_removed_when_the_next_begins(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OTHER, str(tmp_path), PREFIX]
+    command = [sys.executable, "-c", OTHER, str(tmp_path)]
     folders = []
     with ExitStack() as stack:
-        for _ in range(2):
+        for name in ("w", "w-1", "w"):
             other = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [*command, f"received-{name}+"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             stack.callback(other.communicate)
             assert other.stdout is not None
             folders.append(Path(other.stdout.readline().strip()))
             (folders[-1] / "run").mkdir()
             (folders[-1] / "run" / "state").touch()
-        other.kill()
-        other.wait()
-        cache = ReceivedBlobs(tmp_path, 0)
-        assert [folder.exists() for folder in folders] == [True, False]
+            if len(folders) > 1:
+                other.kill()
+                other.wait()
+        cache = ReceivedBlobs(tmp_path, 0, worker_id="w")
+        # Of another name it may be on another machine, whose locks are not seen.
+        assert [folder.exists() for folder in folders] == [True, True, False]
         receive(cache)
-        (own,) = set(tmp_path.iterdir()) - {folders[0]}
+        (own,) = set(tmp_path.iterdir()) - {*folders}
         assert len([*own.glob("run/*")]) == 1
         cache.drop_run("run")
         assert not [*own.iterdir()]
         receive(cache)
         cache.clear()
-        assert [*tmp_path.iterdir()] == [folders[0]]
+        assert {*tmp_path.iterdir()} == {*folders[:2]}
+
+
+def test_a_folder_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
+    cache = ReceivedBlobs(tmp_path, 0, worker_id="w")
+    receive(cache)
+    (own,) = tmp_path.iterdir()
+    shutil.rmtree(own)
+    cache.drop_run("run")
+    receive(cache)
+    (again,) = tmp_path.iterdir()
+    assert again != own
+    cache.clear()
+    assert not [*tmp_path.iterdir()]

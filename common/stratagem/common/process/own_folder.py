@@ -26,7 +26,8 @@ class OwnFolder:
                 self._lock = os.open(self.path, _FLAGS)
             except FileNotFoundError:  # a cleaner came between the two calls
                 continue
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # no locks here: so no cleaner gets one either
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():  # else a cleaner held the lock
                 return
             os.close(self._lock)
@@ -38,7 +39,11 @@ class OwnFolder:
 
 
 def remove_abandoned(place: Path, prefix: str) -> None:
-    """Remove the folders of this user with such names whose processes are gone."""
+    """Remove the folders of this user with such names whose processes are gone.
+
+    In a place that machines share, a prefix must be of one of them: they may not see each other's
+    locks.
+    """
     for folder in place.glob(f"{prefix}*"):
         with suppress(OSError):  # gone already, in use, another user's, or no folder
             descriptor = os.open(folder, _FLAGS)

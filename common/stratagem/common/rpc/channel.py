@@ -236,8 +236,8 @@ class _RenewedChannel(DelegatingChannel):
     def _close_unused(self) -> None:
         for channel, calls in [*self._calls_of.items()]:
             if channel is not self._newest and all(call.done() for call in calls):
-                del self._calls_of[channel]
                 task = asyncio.get_running_loop().create_task(channel.close())
+                del self._calls_of[channel]
                 self._closing.add(task)  # the loop itself holds no task
                 task.add_done_callback(self._closing.discard)
 

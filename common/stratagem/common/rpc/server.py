@@ -283,8 +283,9 @@ def _ruled(
     async def call(requests: Any, context: Context) -> Any:
         try:
             return await answer(requests, context)
-        except (grpc.aio.BaseError, asyncio.CancelledError) as end:
-            # gRPC keeps it with the call or its task, which its frames keep.
+        except (grpc.aio.AbortError, asyncio.CancelledError) as end:
+            # gRPC keeps it with the call or its task, which its frames keep. It is no news: what
+            # else goes wrong inside gRPC is logged there, with its frames.
             end.__context__ = None
             raise without_frames(end) from None
         finally:

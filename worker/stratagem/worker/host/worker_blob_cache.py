@@ -37,8 +37,6 @@ from stratagem.common.tensors.state_leaves import state_digest
 from stratagem.common.tensors.torch_codec import allocate, bytes_of, load_file
 from stratagem.v1 import tensor_pb2
 
-PREFIX: Final = "received-"
-"""What the name of a worker's folder of blobs in its data directory begins with."""
 NUM_STATES: Final = 2
 """Kept of a run, or of each of its federations."""
 MAX_FEDERATIONS: Final = 8
@@ -99,7 +97,7 @@ class _OnDisk:
     memory_bytes = 0
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         self.purpose = manifest.purpose
         self._manifest = manifest
         self._path = path
@@ -218,13 +216,21 @@ class ReceivedBlobs:
     """The blobs of all runs of this worker."""
 
     def __init__(
-        self, data_dir: Path | None, max_memory_bytes: int, *, max_uploads: int = MAX_UPLOADS
+        self,
+        data_dir: Path | None,
+        max_memory_bytes: int,
+        *,
+        worker_id: str = "",
+        max_uploads: int = MAX_UPLOADS,
     ) -> None:
+        """data_dir: of files of blobs, which a killed worker of this name may have left; workers on
+        other machines may use it, too. None: all are held in memory."""
         self.data_dir = data_dir
+        self._prefix = f"received-{worker_id}+"  # no name has the plus: none begins with another
         self._folder: OwnFolder | None = None
         """Made for the first blob that needs it."""
         if data_dir is not None:
-            remove_abandoned(data_dir, PREFIX)
+            remove_abandoned(data_dir, self._prefix)
         self._max_memory_bytes = max_memory_bytes
         self._max_uploads = max_uploads
         self._runs: dict[str, _RunBlobs] = {}
@@ -339,9 +345,12 @@ class ReceivedBlobs:
         has_room = self.memory_bytes + manifest.total_bytes <= self._max_memory_bytes
         if self.data_dir is None or has_room:
             return _InMemory(manifest)
+        if self._folder is not None and not self._folder.path.exists():  # somebody has tidied up
+            self._folder.remove()
+            self._folder = None
         if self._folder is None:
             self.data_dir.mkdir(parents=True, exist_ok=True)
-            self._folder = OwnFolder(self.data_dir, PREFIX)
+            self._folder = OwnFolder(self.data_dir, self._prefix)
         return _OnDisk(self._folder.path / run_id / digest, manifest)
 
     def _keep(self, run_id: str, digest: str, blob: Blob) -> None:

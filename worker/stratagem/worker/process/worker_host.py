@@ -88,7 +88,10 @@ def host_of(
         hub=PeerHub(reach.address, reach.proof, max_early_bytes=settings.max_early_bytes),
         coordinator=reach.coordinator,
         blobs=ReceivedBlobs(
-            settings.data_dir, settings.max_blob_memory_bytes, max_uploads=settings.max_uploads
+            settings.data_dir,
+            settings.max_blob_memory_bytes,
+            worker_id=settings.worker_id,
+            max_uploads=settings.max_uploads,
         ),
         thread=thread,
         loop=asyncio.get_running_loop(),
