@@ -24,6 +24,8 @@ from stratagem.worker.process.worker_settings import WorkerSettings, advertised,
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
+HEALTH = [sys.executable, "-m", "stratagem.common.health", "--timeout", str(PATIENCE_S)]
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -82,8 +84,8 @@ def test_health_is_what_the_service_says(
 ) -> None:
     for status, name, code in ((SERVING, "SERVING", 0), (NOT_SERVING, "NOT_SERVING", 1)):
         servicer.set("", status)
-        assert health_of(health_address) == name
-        done = CliRunner().invoke(app, ["health", health_address])
+        assert health_of(health_address, timeout_s=PATIENCE_S) == name
+        done = CliRunner().invoke(app, ["health", "--timeout", str(PATIENCE_S), health_address])
         assert (done.stdout, done.exit_code) == (f"{name}\n", code)
 
 
@@ -91,10 +93,10 @@ def test_the_health_module_is_a_program(
     health_address: str, servicer: health.HealthServicer
 ) -> None:
     servicer.set("", SERVING)
-    program = [sys.executable, "-m", "stratagem.common.health"]
-    done = subprocess.run([*program, health_address], capture_output=True, text=True)
+    program = [*HEALTH, health_address]
+    done = subprocess.run(program, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("SERVING\n", 0)
-    wrong = subprocess.run([*program, "nowhere", "--timeout", "x"], capture_output=True, text=True)
+    wrong = subprocess.run([*HEALTH, "nowhere", "--timeout", "x"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "--timeout: invalid float value: 'x'" in wrong.stderr
 
@@ -104,7 +106,7 @@ def test_the_program_asks_all_at_addresses_that_the_environment_may_complete(
 ) -> None:
     servicer.set("", SERVING)
     port = health_address.rpartition(":")[2]
-    program = [sys.executable, "-m", "stratagem.common.health", f"$POD_IP:{port}", health_address]
+    program = [*HEALTH, f"$POD_IP:{port}", health_address]
     environ = os.environ | {"POD_IP": "127.0.0.1"}
     done = subprocess.run(program, env=environ, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("SERVING\nSERVING\n", 0)
@@ -122,7 +124,7 @@ def test_no_answer_is_not_healthy_and_says_why() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-        assert health_of(nobody) == f"UNAVAILABLE: nobody answers at {nobody}"
+        assert health_of(nobody, timeout_s=PATIENCE_S) == f"UNAVAILABLE: nobody answers at {nobody}"
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         answer = health_of(address, timeout_s=0.2)
         assert answer == f"DEADLINE_EXCEEDED: {address} has not answered within 0.2 s"

@@ -20,6 +20,7 @@ from stratagem.coordinator.service.coordinator_service import CoordinatorService
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2_grpc
 from tests.coordinator.open_gate import entrance
 from tests.coordinator.service.serving import Acquaintance
+from tests.patience import PATIENCE_S
 from tests.settings import coordinator_settings
 
 
@@ -71,7 +72,7 @@ async def deployed(authority: Authority, folder: Path, **changes: Any) -> AsyncI
         tls_key=files.key,
         tokens_file=folder / "tokens.json",
         token_listen="127.0.0.1:0",
-        **changes,
+        **{"worker_ttl_s": PATIENCE_S, **changes},  # its workers have nobody who beats for them
     )
     security = CoordinatorSecurity(settings)
     app = await App.lead(settings, entrance())

@@ -23,6 +23,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.process import parent_guard, preloaded_programs
 from stratagem.common.process.preloaded_programs import Process
 from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
+from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
 
 
@@ -254,7 +255,7 @@ def test_restarts_are_immediate_at_first_and_slow_down() -> None:
 
 
 def test_a_taken_port_is_named_and_the_folder_is_free_again(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         said = f"listen: {address} cannot be listened on: {os.strerror(errno.EADDRINUSE)}; name "
         with pytest.raises(InvalidInputError, match=said):

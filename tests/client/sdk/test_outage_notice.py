@@ -163,7 +163,7 @@ async def test_a_stream_that_has_begun_is_asked_for_again_at_once_after_the_next
     monkeypatch.setattr(retrying_calls, "Backoff", Pauses)
     fake = FakeCoordinator()
     fake.ending = "never"
-    server, address = await serve(fake)
+    server, address = await serve(fake, free_port())
     port = int(address.rpartition(":")[2])
     async with AsyncClient(address) as client:
         run = await client.submit(JOB, "mine")

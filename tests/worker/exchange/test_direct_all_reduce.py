@@ -179,8 +179,10 @@ def follow_orders(pipe: Connection, _rank: int, _size: int, case: Case) -> None:
             pipe.send("formed")
             pipe.send(follow(pipe, exchange, params, case, step, deed))
             exchange.close()
-            names = sorted(thread.name for thread in threading.enumerate())
-            pipe.send([name for name in names if name in THREADS])
+            left = [thread for thread in threading.enumerate() if thread.name in THREADS]
+            for thread in left:  # one that was given up ends with what it waits for
+                thread.join(PATIENCE_S / 2)
+            pipe.send(sorted(thread.name for thread in left if thread.is_alive()))
 
 
 def follow(
