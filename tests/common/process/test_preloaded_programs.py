@@ -227,3 +227,20 @@ def test_a_server_that_nobody_has_asked_for_anything_is_not_waited_for(
     server.close()
     assert server._process is not None
     assert server._process.returncode == -signal.SIGKILL
+
+
+ORPHAN = """
+import os, socket
+from stratagem.common.process.process_template import _detach
+pid = os.fork()
+if pid == 0:
+    _detach(os.getpid(), socket.socket(), {}, [])  # as a fork whose parent is not the server
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@linux_only
+def test_a_fork_that_begins_after_its_server_has_died_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr

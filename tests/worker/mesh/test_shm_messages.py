@@ -223,4 +223,5 @@ def is_of_links(descriptor: int, target: str) -> bool:
         names = [sock.getsockname()]
         with suppress(OSError):  # a listener has no peer
             names.append(sock.getpeername())
-    return any(bytes(name).startswith(b"\0stratagem-") for name in names if name)
+    # A name in the file system, which is text, is another's.
+    return any(isinstance(name, bytes) and name.startswith(b"\0stratagem-") for name in names)

@@ -104,10 +104,11 @@ class _Template:
             return True, None
         gc.collect()
         gc.freeze()  # a fork's collections would copy every page of what was imported
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             gc.enable()
-            _detach(self._requests, self._waiting, descriptors)
+            _detach(server, self._requests, self._waiting, descriptors)
             return True, ForkProgram(**json.loads(message))
         pidfd, channel = _answer(pid, descriptors)
         self._waiting[pidfd] = (pid, channel)
@@ -142,12 +143,12 @@ def _tell(channel: socket.socket, message: dict[str, Any], descriptors: list[int
 
 
 def _detach(
+    server: int,
     requests: socket.socket,
     waiting: dict[int, tuple[int, socket.socket]],
     descriptors: list[int],
 ) -> None:
-    """Keep nothing of the server but what it has imported."""
-    server = os.getppid()
+    """Keep nothing of the server, the process of this number, but what it has imported."""
     os.setsid()  # Ctrl-C in the terminal is for who has started us
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:  # it died before the wish was made
