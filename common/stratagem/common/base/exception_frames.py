@@ -6,11 +6,12 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """Take the frames that it has come through from an error, those before it, and its parts.
+    """Remove the frames from an error, from the errors that led to it, and from the parts of a
+    group, and return it.
 
-    Where what keeps the error is in one of them, that is a circle: nothing in these frames would be
-    freed until Python's collector looks at them, nor the memory that their objects hold outside of
-    Python.
+    Where one of the frames has what keeps the error, the references form a circle: nothing in these
+    frames would be freed until Python's collector looks at them, nor the memory that their objects
+    hold outside of Python.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -204,8 +204,8 @@ class _RenewedChannel(DelegatingChannel):
     ) -> None:
         self._address, self._files, self._options = address, files, options
         self._calls_of: dict[grpc.aio.Channel, WeakSet[Any]] = {}
-        """The channels that are open, with their calls; weak, as calls that have ended stay in it
-        until they are looked at."""
+        """The channels that are open, with their calls. The references are weak, so that a call
+        that has ended is not kept until somebody looks."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest = self._open()
         self._look_again_s = 0.0

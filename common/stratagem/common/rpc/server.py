@@ -284,14 +284,15 @@ def _ruled(
         try:
             return await answer(requests, context)
         except (grpc.aio.AbortError, asyncio.CancelledError) as end:
-            # gRPC keeps it with the call or its task, which its frames keep. It is no news: what
-            # else goes wrong inside gRPC is logged there, with its frames.
+            # gRPC keeps the error with the call or its task, which the error's frames would keep.
+            # Nobody reads these frames; other errors are logged by gRPC with theirs.
             end.__context__ = None
             raise without_frames(end) from None
         finally:
             with suppress(RuntimeError):  # a task of the handler is reading
-                await aiter(requests).aclose()  # what has not ended keeps itself
-            del requests, context  # this frame is the error's again
+                # Until it ends, gRPC's reader and this iterator refer to each other.
+                await aiter(requests).aclose()
+            del requests, context  # an error that is raised from here has this frame
 
     return call
 
