@@ -24,7 +24,8 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.data.stream_dataset import StreamDataset
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.optim.optimizers import make_optimizer
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from tests.cluster.jobs import (
     ALLOWED,
     SPACE,
@@ -71,7 +72,7 @@ class Member:
     def train(self, num_steps: int) -> None:
         data = load_data(self.spec, ALLOWED, DataSources())["train"]
         source = PlainStreams(self.spec, data) if isinstance(data, StreamDataset) else data
-        gather = Gather(float_dtype(self.spec), torch.device("cpu"))
+        gather = Gather(rows_dtype(self.spec, self.model), torch.device("cpu"))
         loss_fn = objective_of(self.spec, ALLOWED)
         randomness = KeyedRandomness(self.model, torch.device("cpu"))
         per_epoch = len(epoch_batches(self.spec, ALLOWED, data, 0))
@@ -95,7 +96,7 @@ class Member:
 
     def loss(self) -> float:
         data = load_data(self.spec, ALLOWED, DataSources())["test"]
-        gather = Gather(float_dtype(self.spec), torch.device("cpu"))
+        gather = Gather(rows_dtype(self.spec, self.model), torch.device("cpu"))
         keys = ("row", "evaluate", "test"), ("evaluate", "test", 0)
         x, y = read(gather, data, torch.arange(len(data)), *keys)
         measured = copy.deepcopy(self.model).eval()

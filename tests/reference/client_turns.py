@@ -11,7 +11,7 @@ from stratagem.worker.engine.numerics.mixed_precision import LossScale
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.engine.trainers.federated_client import client_order
-from stratagem.worker.models.model_builder import float_dtype
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import (
     Prepared,
@@ -48,7 +48,7 @@ def train_client_in_turns(
     assert isinstance(strategy, Federated)
     share = ClientShare(client, strategy.num_clients)
     data = load_data(job, entrypoints, DataSources(), share)["train"]
-    gather, scale = Gather(float_dtype(job), device), LossScale.of(job.execution)
+    gather, scale = Gather(rows_dtype(job, model), device), LossScale.of(job.execution)
     named = list(model.named_parameters())
     start = {name: param.detach().clone() for name, param in named}
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0

@@ -29,7 +29,8 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.decoded_update import is_coded
 from tests.reference.loops import Result, cut_rows, is_skipped
@@ -52,8 +53,8 @@ def compressed_loop(
     """Each shard keeps the state of its codec; decoded shards are added in the fixed tree."""
     assert job.compression is not None
     data = load_data(job, entrypoints, DataSources())["train"]
-    gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
     model = build_model(job, entrypoints, device=_CPU, fresh=True)
+    gather, loss_fn = Gather(rows_dtype(job, model), _CPU), objective_of(job, entrypoints)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in named.items())
     codec = make_codec(job.compression, layout, job.seed, numerics=numerics)

@@ -20,7 +20,8 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.objectives.evaluation_metrics import make_metrics
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.hooks import Hooks
 from tests.reference.objective import objective_of, prediction_of
@@ -44,7 +45,7 @@ def evaluation_loop(
     if state is not None:
         model.load_state_dict(state)
     model.eval()
-    objective, gather = objective_of(job, entrypoints), Gather(float_dtype(job), device)
+    objective, gather = objective_of(job, entrypoints), Gather(rows_dtype(job, model), device)
     predict = prediction_of(job, entrypoints)
     metrics = make_metrics(spec.metrics, entrypoints)
     randomness = KeyedRandomness(model, device)

@@ -34,7 +34,8 @@ from stratagem.worker.engine.objectives.losses import LossValue
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
 from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.engine.trainers.federated_client import client_order
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.models.model_nodes import program_of, separate_tied
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference import stream_rows
@@ -175,7 +176,7 @@ def sharded_loop(
             found = [each.gradient() for each in trained]
             reached |= {i for i, grad in enumerate(found) if grad is not None}
             grads = [
-                torch.zeros_like(param) if grad is None else grad.clone()
+                wide(torch.zeros_like(param) if grad is None else grad.clone())
                 for param, grad in zip(params, found, strict=True)
             ]
             changes = [
@@ -187,7 +188,8 @@ def sharded_loop(
         total, loss_sum, grads, changes = sums[0], sums[1], sums[2:][: len(params)], sums[2:]
         divisor = total.item() if job.window.must_divide else 1.0
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            param.grad = grad / (divisor * scale.value) if i in reached else None
+            mean = (grad / (divisor * scale.value)).to(param.dtype)
+            param.grad = mean if i in reached else None
         losses.append((loss_sum / total).item())
         totals = {name: add_in_tree([log[name] for log in logs]) for name in logs[0]}
         logged.append({name: (pair[0].item(), pair[1].item()) for name, pair in totals.items()})
@@ -349,7 +351,7 @@ def train_one_client(
     data = load_data(job, entrypoints, DataSources(), ClientShare(client, strategy.num_clients))[
         "train"
     ]
-    gather, loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
+    gather, loss_fn = Gather(rows_dtype(job, model), _CPU), objective_of(job, entrypoints)
     params = [param for _, param in trained_of(model)]
     start = anchors or [param.detach().clone() for param in params]
     mu = strategy.aggregation.mu if isinstance(strategy.aggregation, FedProx) else 0.0
@@ -477,7 +479,7 @@ def _setup(
     data = load_data(job, entrypoints, DataSources())["train"]
     hooks = Hooks(job, entrypoints)
     model = hooks.build(build_model(job, entrypoints, device=_CPU, fresh=True))
-    gather = Gather(float_dtype(job), _CPU)
+    gather = Gather(rows_dtype(job, model), _CPU)
     params = [param for param in model.parameters() if param.requires_grad]
     loss_fn = objective_of(job, entrypoints)
     randomness = KeyedRandomness(model, _CPU)
@@ -493,6 +495,11 @@ def _total_steps(job: JobSpec, num_rows: int) -> int:
 
 def _buffers(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_buffers()}
+
+
+def wide(grad: Tensor) -> Tensor:
+    """A gradient as it is summed: 16 bits are too few for that."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def change_of(old: Tensor, new: Tensor, shard: int, num_shards: int) -> Tensor:

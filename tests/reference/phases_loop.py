@@ -23,7 +23,8 @@ from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Result, add_in_tree, cut_rows, is_skipped, trained_of
 from tests.reference.objective import objective_of
@@ -263,7 +264,7 @@ class _Loop:
         self._data = load_data(job, entrypoints, DataSources())["train"]
         self._model = build_model(job, entrypoints, device=_CPU, fresh=True)
         self._loss = objective_of(job, entrypoints)
-        self._gather = Gather(float_dtype(job), _CPU)
+        self._gather = Gather(rows_dtype(job, self._model), _CPU)
         self._params = [param for param in self._model.parameters() if param.requires_grad]
         named = trained_of(self._model)
         self._optimizer = make_optimizer(

@@ -17,7 +17,8 @@ from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.hooks import Hooks
 from tests.reference.loops import SetRates, backward, cut_rows, divide, is_skipped, trained_of
@@ -54,12 +55,13 @@ class Replicas:
     ) -> None:
         self.job, self.numerics, self.set_rates = job, numerics, set_rates
         self.data = load_data(job, entrypoints, DataSources())["train"]
-        self.gather, self.loss_fn = Gather(float_dtype(job), _CPU), objective_of(job, entrypoints)
+        self.loss_fn = objective_of(job, entrypoints)
         self.hooks = Hooks(job, entrypoints)
         self.models = [
             self.hooks.build(build_model(job, entrypoints, device=_CPU, fresh=True))
             for _ in range(count)
         ]
+        self.gather = Gather(rows_dtype(job, self.models[0]), _CPU)
         self.params = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
         self.optimizers = [
             make_optimizer(

@@ -12,7 +12,8 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import prepare
 from stratagem.worker.engine.optim.learning_rate import learning_rate_factor, set_learning_rates
 from stratagem.worker.engine.optim.optimizers import clip, make_optimizer
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.loops import Result, add_in_tree, change_of, cut_rows, is_skipped
 from tests.reference.objective import step_of
@@ -25,7 +26,7 @@ def turns_loop(job: JobSpec, entrypoints: EntryPoints, num_shards: int, num_step
     device = torch.device("cpu")
     data = load_data(job, entrypoints, DataSources())["train"]
     model = build_model(job, entrypoints, device=device, fresh=True)
-    gather = Gather(float_dtype(job), device)
+    gather = Gather(rows_dtype(job, model), device)
     randomness = KeyedRandomness(model, device)
     execution = prepare(model, job, device, randomness)
     buffers = list(model.buffers())

@@ -15,7 +15,7 @@ from stratagem.common.strategy import Federated, FedProx
 from stratagem.worker.data.data_sources import ClientShare, DataSources, load_data
 from stratagem.worker.data.datasets import Gather
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
-from stratagem.worker.models.model_builder import float_dtype
+from stratagem.worker.models.model_dtypes import rows_dtype
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.reference.objective import objective_of
 from tests.reference.row_batches import read
@@ -84,7 +84,7 @@ def loss_before(
     share = ClientShare(client, job.strategy.num_clients)
     own = load_data(job, entrypoints, DataSources(), share)["train"]
     gather, objective = (
-        Gather(float_dtype(job), torch.device("cpu")),
+        Gather(rows_dtype(job, model), torch.device("cpu")),
         objective_of(job, entrypoints),
     )
     model.eval()

@@ -1079,6 +1079,7 @@ class BuildResult(_message.Message):
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     STRUCTURAL_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    CONVERSION_FIELD_NUMBER: _builtins.int
     num_parameters: _builtins.int
     layout_digest: _builtins.str
     """Digest of (name, dtype, shape) of every tensor of the model's state, sorted by name."""
@@ -1086,6 +1087,8 @@ class BuildResult(_message.Message):
     """Some rows of each split, described as JSON of at most 8192 characters, where all workers must get
     the same; else empty.
     """
+    conversion: _builtins.str
+    """A sentence about tensors of the model whose dtype execution.precision has changed; else empty."""
     @_builtins.property
     def num_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rows per split of the job's data; 0 of one that comes as a stream."""
@@ -1102,10 +1105,11 @@ class BuildResult(_message.Message):
         layout_digest: _builtins.str = ...,
         structural: _abc.Iterable[_builtins.str] | None = ...,
         rows: _builtins.str = ...,
+        conversion: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "num_parameters", b"num_parameters", "num_rows", b"num_rows", "rows", b"rows", "structural", b"structural"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversion", b"conversion", "layout_digest", b"layout_digest", "num_parameters", b"num_parameters", "num_rows", b"num_rows", "rows", b"rows", "structural", b"structural"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

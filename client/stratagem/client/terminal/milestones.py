@@ -65,7 +65,8 @@ def milestone(before: Phase, run: FollowedRun, item: Event | Progress) -> Milest
             is_first = item.payload.get("membership") == 1
             return Milestone(item.sentence, is_urgent=not is_first)
         case kind if kind in ONCE or (item.phase is not before and not item.phase.is_final):
-            return Milestone(item.sentence, is_urgent=bool(item.payload.get("warning")))
+            is_unusual = bool(item.payload.get("warning") or item.payload.get("conversion"))
+            return Milestone(item.sentence, is_urgent=is_unusual)
         case _:
             return None
 

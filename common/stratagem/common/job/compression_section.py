@@ -128,12 +128,12 @@ def exchanged_codec(
 
 
 def why_not_compressed(
-    spec: CompressionSpec, strategy: Strategy, precision: str
+    spec: CompressionSpec, strategy: Strategy, precision: str | None
 ) -> Iterator[Violation]:
     """Why a job with this section cannot be carried out as it says."""
     if spec.codec == "none":
         return
-    if precision not in ("Single", "Mixed"):
+    if precision in ("Full", "Half"):
         yield Violation(
             "compression.codec", f"{spec.codec} codes float32; precision is {precision}"
         )

@@ -136,10 +136,11 @@ PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
 
 
 class ExecutionSpec(Section):
-    """Settings of how each worker computes. What is not set is the plain way: eager, float32, all
-    gradients.
+    """Settings of how each worker computes. What is not set is the plain way: eager, in the dtypes
+    that the model is built with, all gradients.
 
-    precision: Full is float64, Single float32, Mixed float32 with 16-bit products, Half 16-bit.
+    precision: converts the model and its rows: Full to float64, Single to float32, Mixed to float32
+    with 16-bit products, Half to float32 that is computed in 16 bits.
     amp_dtype: the 16-bit numbers of Mixed and Half, bfloat16 unless set; float16 goes with a
     loss scale that moves.
     deterministic: the same bits each time. preset: fields to begin from; those given win. It is
@@ -148,7 +149,7 @@ class ExecutionSpec(Section):
 
     mode: Mode = "Eager"
     gradient: GradientField = "Full"
-    precision: Precision = "Single"
+    precision: Precision | None = None
     amp_dtype: AmpDtype | None = None
     memory: MemoryStrategy = "Standard"
     parallelism: ParallelismField = "None"
@@ -168,7 +169,7 @@ class ExecutionSpec(Section):
     @model_validator(mode="after")
     def _sixteen_bits(self) -> Self:
         if self.amp_dtype is not None and self.precision not in ("Mixed", "Half"):
-            text = f"belongs to precision Mixed and Half; it is {self.precision}"
+            text = f"belongs to precision Mixed and Half; it is {self.precision or 'not set'}"
             raise InvalidInputError.at("amp_dtype", text)
         return self
 
@@ -209,7 +210,7 @@ class ExecutionSpec(Section):
         lines = {
             "Mode": self.mode,
             "Gradient": _text(self.gradient),
-            "Precision": self.precision,
+            "Precision": self.precision or "that of the model",
             "Memory": self.memory,
             "Parallelism": _text(self.parallelism),
             "Fusion": str(self.fusion).lower(),

@@ -35,6 +35,7 @@ from stratagem.common.job.sections import (
     RecordingSpec,
 )
 from stratagem.common.job.whole_job_rules import violations_of
+from stratagem.common.numerics.numerics_rules import KEEPS_DTYPES
 from stratagem.common.schema.document import Section, refuse
 from stratagem.common.schema.field_types import (
     MAX_COUNT,
@@ -157,6 +158,16 @@ class JobSpec(Section):
     def from_json(text: str) -> "JobSpec":
         """The job from its JSON text; the latest ones are kept, as several readers follow."""
         return _read(text, limits.are_checked())
+
+    @staticmethod
+    def of_run(text: str, numerics: int) -> "JobSpec":
+        """Return the job of a run that began under these numerics rules, as its text was meant
+        then."""
+        job = JobSpec.from_json(text)
+        if numerics >= KEEPS_DTYPES or job.execution.precision is not None:
+            return job
+        execution = job.execution.with_changes(precision="Single")
+        return job.model_copy(update={"execution": execution})
 
 
 @lru_cache(maxsize=8)

@@ -302,7 +302,7 @@ def _local_steps(job: "JobSpec") -> Iterator[Violation]:
     sections = [name for name in OF_ONE_MODEL if getattr(job, name) is not None]
     yield from check_local_steps(job.strategy, periods, sections)
     bits, precision = exchanged_codec(None, job.strategy), job.execution.precision
-    if bits is not None and precision not in ("Single", "Mixed"):
+    if bits is not None and precision in ("Full", "Half"):
         text = f"codes float32; precision is {precision}"
         yield Violation("strategy.options.outer_bits", text)
 

@@ -5,6 +5,7 @@
         mean gradient; phase training and `vsa` as their pages say
     3   a metric of the user's own is computed once, of all rows of a split; before, it was the mean
         over batches; the generators are seeded before the function that returns the data is called
+    4   a job without `execution.precision` keeps the dtypes of its model; before, it meant Single
 
 A rule that has changed is one function, which takes the number; its caller passes on the
 run's. A number goes once no run of it can be left.
@@ -17,8 +18,11 @@ from stratagem.common.base.errors import InvalidInputError
 FIRST: Final = 1
 """Of runs and plans that name no number."""
 
-CURRENT: Final = 3
+CURRENT: Final = 4
 """Of every run that is submitted now."""
+
+KEEPS_DTYPES: Final = 4
+"""The first by which a job without `execution.precision` keeps the dtypes of its model."""
 
 OF_SILENT_WORKERS: Final = 2
 """The newest that workers know which do not say: those of the versions before they did."""

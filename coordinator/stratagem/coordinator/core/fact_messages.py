@@ -146,6 +146,8 @@ def _built(fact: f.ModelBuilt) -> str:
     text = f"model built: {fact.num_parameters:,} parameters"
     if fact.structural:
         text += f"; what it is made of depends on {', '.join(fact.structural)}"
+    if fact.conversion:
+        text += f"; execution.precision: {fact.conversion}"
     return f"{text}; warning: {fact.warning}" if fact.warning else text
 
 

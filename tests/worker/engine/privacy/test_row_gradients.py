@@ -17,7 +17,8 @@ from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.privacy import row_gradients
 from stratagem.worker.engine.privacy.row_noise import RowNoise
 from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 from tests.jobs import user_data
 from tests.reference.private_rows import private_steps
 from tests.worker.engine.client_rounds import federated
@@ -76,7 +77,7 @@ def test_a_round_is_that_of_the_loop_over_rows(case: str) -> None:
     plain, base = build_model(spec, ALLOWED, device=CPU, fresh=True), base_of(spec)
     plain.load_state_dict({name.removeprefix("model/"): t for name, t in base.items()})
     share = load_data(spec, ALLOWED, DataSources(), ClientShare(1, 3))["train"]
-    gather, key = Gather(float_dtype(spec), CPU), BatchKeys(("row",))
+    gather, key = Gather(rows_dtype(spec, plain), CPU), BatchKeys(("row",))
     x, y = gather(share, torch.arange(len(share)), "reading", key)
     drawn = private_steps(spec, plain, (x, y), 1, 2)
     for name, tensor in plain.state_dict().items():

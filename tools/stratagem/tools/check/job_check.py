@@ -33,7 +33,8 @@ from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.same_rows import check_same_rows, described_rows
 from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset
-from stratagem.worker.models.model_builder import build_model, build_shapes, float_dtype
+from stratagem.worker.models.model_builder import build_model, build_shapes
+from stratagem.worker.models.model_dtypes import converted_dtype, rows_dtype
 from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.supported_settings import check_supported
 
@@ -56,7 +57,8 @@ def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Findi
     checks.code()
     placed = job.execution.with_changes(parallelism="None")  # a strategy is made of it beforehand
     checks.report.attempt("settings", "execution", lambda: check_supported(placed))
-    model, data = checks.model(), checks.data()
+    model = checks.model()
+    data = checks.data(model)
     if model is None or not data:
         reason = "needs the model and the data, which failed"
         checks.report.warn("step", "", f"not tried: {reason}")
@@ -96,13 +98,15 @@ class _JobChecks:
 
     def model(self) -> nn.Module | None:
         """Whether the model can be built, on the meta device and for real; with its groups."""
-        job, entrypoints = self.job, self.site.entrypoints
+        job, entrypoints, changes = self.job, self.site.entrypoints, list[str]()
         if self.report.attempt("model", "model", self._build_shapes) is None:
             return None
         model = self.report.attempt(
             "model",
             "model",
-            lambda: build_model(job, entrypoints, device=self.site.device, fresh=True),
+            lambda: build_model(
+                job, entrypoints, device=self.site.device, fresh=True, say=changes.append
+            ),
         )
         if model is not None:
             sizes = [param.numel() for param in model.parameters()]
@@ -111,20 +115,25 @@ class _JobChecks:
             if trained != sum(sizes):
                 found += f", {trained:,} of them trained"
             self.report.ok("model", "model", found)
+        for sentence in changes:
+            self.report.ok("model", "execution.precision", sentence)
         return model
 
     def _build_shapes(self) -> nn.Module:
         meta = torch.device("meta")
         return build_shapes(self.job, self.site.entrypoints, device=meta)
 
-    def data(self) -> dict[str, Dataset]:
-        """Whether each split can be loaded, its rows read twice, and collated."""
+    def data(self, model: nn.Module | None) -> dict[str, Dataset]:
+        """Whether each split can be loaded, its rows read twice, and collated, for the model if
+        there is one."""
+        dtype = converted_dtype(self.job) if model is None else rows_dtype(self.job, model)
         data = {split: self._known(split, each) for split, each in self._loaded().items()}
         if data and not self.job.only_evaluates:
             self.report.attempt("data", "data", lambda: training_split(data))
         for split, dataset in data.items():
             if len(dataset):
-                self.report.attempt("data", f"data.{split}", lambda: self._batch(split, dataset))  # noqa: B023
+                reads = partial(self._batch, split, dataset, dtype)
+                self.report.attempt("data", f"data.{split}", reads)
             else:
                 self.report.warn("data", f"data.{split}", "has no rows")
         return data
@@ -155,8 +164,8 @@ class _JobChecks:
         self.report.ok("data", f"data.{split}", found)
         return dataset.head(_STREAMED_ROWS)
 
-    def _batch(self, split: str, dataset: Dataset) -> None:
-        gather = Gather(float_dtype(self.job), self.site.device)
+    def _batch(self, split: str, dataset: Dataset, dtype: torch.dtype | None) -> None:
+        gather = Gather(dtype, self.site.device)
         few = spread_over(dataset, _TRIED_ROWS)
         for place in range(len(few)):
             gather(few, torch.tensor([place]), f"reading {split}")

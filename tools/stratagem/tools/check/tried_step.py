@@ -179,7 +179,7 @@ def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
 def _setup(job: JobSpec, site: Site, data: Mapping[str, Dataset], *, fresh: bool) -> Setup:
     model = build_model(job, site.entrypoints, device=site.device, fresh=fresh)
     check_optimizer_of(job, model, site.entrypoints)
-    setup = make_setup(job, site.entrypoints, model, data, make_gather(job, site.device))
+    setup = make_setup(job, site.entrypoints, model, data, make_gather(job, model, site.device))
     return replace(setup, epoch_rows=None)
 
 

@@ -14,7 +14,8 @@ from stratagem.common.job import JobSpec
 from stratagem.common.job.objective.built_in_names import RETURNED
 from stratagem.tools.planning.job_site import Site
 from stratagem.worker.data.datasets import Gather
-from stratagem.worker.models.model_builder import build_model, float_dtype
+from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_dtypes import rows_dtype
 
 _LABELS: Final = ("label", "labels")
 NUM_ROWS: Final = 3
@@ -39,14 +40,14 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a model."""
 
 
-def example_inputs(job: JobSpec, site: Site) -> Inputs:
+def example_inputs(job: JobSpec, site: Site, model: nn.Module) -> Inputs:
     """Return the arguments of the model for some rows of the job's data, without labels."""
     data = site.data_of(job)
     split = next((name for name, rows in data.items() if len(rows)), None)
     if split is None:
         raise InvalidInputError.at("data", "has no rows, of which the model's input is an example")
     num_rows = min(NUM_ROWS, len(data[split]))
-    gather = Gather(float_dtype(job), torch.device("cpu"))
+    gather = Gather(rows_dtype(job, model), torch.device("cpu"))
     x, _ = gather(data[split], torch.arange(num_rows), f"reading {split}")
     x = resized(x, NUM_ROWS)
     takes_names = job.loss is None or job.loss.name == RETURNED

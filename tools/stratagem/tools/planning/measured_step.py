@@ -20,7 +20,7 @@ from stratagem.tools.planning.simulated_local_steps import (
     shortened,
 )
 from stratagem.tools.planning.simulated_step import NUM_STEPS, gradient_buckets, receive_buffers
-from stratagem.worker.data.datasets import Dataset, Gather
+from stratagem.worker.data.datasets import Dataset
 from stratagem.worker.engine.build_trainer import make_setup
 from stratagem.worker.engine.numerics.memory_modes import make_gather
 from stratagem.worker.engine.trainers.synchronous_trainer import Trainer
@@ -36,15 +36,14 @@ MAX_STEPS: Final = 32
 def measure_training(job: JobSpec, site: Site, party: ShardOwners) -> int:
     """The peak of the same steps, done for real: bytes that torch's allocator gave out."""
     data = site.data_of(job)
-    gather = make_gather(job, site.device)
     steps = _steps if local_steps_of(job.strategy) is None else _local_steps
     if site.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(site.device)
         before = torch.cuda.memory_allocated(site.device)
-        steps(job, site, data, gather, party)
+        steps(job, site, data, party)
         return torch.cuda.max_memory_allocated(site.device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        held = steps(job, site, data, gather, party)
+        held = steps(job, site, data, party)
     del held
     return _peak_of(recorded)
 
@@ -66,11 +65,10 @@ def _peak_of(recorded: profile) -> int:
     return peak
 
 
-def _steps(
-    job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: ShardOwners
-) -> object:
+def _steps(job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners) -> object:
     """Return what the steps hold in the end."""
     model = build_model(job, site.entrypoints, device=site.device, fresh=True)
+    gather = make_gather(job, model, site.device)
     trainer = Trainer(make_setup(job, site.entrypoints, model, data, gather))
     buckets = gradient_buckets(trainer, party)
     received = receive_buffers(buckets, party)
@@ -84,13 +82,12 @@ def _steps(
     return trainer, buckets
 
 
-def _local_steps(
-    job: JobSpec, site: Site, data: dict[str, Dataset], gather: Gather, party: ShardOwners
-) -> object:
+def _local_steps(job: JobSpec, site: Site, data: dict[str, Dataset], party: ShardOwners) -> object:
     """Likewise, of replicas that take local steps."""
     num_rounds = MAX_STEPS if _skips(job) else NUM_ROUNDS
     short = shortened(job, num_rounds)
     common = build_model(job, site.entrypoints, device=site.device, fresh=True)
+    gather = make_gather(job, common, site.device)
     setup = make_setup(short, site.entrypoints, common, data, gather)
     trainer = build_replicas(job, site, setup, party)
     exchange, received = local_exchange(trainer, party)

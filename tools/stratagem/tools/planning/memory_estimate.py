@@ -7,6 +7,8 @@ data parallelism the rows, a pipeline the layers, accumulation the rows of a pas
 import math
 from dataclasses import replace
 
+import torch
+
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.wording import counted
 from stratagem.common.job import CompressionSpec, JobSpec, exchanged_codec
@@ -37,7 +39,6 @@ from stratagem.tools.planning.simulated_step import play_forward, play_training
 from stratagem.tools.planning.stage_memory import play_stages
 from stratagem.tools.planning.step_memory import StepMemory, memory_of, text_of, with_moment
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.models.model_builder import float_dtype
 from stratagem.worker.plans.supported_settings import check_supported
 from stratagem.worker.session.session_states import NUM_SNAPSHOTS
 
@@ -129,7 +130,8 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
             party = _party(strategy, num_workers)
             estimate = _of_party(job, site, party)
             if party.size > 1 and isinstance(aggregation, ParameterServer):
-                received = 4 * estimate.num_parameters  # the sums are staged next to the buckets
+                # The sums are staged next to the buckets.
+                received = max(4, _dtype_of(estimate).itemsize) * estimate.num_parameters
                 return replace(estimate, gradients=estimate.gradients + received)
             return estimate
         case ModelParallel():
@@ -139,7 +141,7 @@ def _training(job: JobSpec, site: Site, strategy: Strategy, num_workers: int | N
             if options.inner is None:  # an update, and what it is an update of, has no optimizer
                 of_model = estimate.snapshot - estimate.optimizer
                 estimate = replace(estimate, received=of_model)
-            return _of_client(strategy, estimate, float_dtype(job).itemsize)
+            return _of_client(strategy, estimate, _dtype_of(estimate).itemsize)
         case PopulationBased(options=options):
             return _training(job, site, options.inner or Local(), num_workers)
         case Custom():
@@ -176,6 +178,13 @@ def _controlled(estimate: StepMemory, item_bytes: int) -> StepMemory:
         notes=(*estimate.notes, note),
     )
     return with_moment(held, 2 * variate) if estimate.device == "cpu" else held
+
+
+def _dtype_of(estimate: StepMemory) -> torch.dtype:
+    """Return a dtype that is as wide as the parameters are on average, or wider."""
+    average = estimate.parameters / max(1, estimate.num_parameters)
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    return next((each for each in dtypes if average <= each.itemsize), torch.float64)
 
 
 def _with_codec(job: JobSpec, estimate: StepMemory, num_workers: int | None) -> StepMemory:
@@ -229,7 +238,7 @@ def _with_phases(job: JobSpec, estimate: StepMemory) -> StepMemory:
         return estimate
     predictor = job.phases.predictor
     kept = (predictor.history if predictor.kind == "wls" else 2) + 3
-    size = 8 if job.execution.precision == "Full" else 4
+    size = max(4, _dtype_of(estimate).itemsize)
     held = size * estimate.num_parameters * kept
     return replace(estimate, gradients=estimate.gradients + held)
 
@@ -289,7 +298,7 @@ def _gossip(
     held = len(assign_shards(num_nodes, num_members)[0])
     known = num_known(topology, num_nodes, num_members, job.seed)
     if job.compression is None or job.compression.codec == "none":
-        copies = plain_copies(known, one.layout, float_dtype(job))
+        copies = plain_copies(known, one.layout, _dtype_of(one))
     elif one.device == "cpu":
         copies = coded_copies(known, held, one.layout, job)
     else:  # numpy's
@@ -317,7 +326,8 @@ def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | 
     found = play_local_steps(_without_accumulation(job, rows * num_replicas), site, party)
     estimate = memory_of(found.reading, site, rows, (_replicas_note(found, held, num_replicas),))
     if party.size > 1 and isinstance(strategy.aggregation, ParameterServer):
-        received = 4 * estimate.num_parameters  # the sums are staged next to the buckets
+        # The sums are staged next to the buckets.
+        received = max(4, _dtype_of(estimate).itemsize) * estimate.num_parameters
         estimate = replace(estimate, gradients=estimate.gradients + received)
     return estimate
 

@@ -35,7 +35,12 @@ from stratagem.tools.planning.resolve_parallelism import (
 from stratagem.tools.planning.step_memory import StepMemory, text_of
 from stratagem.worker.plans.supported_settings import check_supported
 
-_LOWER: Final = {"Full": ("Single", "Mixed", "Half"), "Single": ("Mixed", "Half")}
+_LOWER: Final = {
+    "Full": ("Single", "Mixed", "Half"),
+    "Single": ("Mixed", "Half"),
+    None: ("Mixed", "Half"),
+}
+"""What may be tried below a precision; None: a model of its own dtypes."""
 _INTERVALS: Final = (1, 4)
 
 
@@ -194,7 +199,8 @@ def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterat
         execution = job.execution.with_changes(precision=precision)
         if not _is_supported(execution):
             continue
-        words = "" if precision == own else f"Precision is lowered from {own} to {precision}. "
+        before = own or "that of the model"
+        words = "" if precision == own else f"Precision is lowered from {before} to {precision}. "
         plain = attempt(execution, f"{words}The whole share of a batch fits at once.")
         yield plain
         if (steps := _accumulation(plain, site, budget, num_workers)) is not None:

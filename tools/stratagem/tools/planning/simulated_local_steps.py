@@ -67,6 +67,7 @@ def play_local_steps(job: JobSpec, site: Site, party: ShardOwners) -> ReplicasRe
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         common = build_shapes(job, site.entrypoints, device=site.device)
+        gather = gather.fitted(job, common)
         setup = make_setup(whole, site.entrypoints, common, batches, gather)
         models = {
             number: build_shapes(job, site.entrypoints, device=site.device)

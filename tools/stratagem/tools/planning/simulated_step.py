@@ -6,7 +6,7 @@ no memory. Must not know what an estimate is for.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -36,7 +36,8 @@ from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners, num_sets, plan_step
 from stratagem.worker.exchange.buckets.slice_owners import divide_slices
 from stratagem.worker.exchange.reducer import GradientReducer
-from stratagem.worker.models.model_builder import build_shapes, float_dtype
+from stratagem.worker.models.model_builder import build_shapes
+from stratagem.worker.models.model_dtypes import rows_dtype
 
 CUBLAS_BYTES: Final = 8_519_680
 """torch's default workspace for matrix products on CUDA, 4 times as much from Hopper on."""
@@ -90,6 +91,7 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = build_shapes(job, site.entrypoints, device=site.device)
+        gather = gather.fitted(job, model)
         trainer = Trainer(make_setup(whole, site.entrypoints, model, batches, gather))
         parameters = live.size_of(trainer.model.parameters())
         cached = hold_cached(job, data, gather)
@@ -145,6 +147,7 @@ def play_forward(job: JobSpec, site: Site, num_rows: int) -> Reading:
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live, torch.no_grad():
         model = build_shapes(job, site.entrypoints, device=site.device).eval()
+        gather = gather.fitted(job, model)
         parameters = live.size_of(model.parameters())
         cached = hold_cached(job, data, gather) if job.only_evaluates else None
         buffers = live.live - parameters
@@ -228,18 +231,22 @@ class ShapedRows:
 
 
 @dataclass(frozen=True)
-class _ShapesOnly(Gather):
+class ShapesOnly(Gather):
     """Rows of the right shapes and types, without values. Called where tensors are fake."""
 
     x: Any
     y: Any
 
+    def fitted(self, job: JobSpec, model: nn.Module) -> "ShapesOnly":
+        """Return it with rows of the dtype that the model gets."""
+        return replace(self, dtype=rows_dtype(job, model))
+
     def __call__(
         self, dataset: Dataset, indices: Tensor, activity: str, keys: BatchKeys | None = None
     ) -> tuple[Any, Any]:
         def rows(row: Tensor) -> Tensor:
-            dtype = self.dtype if row.is_floating_point() else row.dtype
-            return torch.empty((len(indices), *row.shape[1:]), dtype=dtype, device=self.device)
+            shape = (len(indices), *row.shape[1:])
+            return torch.empty(shape, dtype=self._dtype_of(row), device=self.device)
 
         x = map_tensors(self.x, rows)
         return x, x if self.y is self.x else map_tensors(self.y, rows)
@@ -262,9 +269,8 @@ def _split(job: JobSpec) -> str:
     return job.evaluation.split if job.only_evaluates and job.evaluation else "train"
 
 
-def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> Gather:
-    """Gathers nothing but the shapes of rows. To be called where tensors are real."""
-    x, y = Gather(float_dtype(job), torch.device("cpu"))(
-        data[_split(job)], torch.arange(1), "reading one row"
-    )
-    return _ShapesOnly(float_dtype(job), site.device, x, y)
+def gather_shapes(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> ShapesOnly:
+    """Gathers nothing but the shapes of rows, in the dtypes of the data. To be called where tensors
+    are real."""
+    x, y = Gather(None, torch.device("cpu"))(data[_split(job)], torch.arange(1), "reading one row")
+    return ShapesOnly(None, site.device, x, y)

@@ -98,6 +98,7 @@ def node_costs(job: JobSpec, site: Site, rows: int) -> tuple[ModelProgram, Mappi
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(allow_non_fake_inputs=True), live, counter:
         model = build_shapes(job, site.entrypoints, device=site.device)
+        gather = gather.fitted(job, model)
         program = program_of(model, job)
         modules = node_modules(model, program)
         x, _ = gather(data["train"], torch.arange(rows), "reading rows")

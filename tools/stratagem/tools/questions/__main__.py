@@ -104,7 +104,7 @@ def _export(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, A
         return {"difference": 0.0, "inputs": []}
     without_cache(model)
     write = write_onnx if request["to"] == "onnx" else write_program
-    inputs = example_inputs(job, site)
+    inputs = example_inputs(job, site, model)
     return {"difference": write(model, inputs, target), "inputs": sizes_of(model, inputs)}
 
 

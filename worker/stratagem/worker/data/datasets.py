@@ -189,13 +189,13 @@ Coming = tuple[Dataset, Tensor, BatchKeys]
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Takes rows out of data sets, as floats of one dtype on one device.
+    """Takes rows out of data sets, onto one device.
 
-    pool: gives batches their storage. cache: keeps data sets ready. readers: fetch rows that are
-    read one by one.
+    dtype: of their floats; None for those that the data give. pool: gives batches their storage.
+    cache: keeps data sets ready. readers: fetch rows that are read one by one.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     device: torch.device
     pool: Pool | None = field(default=None, kw_only=True)
     cache: Cache | None = field(default=None, kw_only=True)
@@ -255,7 +255,9 @@ class Gather:
         )
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return self.dtype if tensor.is_floating_point() else tensor.dtype
+        if self.dtype is None or not tensor.is_floating_point():
+            return tensor.dtype
+        return self.dtype
 
     def place(self, tensor: Tensor) -> Tensor:
         """The tensor where and as what it is computed with."""

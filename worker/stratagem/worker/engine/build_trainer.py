@@ -4,6 +4,7 @@ The only place that knows all of them by name.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -137,10 +138,14 @@ def _setup(
 ) -> Setup:
     sources = sources or DataSources()
     data = load_data(job, entrypoints, sources, numerics=numerics)
-    model = build_model(job, entrypoints, device=device, fresh=fresh, folder=folder)
+    changes: list[str] = []
+    model = build_model(
+        job, entrypoints, device=device, fresh=fresh, folder=folder, say=changes.append
+    )
     check_optimizer_of(job, model, entrypoints)
-    gather = make_gather(job, device, sources.readers)
-    return make_setup(job, entrypoints, model, data, gather, numerics)
+    gather = make_gather(job, model, device, sources.readers)
+    setup = make_setup(job, entrypoints, model, data, gather, numerics)
+    return replace(setup, conversion="".join(changes))
 
 
 def make_setup(

@@ -21,17 +21,13 @@ from stratagem.common.job.objective.turns_section import check_turn_parameters
 from stratagem.common.job.optimizer.optimizer_section import check_groups, is_matched
 from stratagem.worker.models.file_storage import FileStorage
 from stratagem.worker.models.graph_model import graph_module
+from stratagem.worker.models.model_dtypes import convert
 from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _ACTIVITY: Final = "building the model"
 _NUM_NAMES: Final = 5
 """How many names of parameters a refusal lists."""
-
-
-def float_dtype(job: JobSpec) -> torch.dtype:
-    """The dtype of parameters, buffers and data that are floats."""
-    return torch.float64 if job.execution.precision == "Full" else torch.float32
 
 
 def build_model(
@@ -41,28 +37,39 @@ def build_model(
     device: torch.device,
     fresh: bool,
     folder: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> nn.Module:
     """fresh: initialised from the seed. Otherwise its state is still undefined.
 
-    folder: large tensors lie in files there instead of memory; the bits are the same.
+    folder: large tensors lie in files there instead of memory; the bits are the same. say: is given
+    a sentence about tensors whose dtype the job's precision has changed, if there are any.
     """
+    factory, changes = _factory(job, entrypoints), ""
+
+    def made() -> nn.Module:
+        nonlocal changes
+        model = factory()
+        changes = convert(model, job)
+        return model
+
     with nullcontext() if folder is None else FileStorage(folder):
-        return _build(job, entrypoints, device, fresh=fresh)
+        model = _build(made, job.seed, device, fresh=fresh)
+    if changes:
+        say(changes)
+    return model
 
 
 def _build(
-    job: JobSpec, entrypoints: EntryPoints, device: torch.device, *, fresh: bool
+    factory: Callable[[], nn.Module], seed: int, device: torch.device, *, fresh: bool
 ) -> nn.Module:
-    factory = _factory(job, entrypoints)
-    dtype = float_dtype(job)
     if not fresh:
-        empty = _build_empty(factory, dtype, device)
+        empty = _build_empty(factory, device)
         if empty is not None:
             return empty
-    torch.manual_seed(job.seed)
+    torch.manual_seed(seed)
     with user_code(_ACTIVITY):
         model = factory()
-    return model.to(dtype).to(device)
+    return model.to(device)
 
 
 def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device) -> nn.Module:
@@ -70,12 +77,13 @@ def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device
 
     Made outside of fake tensors: on the meta device, or for real where the factory wants that.
     """
-    factory, dtype = _factory(job, entrypoints), float_dtype(job)
+    factory = _factory(job, entrypoints)
     with _disable_current_modes():
-        model = _build_meta(factory, dtype)
+        model = _build_meta(factory)
         if model is None or any(tensor.is_meta for tensor in _hidden_tensors(model)):
             with user_code(_ACTIVITY):
-                model = factory().to(dtype)
+                model = factory()
+        convert(model, job)
     _materialise(model, device)
     return model
 
@@ -135,19 +143,16 @@ def _checked(model: object, by: str) -> nn.Module:
     return model
 
 
-def _build_meta(factory: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module | None:
+def _build_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
     try:
         with torch.device("meta"):
-            model = factory()
+            return factory()
     except (RuntimeError, TypeError):  # the factory reads values, which meta tensors do not have
         return None
-    return model.to(dtype)
 
 
-def _build_empty(
-    factory: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device
-) -> nn.Module | None:
-    model = _build_meta(factory, dtype)
+def _build_empty(factory: Callable[[], nn.Module], device: torch.device) -> nn.Module | None:
+    model = _build_meta(factory)
     if model is None or any(module._non_persistent_buffers_set for module in model.modules()):
         return None
     _materialise(model, device)

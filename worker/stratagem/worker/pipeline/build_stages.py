@@ -14,6 +14,7 @@ from stratagem.worker.data.datasets import training_split
 from stratagem.worker.data.order.row_order import epoch_rows_of
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.memory_modes import make_gather
+from stratagem.worker.engine.numerics.mixed_precision import low_dtype
 from stratagem.worker.engine.numerics.prepare_model import prepare_nodes
 from stratagem.worker.engine.objectives.evaluator import make_evaluator
 from stratagem.worker.engine.step.callbacks import make_callbacks
@@ -102,19 +103,22 @@ def build_stage_runner(
     if not job.only_evaluates:
         check_alone(job.optimizer, [(each.name, each.param) for each in trained], entrypoints)
     randomness = KeyedRandomness(model, device)
+    gather = make_gather(job, model, device, sources.readers)  # of all stages alike
     foreign = {node for node in owner if owner[node] != seat.rank}
     remove_nodes(model, foreign)
     trained = without_storage(trained, foreign)
     model.to(device)
     tie_again(trained)
     execution = prepare_nodes(model, job, device, randomness, program, foreign)
-    gather = make_gather(job, device, sources.readers)
     evaluator = make_evaluator(
         job, entrypoints, model, data, execution, randomness, gather, placement.numerics
     )
     interval = job.execution.checkpoint_interval
+    ends_single = low_dtype(job.execution) is not None
     parts = {
-        stage: StagePart(plan, stage, node_modules(model, program), device, interval)
+        stage: StagePart(
+            plan, stage, node_modules(model, program), device, interval, ends_single=ends_single
+        )
         for stage, owned_by in enumerate(rank_of)
         if owned_by == seat.rank
     }

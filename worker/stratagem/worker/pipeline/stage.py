@@ -18,6 +18,7 @@ from stratagem.common.model.stage_partition import Boundary, StagePlan
 from stratagem.worker.engine.numerics.activation_checkpointing import grouped
 from stratagem.worker.engine.numerics.mixed_precision import single
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.models.model_dtypes import explain_dtypes
 from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
 from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
 
@@ -51,10 +52,14 @@ class StagePart:
         modules: Mapping[str, nn.Module],
         device: torch.device,
         interval: int | None = None,
+        *,
+        ends_single: bool,
     ) -> None:
-        """interval: nodes whose activations are computed again together; None keeps them all."""
+        """interval: nodes whose activations are computed again together; None keeps them all.
+        ends_single: 16-bit outputs of the model become float32."""
         nodes = set(plan.stages[stage].nodes)
         self._program, self._modules, self._device = plan.program, modules, device
+        self._ends_single = ends_single
         self._calls = [call for call in plan.program.calls if call.node in nodes]
         self._run: Callable[[Any, Slots], None] = self._run_calls
         if interval:
@@ -82,13 +87,19 @@ class StagePart:
         kept, slots = Kept(), Slots()
         for boundary in self.before:
             kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
-        self._run(given, slots)
+        try:
+            self._run(given, slots)
+        except RuntimeError as error:
+            own = nn.ModuleList(self._modules[call.node] for call in self._calls)
+            explain_dtypes(error, own, given)
+            raise
         sent = {}
         for boundary in self.after:
             message, kept.left[boundary.number] = _leave(boundary, slots)
             sent[boundary.number] = message
         if self.is_last:
-            kept.output = single(evaluate(self._program.output, given, slots))
+            output = evaluate(self._program.output, given, slots)
+            kept.output = single(output) if self._ends_single else output
         return kept, sent
 
     def _run_calls(self, given: Any, slots: Slots) -> None:

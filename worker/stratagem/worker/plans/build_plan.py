@@ -78,6 +78,7 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
         layout_digest=layout_digest(tensors),
         structural=structural(work, built.model, plan.variants),
         rows=rows_to_compare(work.job, work.entrypoints, built.setup.data, work.numerics),
+        conversion=built.setup.conversion,
     )
 
 

@@ -1,24 +1,32 @@
 """Checks of a job that need its model and its data; made once both are built, before training."""
 
 from collections.abc import Mapping
+from typing import Final
 
+import torch
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.job import InitialSpec, JobSpec
+from stratagem.common.job import InitialSpec, JobSpec, exchanged_codec
 from stratagem.common.job.evaluation.client_spread import CLIENT_MEAN
 from stratagem.common.model.stage_partition import plan_stages
 from stratagem.common.strategy import Federated, ModelParallel, Strategy
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics
+from stratagem.worker.models.model_dtypes import name_of
 from stratagem.worker.models.model_nodes import check_not_shared, program_of
+
+_NUM_NAMES: Final = 3
+"""How many parameters a refusal lists."""
 
 
 def check_built(job: JobSpec, model: nn.Module, num_rows: Mapping[str, int]) -> None:
-    """Check that the job's evaluation split has rows and that its model can be cut into its stages.
+    """Check that the job's evaluation split has rows, that its codec knows the dtypes of its model,
+    and that this can be cut into its stages.
 
     model: the whole of it. num_rows: of each split. Raises InvalidInputError.
     """
     _check_split(job, num_rows)
+    _check_codec(job, model)
     field, spec = _pipeline(job.strategy, "strategy")
     if spec is None:
         return
@@ -98,6 +106,23 @@ def _check_split(job: JobSpec, num_rows: Mapping[str, int]) -> None:
         raise InvalidInputError.at("evaluation.split", f'no split "{split}"; there is {known}')
     if not num_rows[split]:
         raise InvalidInputError.at("evaluation.split", f'"{split}" has no rows')
+
+
+def _check_codec(job: JobSpec, model: nn.Module) -> None:
+    spec = exchanged_codec(job.compression, job.strategy)
+    others = [
+        f"{name} is {name_of(param.dtype)}"
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dtype != torch.float32
+    ]
+    if spec is None or not others:
+        return
+    named = ", ".join(others[:_NUM_NAMES]) + (", ..." if len(others) > _NUM_NAMES else "")
+    field = "strategy.options.outer_bits" if job.compression is None else "compression.codec"
+    text = (
+        f"{spec.codec} codes float32, and {named}; execution.precision: Single converts the model"
+    )
+    raise InvalidInputError.at(field, text)
 
 
 def _pipeline(strategy: Strategy, field: str) -> tuple[str, ModelParallel | None]:

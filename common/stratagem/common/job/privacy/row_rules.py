@@ -94,7 +94,7 @@ def _execution(job: ProtectedJob) -> Iterator[Violation]:
     own = job.execution
     if own.mode != "Eager":
         yield _not_possible("execution.mode", f"{own.mode} compiles what is computed of a batch")
-    if own.precision not in ("Single", "Full"):
+    if own.precision in ("Mixed", "Half"):
         why = f"{own.precision} scales or rounds gradients before they are clipped"
         yield _not_possible("execution.precision", why)
     if own.gradient != "Full":

@@ -60,6 +60,8 @@ class ModelBuilt(Value):
     """Of the run that it resumes: marks from which its streams of rows can be read on."""
     rows: str = ""
     """Some rows of its data, as their worker describes them for all others to compare with."""
+    conversion: str = ""
+    """Which tensors of the model the job's precision has given another dtype."""
 
 
 class BuildFailed(Value):

@@ -157,7 +157,7 @@ def _runs_without(state: CoordinatorState, gone: Member | None) -> Mapping[RunId
 
 
 def _submitted(strategies: Strategies, run_id: RunId, fact: RunSubmitted) -> RunRecord:
-    job = JobSpec.from_json(fact.job_json)
+    job = JobSpec.of_run(fact.job_json, fact.numerics)
     record = RunRecord(
         run_id=run_id,
         job=job,

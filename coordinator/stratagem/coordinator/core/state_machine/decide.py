@@ -178,7 +178,7 @@ def _submit(state: CoordinatorState, command: SubmitRun) -> tuple[JournalEntry, 
     known = state.find(command.run_id)
     assert not isinstance(known, EndedRun), "its job has to be recalled first"
     if known is not None:
-        if known.job == job:
+        if known.job == JobSpec.of_run(command.job_json, known.numerics):
             return ()
         return Refusal(RefusalKind.CONFLICT, f"run {command.run_id!r} exists with another job")
     violations = objections_to(job, state.strategies)

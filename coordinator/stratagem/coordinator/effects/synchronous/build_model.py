@@ -62,6 +62,7 @@ async def build(env: EffectContext, effect: Build) -> None:
                 step=step,
                 streams=await _streams(env, job, result.build.num_rows),
                 rows=result.build.rows,
+                conversion=result.build.conversion,
             )
             await env.report(effect.run_id, built)
         case _:

@@ -6,7 +6,7 @@ jobs.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -23,19 +23,20 @@ from stratagem.worker.engine.numerics.mixed_precision import (
     low_dtype,
     lowered,
 )
+from stratagem.worker.models.model_dtypes import name_of
 
 
 class Numbers(NamedTuple):
     """The number format of a job: its precision setting and the dtype that this stands for."""
 
     precision: str
+    """Empty where layers keep the dtype that they are built with."""
     dtype: torch.dtype
     """The dtype of matrix products where the precision is Mixed, of everything elsewhere."""
 
     def __str__(self) -> str:
         """Returns the words for messages, such as "Mixed in float16"."""
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{self.precision} in {name}"
+        return " in ".join(filter(None, (self.precision, name_of(self.dtype))))
 
 
 ALL_NUMBERS: Final = (
@@ -99,11 +100,19 @@ def check_able(
     modules: all of a model, by name. trains: gradients are computed, too. An estimate, which is
     made with fake tensors, is for another device: it is not checked.
     """
-    asked = _numbers(spec)
-    is_estimate = isinstance(torch.empty(0), FakeTensor)
-    if asked.precision == "Single" or is_estimate:  # Single is what everything is made for
+    if isinstance(torch.empty(0), FakeTensor):
         return
-    layers = _layers(modules)
+    by_numbers: dict[Numbers, list[tuple[str, nn.Module]]] = {}
+    for name, module in modules:
+        by_numbers.setdefault(_numbers(spec, module), []).append((name, module))
+    for asked, those in by_numbers.items():
+        if asked.dtype != torch.float32:  # which everything is made for
+            _check(asked, _layers(those), device, trains=trains)
+
+
+def _check(
+    asked: Numbers, layers: Mapping[str, list[str]], device: torch.device, *, trains: bool
+) -> None:
     missing = _missing(asked, layers, device, trains)
     if not missing:
         return
@@ -152,7 +161,10 @@ def _tried(kind: LayerKind, numbers: Numbers, device: torch.device, trains: bool
             _compute(kind, numbers, device, trains)
 
 
-def _numbers(spec: ExecutionSpec) -> Numbers:
+def _numbers(spec: ExecutionSpec, module: nn.Module) -> Numbers:
+    if spec.precision is None:
+        own = (p.dtype for p in module.parameters() if p.is_floating_point())
+        return Numbers("", next(own, torch.float32))
     wide = torch.float64 if spec.precision == "Full" else torch.float32
     return Numbers(spec.precision, low_dtype(spec) or wide)
 

@@ -8,18 +8,21 @@ freed goes back to the system. None of them changes a bit.
 import ctypes
 
 import torch
+from torch import nn
 
 from stratagem.common.job import JobSpec
 from stratagem.worker.data.batch_storage import BatchPool, DatasetCache
 from stratagem.worker.data.datasets import Gather, Readers
-from stratagem.worker.models.model_builder import float_dtype
+from stratagem.worker.models.model_dtypes import rows_dtype
 
 
-def make_gather(job: JobSpec, device: torch.device, readers: Readers | None = None) -> Gather:
-    """Makes a Gather that takes rows as the job's memory setting says."""
+def make_gather(
+    job: JobSpec, model: nn.Module, device: torch.device, readers: Readers | None = None
+) -> Gather:
+    """Makes a Gather that takes rows for the model as the job's memory setting says."""
     memory = job.execution.memory
     return Gather(
-        float_dtype(job),
+        rows_dtype(job, model),
         device,
         pool=BatchPool() if memory == "Pooled" else None,
         cache=DatasetCache() if memory == "Cached" else None,

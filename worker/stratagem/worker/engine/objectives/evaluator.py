@@ -27,6 +27,7 @@ from stratagem.worker.engine.objectives.objective import (
     OutputLoss,
 )
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
+from stratagem.worker.models.model_dtypes import explain_dtypes
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 Batch = tuple[str, int]
@@ -148,7 +149,13 @@ class Evaluator:
         begin("evaluate", split, batch)
         x, y, num_rows = self._gathered(split, batch)
         with user_code(f"evaluating {split}"):
-            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
+            try:
+                found = self.objective.evaluate(
+                    self.model, x, y, num_rows, wants_output=wants_output
+                )
+            except RuntimeError as error:
+                explain_dtypes(error, self.model, x)
+                raise
         return found, self._part(split, batch, found, num_rows)
 
     def begin(self, split: str, batch: int) -> Tensor:

@@ -1,13 +1,21 @@
 """Checks a model whose rows are to be protected, once it is built: before anything is trained."""
 
+from typing import Final
+
+import torch
 from torch import nn
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job import JobSpec
 from stratagem.common.job.privacy.row_rules import mixes_rows
 from stratagem.common.schema.document import refuse
+from stratagem.worker.models.model_dtypes import name_of
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+_TOO_NARROW: Final = (
+    "which rounds the gradient of a row before it is clipped; float32 and float64 are allowed"
+)
 
 
 def check_rows_apart(job: JobSpec, model: nn.Module) -> None:
@@ -22,6 +30,11 @@ def check_rows_apart(job: JobSpec, model: nn.Module) -> None:
     ]
     if not any(param.requires_grad for param in model.parameters()):
         wrong.append(Violation("model", "has no parameter that is trained"))
+    wrong += [
+        Violation("model", f"{name} is {name_of(param.dtype)}, {_TOO_NARROW}")
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dtype.itemsize < torch.float32.itemsize
+    ]
     refuse(wrong)
 
 

@@ -139,7 +139,7 @@ class ClientRunner:
         self._named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._params = [param for _, param in self._named]
         objective = make_objective(job, entrypoints)
-        gather = make_gather(job, device, sources.readers)
+        gather = make_gather(job, self._model, device, sources.readers)
         randomness = KeyedRandomness(self._model, device)
         self._execution = prepare(self._model, job, device, randomness)
         self._passes = Passes(self._model, objective, gather, randomness, self._execution)

@@ -37,6 +37,8 @@ class Setup:
     epoch_rows: EpochRows | None = None
     """The order of the training rows; they are shuffled unless set."""
     callbacks: Callbacks = NO_CALLBACKS
+    conversion: str = ""
+    """A sentence about tensors whose dtype the job's precision has changed; "" for none."""
 
     def optimizer_of(self, params: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """A fresh optimizer of these parameters, as the job says."""

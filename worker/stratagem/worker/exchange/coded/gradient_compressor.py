@@ -68,10 +68,6 @@ class Compressor:
     ) -> None:
         """may_skip: gradients that are not finite do not end the run but spoil their step;
         see `StepScalars.reached`."""
-        wide = [name for name, param in params if param.dtype == torch.float64]
-        if wide:
-            text = f"{spec.codec} codes float32; these parameters are float64: {', '.join(wide)}"
-            raise InvalidInputError.at("compression.codec", text)
         self.name, self.keeps_state = spec.codec, spec.keeps_state
         self.traffic = Traffic()
         self.layout = layout = tuple(

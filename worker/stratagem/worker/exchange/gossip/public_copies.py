@@ -46,10 +46,6 @@ class PublicCopies:
         """params: of any node. weights: of each node's neighbours and itself, by node."""
         spec = job.compression
         assert spec is not None
-        wide = [name for name, param in params if param.dtype != torch.float32]
-        if wide:
-            text = f"{spec.codec} codes float32; these parameters are not: {', '.join(wide)}"
-            raise InvalidInputError.at("compression.codec", text)
         self._layout = tuple(TensorLayout(name, tuple(p.shape)) for name, p in params)
         self._codec = make_codec(
             spec, self._layout, job.seed, with_feedback=False, numerics=numerics
