@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
@@ -346,6 +347,22 @@ def test_tensors_and_arrays_have_the_same_digest(client: Client) -> None:
             "data.train: numbers of rows differ: train.x has 3, train.y has 2",
         ),
         ({"train": (np.array(["a"]), None)}, "data.train.x: 'str32' is not one of float64"),
+        (
+            {"train": (np.ones(3, np.complex64), None)},
+            "data.train.x: 'complex64' is not one of float64, float32, ",
+        ),
+        (
+            {"train": ({"a": torch.ones(3, dtype=torch.complex64)}, np.ones(3))},
+            "data.train.x.a: 'complex64' is not one of float64, float32, ",
+        ),
+        (
+            {"train": (torch.ones(3), np.ones(3, np.complex64))},
+            "data.train.y: 'complex64' is not one of float64, float32, ",
+        ),
+        (
+            {"train": (torch.eye(3).to_sparse(), None)},
+            "data.train.x: is a tensor of layout sparse_coo; allowed is strided",
+        ),
     ],
 )
 def test_data_that_cannot_be_sent_are_named(client: Client, data: object, message: str) -> None:

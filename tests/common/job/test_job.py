@@ -77,7 +77,7 @@ def test_defaults() -> None:
     job = JobSpec.parse(MINIMAL)
     assert (job.seed, job.retention, job.steps) == (0, 2, None)
     assert (job.strategy, job.evaluation, job.partition) == (Local(), None, None)
-    assert job.execution == ExecutionSpec(precision="Single", deterministic=True)
+    assert job.execution == ExecutionSpec(precision=None, deterministic=True)
     assert job.checkpoint.every is None
 
 
@@ -130,8 +130,8 @@ def test_the_canonical_text_is_pinned() -> None:
         '"loss":{"name":"cross_entropy","kwargs":{}},'
         '"optimizer":{"name":"sgd","lr":0.1,"kwargs":{}},"checkpoint":{},"epochs":5,'
         '"batch_size":64,"seed":0,"strategy":{"type":"Local"},'
-        '"execution":{"mode":"Eager","gradient":"Full","precision":"Single","memory":"Standard",'
-        '"parallelism":"None","fusion":false,"profiling":false,"deterministic":true},'
+        '"execution":{"mode":"Eager","gradient":"Full","memory":"Standard","parallelism":"None",'
+        '"fusion":false,"profiling":false,"deterministic":true},'
         '"retention":2}'
     )
 

@@ -6,6 +6,7 @@ Imported only when a caller asks for tensors or passes some in.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from stratagem.client.sdk.connection.retrying_calls import Connection
@@ -14,7 +15,7 @@ from stratagem.client.sdk.model_files.plain_model import AVERAGE, MODEL_PREFIX, 
 from stratagem.common.base.ids import RunId
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
-from stratagem.common.tensors.torch_codec import allocate, manifest_of
+from stratagem.common.tensors.torch_codec import allocate, element_type, manifest_of, torch_dtype
 
 
 async def to_state_dict(
@@ -39,6 +40,17 @@ async def to_state_dict(
 
 
 def pack_tensors(named: Mapping[str, Any]) -> tuple[Manifest, list[memoryview]]:
-    """Tensors and arrays as a manifest and their bytes."""
-    tensors = {name: torch.as_tensor(value) for name, value in named.items()}
+    """Inline data, tensors and arrays that are in order, as a manifest and their bytes."""
+    tensors = {
+        name: value if isinstance(value, torch.Tensor) else _tensor(value)
+        for name, value in named.items()
+    }
+    for name, tensor in tensors.items():
+        element_type(f"data.{name}", tensor)
     return manifest_of(tensors, Purpose.DATA)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return an array of inline data as a tensor; torch knows some of its types by name only."""
+    flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+    return flat.view(torch_dtype(array.dtype.name)).reshape(array.shape)

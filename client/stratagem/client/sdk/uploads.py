@@ -49,7 +49,9 @@ class PackedData:
 
 def pack(data: InlineData) -> PackedData:
     """The splits as one blob; InvalidInputError names what cannot be sent."""
-    named = dict(_named(data))
+    named = {
+        name: value if _is_torch(value) else _plain(name, value) for name, value in _named(data)
+    }
     if not named:
         raise InvalidInputError.at("data", "holds no split; give {'train': (x, y)}")
     if any(_is_torch(value) for value in named.values()):
@@ -127,8 +129,7 @@ def _is_torch(value: object) -> bool:
 
 def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, list[memoryview]]:
     """Largest elements first, as torch_codec does it, so that equal data have equal digests."""
-    arrays = {name: _plain(name, array) for name, array in named.items()}
-    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    ordered = sorted(named.items(), key=lambda item: -item[1].itemsize)
     triples = ((name, array.dtype.name, array.shape) for name, array in ordered)
     manifest = build_manifest(triples, Purpose.DATA)
     return manifest, [array.reshape(-1).view(np.uint8).data for _, array in ordered]
@@ -136,8 +137,5 @@ def _pack_arrays(named: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Manifest, l
 
 def _plain(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the array in little endian and C order."""
-    try:
-        dtype_named(array.dtype.name)
-    except InvalidInputError as error:
-        raise InvalidInputError.at(f"data.{name}", error.violations[0].message) from None
+    dtype_named(array.dtype.name, f"data.{name}")
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

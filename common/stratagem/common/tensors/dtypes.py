@@ -43,22 +43,22 @@ _BY_WIRE: Final = {int(dtype.wire): dtype for dtype in DTYPES}
 _BY_SAFETENSORS: Final = {dtype.safetensors: dtype for dtype in DTYPES}
 
 
-def dtype_named(name: str) -> DTypeInfo:
-    """The type that torch calls `torch.<name>`."""
+def dtype_named(name: str, field: str = "dtype") -> DTypeInfo:
+    """The type that torch calls `torch.<name>`. field: what a refusal is about."""
     if name not in _BY_NAME:
-        raise InvalidInputError.at("dtype", f"{name!r} is not one of {', '.join(_BY_NAME)}")
+        raise InvalidInputError.at(field, f"{name!r} is not one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
-def dtype_on_wire(number: int) -> DTypeInfo:
-    """The type of a `DType` value of the protocol."""
+def dtype_on_wire(number: int, field: str = "dtype") -> DTypeInfo:
+    """The type of a `DType` value of the protocol. field: what a refusal is about."""
     if number not in _BY_WIRE:
-        raise InvalidInputError.at("dtype", f"{number} is no element type of this protocol version")
+        raise InvalidInputError.at(field, f"{number} is no element type of this protocol version")
     return _BY_WIRE[number]
 
 
-def dtype_in_safetensors(name: str) -> DTypeInfo:
-    """The type that a safetensors header calls `name`."""
+def dtype_in_safetensors(name: str, field: str = "dtype") -> DTypeInfo:
+    """The type that a safetensors header calls `name`. field: what a refusal is about."""
     if name not in _BY_SAFETENSORS:
-        raise InvalidInputError.at("dtype", f"{name!r} is not one of {', '.join(_BY_SAFETENSORS)}")
+        raise InvalidInputError.at(field, f"{name!r} is not one of {', '.join(_BY_SAFETENSORS)}")
     return _BY_SAFETENSORS[name]

@@ -130,7 +130,7 @@ def build_manifest(
     end = 0
     for name, dtype, shape in named:
         source = aliases.get(name)
-        size = math.prod(shape) * dtype_named(dtype).item_bytes
+        size = math.prod(shape) * dtype_named(dtype, name).item_bytes
         if source is None:
             spec = TensorSpec(name, dtype, tuple(shape), end, size)
             end += size
@@ -213,7 +213,7 @@ def _check_size(where: str, spec: TensorSpec, limits: Limits) -> None:
         )
     if any(dim < 0 for dim in spec.shape):
         raise InvalidInputError.at(f"{where}.shape", f"{spec.shape} has a negative dimension")
-    item_bytes = dtype_named(spec.dtype).item_bytes
+    item_bytes = dtype_named(spec.dtype, f"{where}.dtype").item_bytes
     # Dimensions of 0 hide the others from the product, but not from code that computes strides.
     if math.prod(max(dim, 1) for dim in spec.shape) * item_bytes > MAX_ELEMENTS:
         raise LimitError(f"{where}.shape: {spec.shape} is beyond any address space")
@@ -291,13 +291,13 @@ def from_proto(
         tensors=tuple(
             TensorSpec(
                 tensor.name,
-                dtype_on_wire(tensor.dtype).name,
+                dtype_on_wire(tensor.dtype, f"tensors[{i}].dtype").name,
                 tuple(tensor.shape),
                 tensor.offset,
                 tensor.size_bytes,
                 tensor.alias_of or None,
             )
-            for tensor in message.tensors
+            for i, tensor in enumerate(message.tensors)
         ),
         total_bytes=message.total_bytes,
         purpose=_purpose(message.purpose, purpose),

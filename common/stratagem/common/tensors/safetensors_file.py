@@ -189,7 +189,7 @@ def _spec(key: str, entry: Any, name: str) -> TensorSpec:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
             all(type(dim) is int and 0 <= dim < 2**63 for dim in shape) and 0 <= begin <= end
         ):
-            info = dtype_in_safetensors(dtype)
+            info = dtype_in_safetensors(dtype, f"{name}: {key}")
             size = math.prod(shape) * info.item_bytes
             if end - begin != size:
                 raise InvalidInputError.at(

@@ -25,7 +25,6 @@ from stratagem.common.tensors.safetensors_file import from_file, read_header
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     dtype.name: getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)
 }
-_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def manifest_of(
@@ -42,7 +41,7 @@ def manifest_of(
     storage are sent once. The buffers are the tensors' own memory where these are contiguous and on
     the CPU: the caller must not change them while they are sent.
     """
-    ordered = sorted(named.items(), key=lambda item: -_info(item[0], item[1]).item_bytes)
+    ordered = sorted(named.items(), key=lambda item: -element_type(*item).item_bytes)
     seen: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
     buffers: list[memoryview] = []
@@ -55,7 +54,7 @@ def manifest_of(
         seen[key] = name
         buffers.append(bytes_of(tensor))
     manifest = build_manifest(
-        ((name, _info(name, value).name, tuple(value.shape)) for name, value in ordered),
+        ((name, element_type(name, value).name, tuple(value.shape)) for name, value in ordered),
         purpose,
         aliases=aliases,
         weight=weight,
@@ -130,12 +129,16 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_of(tensor: Tensor) -> str:
     """The name of a tensor's element type in manifests."""
-    return _info("tensor", tensor).name
+    return element_type("tensor", tensor).name
 
 
-def _info(name: str, tensor: Tensor) -> DTypeInfo:
-    if tensor.layout != torch.strided or tensor.dtype not in _NAMES or tensor.is_meta:
-        raise InvalidInputError.at(
-            name, f"a {tensor.layout} {tensor.dtype} tensor on {tensor.device} cannot be sent"
-        )
-    return dtype_named(_NAMES[tensor.dtype])
+def element_type(field: str, tensor: Tensor) -> DTypeInfo:
+    """The element type of a tensor that is to be sent. Raises InvalidInputError, naming the field,
+    for one that cannot be."""
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        text = f"is a tensor of layout {layout}; allowed is strided, which `to_dense()` makes"
+        raise InvalidInputError.at(field, text)
+    if tensor.is_meta:
+        raise InvalidInputError.at(field, "is a tensor on the meta device, which has no values")
+    return dtype_named(str(tensor.dtype).removeprefix("torch."), field)

@@ -327,7 +327,8 @@ def _apart(job: JobSpec, site: Site, strategy: DataParallel, num_workers: int | 
     estimate = memory_of(found.reading, site, rows, (_replicas_note(found, held, num_replicas),))
     if party.size > 1 and isinstance(strategy.aggregation, ParameterServer):
         # The sums are staged next to the buckets.
-        received = max(4, _dtype_of(estimate).itemsize) * estimate.num_parameters
+        widest = max(4, found.common // max(1, estimate.num_parameters))
+        received = widest * estimate.num_parameters
         estimate = replace(estimate, gradients=estimate.gradients + received)
     return estimate
 
