@@ -27,6 +27,29 @@ def tower(width: int = 8, depth: int = 1, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(width, NUM_CLASSES))
 
 
+class InDtype(nn.Module):
+    """Gives its input another dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype = getattr(torch, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def in_dtypes(dtypes: list[str], hidden: int = 16, *, casts_rows: bool = True) -> nn.Module:
+    """Layers in these dtypes, one after the other; each begins with a cast, the first if wanted."""
+    sizes = [NUM_FEATURES, *[hidden] * (len(dtypes) - 1), NUM_CLASSES]
+    layers: list[nn.Module] = []
+    for number, dtype in enumerate(dtypes):
+        layers += [InDtype(dtype)] if number or casts_rows else []
+        inside, outside = sizes[number : number + 2]
+        layers.append(nn.Linear(inside, outside, dtype=getattr(torch, dtype)))
+        layers += [nn.Tanh()] if number + 1 < len(dtypes) else []
+    return nn.Sequential(*layers)
+
+
 def dropout_mlp(hidden: int = 16, dropout: float = 0.4) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(NUM_FEATURES, hidden),

@@ -143,6 +143,7 @@ def test_what_goes_wrong_is_always_said() -> None:
         fact("ProcessDied", party="member1", sentence="the process of w1 ended"),
         fact("MembersFormed", Phase.RECOVERING, "members are nobody", membership=2),
         fact("ModelBuilt", sentence="model built; warning: few rows", warning="few rows"),
+        fact("ModelBuilt", sentence="model built; Single converts", conversion="Single converts"),
         fact("RunFailed", Phase.FAILED, "failed: no worker"),
         fact("RunReleased", Phase.FAILED, "its workers are free again"),
     ]
@@ -153,6 +154,7 @@ def test_what_goes_wrong_is_always_said() -> None:
         "RECOVERING  members are nobody",
         "RECOVERING  waits for w1",
         "RUNNING  model built; warning: few rows",
+        "model built; Single converts",
         "FAILED",
     ]
 

@@ -106,9 +106,11 @@ SAID: list[tuple[f.Fact, str]] = [
             num_parameters=4810,
             layout_digest="x",
             structural=("model.kwargs.width",),
+            conversion="Single converts 2 tensors",
             warning="batches of 64 rows, of which there are 8",
         ),
         "model built: 4,810 parameters; what it is made of depends on model.kwargs.width; "
+        "execution.precision: Single converts 2 tensors; "
         "warning: batches of 64 rows, of which there are 8",
     ),
     (

@@ -84,6 +84,21 @@ def test_a_good_job_has_no_fault(spec: JobSpec) -> None:
     assert {f.check for f in findings} >= {"code", "model", "data", "order", "step", "resume"}
 
 
+def test_what_a_precision_converts_is_said() -> None:
+    model = user_model("in_dtypes", dtypes=["float64", "float32"])
+    said = [
+        [f.found for f in found(job(model, execution=own)) if f.about == "execution.precision"]
+        for own in ({}, {"precision": "Mixed"})
+    ]
+    assert said == [
+        [],
+        [
+            "Mixed converts 2 tensors of float64 of the model to float32; without a precision they "
+            "keep their dtypes"
+        ],
+    ]
+
+
 BAD_CODE = {
     "evaluation": {"split": "test", "metrics": ["tests.userland.metrics:gone"]},
     "data": {**user_data("noisy_rows"), "collate": "tests.userland.data:gone"},
@@ -117,6 +132,40 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         {"data": streamed("unseeded")},
         "data.train",
         "row 0 is not the same when data.entrypoint is called again",
+    ),
+    (
+        "codec",
+        {
+            "model": user_model("in_dtypes", dtypes=["float32", "float64"]),
+            "compression": {"codec": "int8"},
+            "strategy": replicas(3),
+        },
+        "compression.codec",
+        "int8 codes float32, and 4.weight is float64, 4.bias is float64",
+    ),
+    (
+        "row privacy",
+        {
+            "model": user_model("in_dtypes", dtypes=["bfloat16"]),
+            "strategy": FEDERATED,
+            "steps": None,
+            "checkpoint": None,
+            "privacy": {
+                "unit": "row",
+                "clip": {"norm": 0.5},
+                "noise_multiplier": 0.3,
+                "target": {"delta": 1e-5},
+                "noise": "seeded",
+            },
+        },
+        "model",
+        "1.weight is bfloat16, which rounds the gradient of a row before it is clipped",
+    ),
+    (
+        "dtype",
+        {"model": user_model("in_dtypes", dtypes=["bfloat16"], casts_rows=False)},
+        "loss",
+        "the floats of the rows are float32, those of the model bfloat16: convert them",
     ),
     ("middle", {"data": user_data("torn_rows")}, "data.train", "row 24 is torn"),
     ("finite", {"loss": "tests.userland.losses:infinite_loss"}, "loss", "non-finite"),

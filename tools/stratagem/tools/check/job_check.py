@@ -33,6 +33,7 @@ from stratagem.worker.data.order.sampler import BatchOrder
 from stratagem.worker.data.row_datasets import RowDataset
 from stratagem.worker.data.same_rows import check_same_rows, described_rows
 from stratagem.worker.data.stream_dataset import FetchedRows, StreamDataset
+from stratagem.worker.engine.privacy.row_checks import check_rows_apart
 from stratagem.worker.models.model_builder import build_model, build_shapes
 from stratagem.worker.models.model_dtypes import converted_dtype, rows_dtype
 from stratagem.worker.plans.built_job_checks import check_built
@@ -181,6 +182,7 @@ class _JobChecks:
         """Whether model, data and the rest of the job fit each other."""
         num_rows = {split: len(dataset) for split, dataset in data.items()}
         self.report.attempt("model", "strategy", lambda: check_built(self.job, model, num_rows))
+        self.report.attempt("model", "model", lambda: check_rows_apart(self.job, model))
         if "train" not in data or self.job.only_evaluates:
             return
         steps = self.report.attempt("order", "data.order", lambda: self._steps_of(data))

@@ -51,6 +51,8 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
     make = work.new_inference if work.job.only_evaluates else work.new_trainer
     folder = work.host.build_dir
     built = make(fresh=initial is None, folder=folder)
+    if conversion := built.setup.conversion:
+        work.warn([f"execution.precision: {conversion}"])
     check_built(work.job, built.model, built.setup.num_rows)
     with checks_of_the_model():
         check_rows_apart(work.job, built.model)
@@ -78,7 +80,7 @@ def build(work: ExecutionContext, plan: pb.BuildPlan) -> pb.BuildResult:
         layout_digest=layout_digest(tensors),
         structural=structural(work, built.model, plan.variants),
         rows=rows_to_compare(work.job, work.entrypoints, built.setup.data, work.numerics),
-        conversion=built.setup.conversion,
+        conversion=conversion,
     )
 
 
