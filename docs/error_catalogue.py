@@ -77,7 +77,6 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "LimitError": (
         ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),
         ("… runs are active, the limit is …", "`--max-active-runs`; stop or wait for some"),
-        ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
         ("relay: … streams …, the limit is …", "several workers have one `--name`, or too many"),
         ("early messages: …", "a member is far behind the others; the step is done again"),
     ),
@@ -186,6 +185,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("worker … is lost", "nothing: the effect is asked for again elsewhere"),
         ("worker … is draining", "nothing: it was told to stop"),
         ("the coordinator's disk is full", "make room"),
+        ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
         ("the journal cannot be used now", "make room, free the file, or start the database"),
         ("cannot listen on …: is the port taken?", "another process has it: `--listen`"),
         ("object store: …", "the store's endpoint, keys and network"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from stratagem.common.base.errors import DivergedError
 from stratagem.common.job import JobSpec
-from stratagem.common.strategy import FedYogi, Federated
+from stratagem.common.strategy import Federated, FedYogi
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.coordinator.updates.numpy_floats import Raw, finite_elements, is_finite
@@ -30,9 +30,7 @@ class Rule(NamedTuple):
 
 
 MEAN: Final = Rule("the weighted mean of the updates", _RATE)
-LATE: Final = Rule(
-    "the changes of late updates", f"{_RATE}, or strategy.options.max_staleness"
-)
+LATE: Final = Rule("the changes of late updates", f"{_RATE}, or strategy.options.max_staleness")
 SERVER: Final = Rule("the server optimizer", "its learning rate")
 AVERAGE: Final = Rule("weight_average", _RATE)
 

@@ -18,7 +18,13 @@ from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobStore, BlobWriter
 from stratagem.coordinator.updates.folding.finite_result import SERVER, FiniteResult, Rule
 from stratagem.coordinator.updates.folding.server_optimizers import ServerOptimizer
-from stratagem.coordinator.updates.numpy_floats import Wide, finite_elements, is_finite, narrow, storage
+from stratagem.coordinator.updates.numpy_floats import (
+    Wide,
+    finite_elements,
+    is_finite,
+    narrow,
+    storage,
+)
 from stratagem.coordinator.updates.state_reader import averaged_names, open_state
 
 
