@@ -24,6 +24,7 @@ AGAIN: Mapping[str, str] = {
     "OutOfRangeError": "no: ask where it ends",
     "UnfitModelError": "no: change the job, or name another model",
     "LimitError": "no: ask for less, or have the limit raised; for room that others use, later",
+    "DivergedError": "no: lower the setting that it names, and submit anew",
     "IntegrityError": "a transfer yes, which is done by itself; a damaged file no",
     "StaleError": "no: something newer has taken its place",
     "NotFoundError": "no",
@@ -76,12 +77,14 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "LimitError": (
         ("job_json: … bytes, the limit is …", "`--max-job-bytes`; put data into files"),
         ("… runs are active, the limit is …", "`--max-active-runs`; stop or wait for some"),
-        ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
         ("relay: … streams …, the limit is …", "several workers have one `--name`, or too many"),
         ("early messages: …", "a member is far behind the others; the step is done again"),
+    ),
+    "DivergedError": (
         (
             "beyond the range of …",
-            "updates or moments have grown without bounds: a lower learning rate, clipping",
+            "updates, averages or moments have grown without bounds: lower the setting that is"
+            " named, or clip; the run goes on from an earlier commit",
         ),
     ),
     "IntegrityError": (
@@ -182,6 +185,7 @@ CAUSES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("worker … is lost", "nothing: the effect is asked for again elsewhere"),
         ("worker … is draining", "nothing: it was told to stop"),
         ("the coordinator's disk is full", "make room"),
+        ("spool: an update of … does not fit", "make room and raise `--max-spool-bytes`"),
         ("the journal cannot be used now", "make room, free the file, or start the database"),
         ("cannot listen on …: is the port taken?", "another process has it: `--listen`"),
         ("object store: …", "the store's endpoint, keys and network"),

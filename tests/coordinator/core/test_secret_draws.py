@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from stratagem.common.base.errors import UnavailableError
 from stratagem.common.job import JobSpec
 from stratagem.coordinator.core.commands import LoseWorker, Report
+from stratagem.coordinator.core.effect_failures import FailedTries
 from stratagem.coordinator.core.effects import TrainClient
 from stratagem.coordinator.core.fact_messages import sentence
 from stratagem.coordinator.core.facts import (
@@ -137,10 +139,12 @@ def test_the_status_of_an_open_round_names_and_counts_no_client() -> None:
     say_what_is_missing(feed, simulation.state, world, {RUN})
     progress = feed.progress(RUN)
     assert progress is None or not CLIENT.search(progress.reason)
-    say_what_fails(feed, simulation.state, clients[0], "worker a does not answer")
-    assert feed.trouble(RUN) == (
+    away = UnavailableError("worker a does not answer")
+    tries = FailedTries().and_another(clients[0], [away], str(away), 0.0)
+    say_what_fails(feed, simulation.state, clients[0], tries)
+    assert feed.trouble(RUN).startswith(
         "the training of a client keeps failing and is tried again; its clients were drawn in "
-        "secret"
+        "secret (tried 1 times since 1970"
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.base.errors import IntegrityError, LimitError, UnavailableError
+from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.tensors.safetensors_file import read_header
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
@@ -280,7 +280,7 @@ def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(
 
 def test_a_fetched_update_counts_towards_the_quota(bucket: Bucket) -> None:
     accept(bucket.spool(), 0, MANIFEST, DATA)
-    with pytest.raises(LimitError, match="does not fit"):
+    with pytest.raises(UnavailableError, match="does not fit"):
         bucket.spool(quota_bytes=10).entry(key(0))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.common.base.errors import LimitError
+from stratagem.common.base.errors import DivergedError
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.coordinator.updates.folding import fold
 from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
@@ -106,5 +106,5 @@ def test_a_variate_beyond_its_type_is_refused(tmp_path: Path) -> None:
     data = b"".join(raw.tobytes() for raw in largest.values())
     for client in range(13):
         accept(a_round.spool, client, MANIFEST, data)
-    with pytest.raises(LimitError, match="beyond the range of float32"):
+    with pytest.raises(DivergedError, match="beyond the range of float32"):
         a_round.folded([1] * 13, order=[0])

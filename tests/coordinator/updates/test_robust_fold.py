@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.base.errors import IntegrityError, LimitError
+from stratagem.common.base.errors import DivergedError, IntegrityError
 from stratagem.common.strategy import (
     Bulyan,
     GeometricMedian,
@@ -100,6 +100,7 @@ class RobustRound(Round):
                 self.manifest,
                 self.writer(),
                 combination=combination(rule, counted, state),
+                base=state,
             )
         found, start = read_header(self.store.path(folded.state))
         assert found.stored() == self.manifest.stored()
@@ -344,7 +345,7 @@ def test_sums_beyond_float64_are_refused(tmp_path: Path) -> None:
     a_round = RobustRound(tmp_path, manifest := manifest_of([("a", "float64", (2,))]))
     raw = np.full(2, 1.5e308).tobytes()
     entries = [accept(a_round.spool, client, manifest, raw) for client in range(5)]
-    with pytest.raises(LimitError, match="beyond the range"):
+    with pytest.raises(DivergedError, match="beyond the range"):
         a_round.robust(TrimmedMean(0.2), entries)
     assert np.frombuffer(a_round.robust(Median(), entries[:4]), "<f8").tolist() == [1.5e308] * 2
 

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError, StaleError
+from stratagem.common.base.errors import (
+    IntegrityError,
+    InvalidInputError,
+    StaleError,
+    UnavailableError,
+)
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
@@ -275,11 +280,11 @@ def test_the_quota_counts_what_is_announced_also_after_a_restart(tmp_path: Path)
     accept(spool, 0, MANIFEST, DATA)
     for client in (1, 2):
         spool.open(key(client), MANIFEST).close()
-    with pytest.raises(LimitError, match=f"{3 * size} of {3 * size} bytes are in use"):
+    with pytest.raises(UnavailableError, match=f"{3 * size} of {3 * size} bytes are in use"):
         spool.open(key(3), MANIFEST)
     accept(spool, 2, MANIFEST, DATA)
     spool = reopened(tmp_path, quota_bytes=2 * size)
-    with pytest.raises(LimitError):
+    with pytest.raises(UnavailableError):
         spool.open(key(4), MANIFEST)
     spool.delete_round(OF_RUN, ROOT, 1)
     accept(spool, 4, MANIFEST, DATA)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.common.base.errors import LimitError
+from stratagem.common.base.errors import DivergedError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes, read_header
@@ -71,7 +71,9 @@ class WeighedRound(Round):
             shares = Shares(factors, *mean_factors(means, 2), largest)
             combination = ScaledChanges(shares, manifest, state)
             folded = fold_weighted_mean(
-                entries, factors, self.manifest, self.writer(), combination=combination
+                *(entries, factors, self.manifest, self.writer()),
+                combination=combination,
+                base=state,
             )
         _, start = read_header(self.store.path(folded.state))
         return self.store.path(folded.state).read_bytes()[start:]
@@ -175,7 +177,7 @@ def test_what_is_infinite_stays_so_and_what_becomes_so_is_refused(tmp_path: Path
         writer.commit(manifest, 1)
     moved = np.frombuffer(a_round.moved([2.0], [1.0])[:6], "<f2")
     assert moved.tolist() == [-np.inf, 9.0, 2.0]
-    with pytest.raises(LimitError, match="beyond the range of float16"):
+    with pytest.raises(DivergedError, match="beyond the range of float16"):
         a_round.moved([1e5], [1.0])
 
 

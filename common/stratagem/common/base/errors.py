@@ -5,6 +5,7 @@
     │   ├── OutOfRangeError     an offset or index is beyond the end
     │   └── UnfitModelError     the job does not fit the model that it names
     ├── LimitError          a size or count is over its limit
+    ├── DivergedError       numbers of a run have left the range of their type
     ├── IntegrityError      bytes do not match their checksum or digest
     ├── StaleError          the fence: the term or membership is older than one already seen
     ├── NotFoundError       no such run, worker, session, blob
@@ -86,6 +87,11 @@ class LimitError(StratagemError):
     def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+
+class DivergedError(StratagemError):
+    """Numbers that a run has computed have left the range of their type: the same run computes them
+    again."""
 
 
 class IntegrityError(StratagemError):

@@ -51,7 +51,7 @@ from stratagem.coordinator.core.state_machine.pending_effects import pending, pe
 from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
-from stratagem.coordinator.effects.perform import perform
+from stratagem.coordinator.effects.perform import give_up, perform
 from stratagem.coordinator.observe.counted_progress import publish_counts
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.live_history import LiveHistory
@@ -108,7 +108,8 @@ class App:
         self.barriers = Barriers(self._membership)
         self.supervisor = RunSupervisor(
             lambda effect: perform(self.env, effect),
-            lambda effect, reason: say_what_fails(self.feed, loop.state, effect, reason),
+            lambda effect, tries: give_up(self.env, effect, tries),
+            lambda effect, tries: say_what_fails(self.feed, loop.state, effect, tries),
         )
         self._chores = Chores()
         self.env = EffectContext(

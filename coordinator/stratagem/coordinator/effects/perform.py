@@ -5,6 +5,7 @@ from typing import assert_never
 from stratagem.common.base.exception_text import leaves
 from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
+from stratagem.coordinator.core.effect_failures import FailedTries, ending
 from stratagem.coordinator.core.effects import (
     AccountRound,
     AggregateRound,
@@ -23,7 +24,8 @@ from stratagem.coordinator.core.effects import (
     TrainClient,
     UploadCommit,
 )
-from stratagem.coordinator.core.facts import RunFailed
+from stratagem.coordinator.core.facts import PartyFailed, RunFailed
+from stratagem.coordinator.core.secret_draws import WHY, draws_in_secret
 from stratagem.coordinator.core.state import RunRecord, retained
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
 from stratagem.coordinator.effects.evaluate_state import evaluate_state
@@ -81,6 +83,17 @@ def _without(run: RunRecord, error: DamagedBlobError | MissingBlobError) -> str:
         advice += f", or go on from an earlier commit (kept {kept}): "
         advice += f"stratagem resume {run.run_id} --from {others[-1]}"
     return f"{what}; {advice}"
+
+
+async def give_up(env: EffectContext, effect: Effect, tries: FailedTries) -> None:
+    """Report the fact that ends an effect which is not to be tried again."""
+    run = env.state.runs.get(effect.run_id)
+    if run is None or not env.is_due(effect):
+        return
+    fact = ending(effect, tries, has_ended=run.ended is not None)
+    if isinstance(fact, PartyFailed) and not tries.has_diverged and draws_in_secret(run.job):
+        fact = fact.model_copy(update={"reason": f"{type(effect).__name__} keeps failing; {WHY}"})
+    await env.report(effect.run_id, fact)
 
 
 async def _perform(env: EffectContext, effect: Effect) -> None:

@@ -115,11 +115,13 @@ class Feed:
             run.progress = progress
             self._wake(run_id, run)
 
-    def set_trouble(self, run_id: RunId, reason: str) -> None:
-        """Set what keeps failing, until the next event; watchers see it until there is progress."""
+    def set_trouble(self, run_id: RunId, reason: str, *, is_news: bool) -> None:
+        """Set what keeps failing, until the next event; watchers see it until there is progress.
+        is_news: they are told, who would else read the same sentence with other numbers."""
         if run_id in self._runs:
             self._runs[run_id].trouble = reason
-            self.set_progress(run_id, SegmentProgress(reason=reason))
+            if is_news:
+                self.set_progress(run_id, SegmentProgress(reason=reason))
 
     def trouble(self, run_id: RunId) -> str:
         """Return what keeps failing, and why; "" where nothing does."""

@@ -2,8 +2,10 @@
 retried."""
 
 from collections.abc import Set
+from datetime import UTC, datetime
 
 from stratagem.common.base.ids import RunId
+from stratagem.coordinator.core.effect_failures import MAX_TRIES, FailedTries, TryAgain
 from stratagem.coordinator.core.effects import Effect
 from stratagem.coordinator.core.secret_draws import WHY, draws_in_secret
 from stratagem.coordinator.core.state import CoordinatorState, World
@@ -30,15 +32,25 @@ def say_what_is_missing(
             feed.set_progress(run_id, None)
 
 
-def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, reason: str) -> None:
-    """Publish, until the next fact of the run, which effect keeps failing, and why."""
+def say_what_fails(feed: Feed, state: CoordinatorState, effect: Effect, tries: FailedTries) -> None:
+    """Publish, until the next fact of the run, which effect keeps failing and why, how often it was
+    tried, and when it is tried next."""
     kind, run = type(effect).__name__, state.runs.get(effect.run_id)
-    if kind == "TrainClient" and run is not None and draws_in_secret(run.job):
-        told = f"the training of a client keeps failing and is tried again; {WHY}"
-        feed.set_trouble(effect.run_id, told)
-        return
-    worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
-    where = f" on {worker_id}" if worker_id else ""
-    log = f"the log of {worker_id or 'the coordinator'} says more"
-    told = f"{kind}{where} keeps failing and is tried again: {reason} ({log})"
-    feed.set_trouble(effect.run_id, told)
+    of_all = f" of {MAX_TRIES}" if tries.retry is TryAgain.LIMITED else ""
+    count = (
+        f"tried {tries.num_limited if of_all else tries.num}{of_all} times since "
+        f"{_moment(tries.since_s)}, next at {_moment(tries.next_s)}"
+    )
+    if run is not None and draws_in_secret(run.job):
+        what = "the training of a client" if kind == "TrainClient" else kind
+        told = f"{what} keeps failing and is tried again; {WHY} ({count})"
+    else:
+        worker_id = ids_of(effect.run_id, effect).get("worker_id", "")
+        where = f" on {worker_id}" if worker_id else ""
+        log = f"the log of {worker_id or 'the coordinator'} says more"
+        told = f"{kind}{where} keeps failing and is tried again: {tries.reason} ({count}; {log})"
+    feed.set_trouble(effect.run_id, told, is_news=tries.is_news)
+
+
+def _moment(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

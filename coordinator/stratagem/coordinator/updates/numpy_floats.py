@@ -47,6 +47,14 @@ def is_finite(dtype: str, raw: Raw) -> bool:
     return not raw.size or int(magnitude.max()) <= _MAX_FINITE[dtype]
 
 
+def finite_elements(dtype: str, raw: Raw) -> NDArray[np.bool_]:
+    """Return, for each element of a floating type, whether it is a finite number."""
+    if dtype in _NATIVE:
+        return np.isfinite(raw)
+    magnitude = raw & raw.dtype.type(_SIGN_BIT[dtype] - 1)
+    return np.asarray(magnitude <= _MAX_FINITE[dtype])
+
+
 def widen(dtype: str, raw: Raw, out: Wide) -> None:
     """Write the exact values of floating elements to `out`."""
     if dtype in _NATIVE:
@@ -60,7 +68,8 @@ def widen(dtype: str, raw: Raw, out: Wide) -> None:
 
 
 def narrow(dtype: str, values: Wide, out: Raw) -> None:
-    """Write the elements nearest to finite values to `out`, ties to even."""
+    """Write the elements nearest to finite values to `out`, ties to even. What is not finite stays
+    so."""
     if dtype in _NATIVE:
         with np.errstate(over="ignore"):  # beyond the range of the type is infinite, as in torch
             np.copyto(out, values, casting="same_kind")
@@ -88,6 +97,7 @@ def _to_float8(dtype: str, values: Wide) -> NDArray[np.uint8]:
     codes = np.searchsorted(middles, np.abs(values), side="left")  # a tie falls to the lower code
     is_tie = np.abs(values) == np.append(middles, np.inf)[codes]
     codes += is_tie & (codes % 2 == 1)
+    codes[~np.isfinite(values)] = 0x7F  # which is no number in both types
     codes |= np.where(np.signbit(values), _SIGN_BIT[dtype], 0)
     return codes.astype(np.uint8)
 

@@ -20,12 +20,17 @@ from typing import Final
 
 import structlog
 
-from stratagem.common.base.errors import IntegrityError, LimitError, NotFoundError
+from stratagem.common.base.errors import IntegrityError, NotFoundError
 from stratagem.common.base.ids import Digest, Party
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.tensors.manifest import Manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.store.blobs.durable_file import MakeRoom, make_folder, no_room
+from stratagem.coordinator.store.blobs.durable_file import (
+    MakeRoom,
+    NoSpaceError,
+    make_folder,
+    no_room,
+)
 from stratagem.coordinator.updates.shared_spool import SharedSpool, SharedUpdate
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.coordinator.updates.spool_upload import (
@@ -83,7 +88,7 @@ class Spool:
         An earlier upload of the same key continues if it was of an equal manifest from the same
         `source` (the incarnation of a worker: another one may compute other bits); else it restarts
         at 0. A writer that is still open on the key is replaced: its commit will fail as stale.
-        before: see UpdateUpload. Raises LimitError when the quota does not allow the update.
+        before: see UpdateUpload. Raises NoSpaceError when the quota does not allow the update.
         """
         return self._open(key, manifest, source, self._publish(key), before)
 
@@ -280,7 +285,7 @@ class Spool:
         with self._lock:
             used = sum(self._used.values()) - self._used.get(path, 0)
             if used + num_bytes > self._quota_bytes:
-                raise LimitError(
+                raise NoSpaceError(
                     f"spool: an update of {num_bytes} bytes does not fit, "
                     f"{used} of {self._quota_bytes} bytes are in use"
                 )

@@ -1,18 +1,23 @@
 """The tasks of the effects that are due: their turns, retries, ends, and what is said of them."""
 
 import asyncio
+import re
+from collections import Counter
 
 import pytest
 from structlog.testing import capture_logs
 
-from stratagem.common.base.errors import StaleError
+from stratagem.common.base.errors import DivergedError, StaleError, UnavailableError
+from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries
 from stratagem.coordinator.core.effects import (
     Base,
     Build,
     CommitSegment,
     Effect,
     EvaluateState,
+    RunSegment,
 )
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunReleased
@@ -21,7 +26,7 @@ from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentPro
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.runtime.tasks import effect_supervisor as supervisor_module
-from stratagem.coordinator.runtime.tasks.effect_supervisor import TROUBLE, RunSupervisor
+from stratagem.coordinator.runtime.tasks.effect_supervisor import RunSupervisor
 from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, task_group
 from tests.circles import Watched, no_collector
 from tests.coordinator.runtime.effects import member, segment
@@ -29,6 +34,10 @@ from tests.patience import PATIENCE_S
 
 RUN = RunId("run-1")
 ROOT = Party("")
+
+
+async def never(effect: Effect, tries: FailedTries) -> None:
+    raise AssertionError(f"{effect} is given up: {tries.reason}")
 
 
 class Performed:
@@ -56,7 +65,7 @@ class Performed:
 
 async def test_supervisor_runs_what_is_due_and_nothing_else() -> None:
     performed = Performed()
-    supervisor = RunSupervisor(performed)
+    supervisor = RunSupervisor(performed, never)
     first, second = segment("x", "a", "b"), segment("y", "b", "c")
     supervisor.reconcile(frozenset({first}))
     supervisor.reconcile(frozenset({first, second}))
@@ -70,7 +79,7 @@ async def test_supervisor_runs_what_is_due_and_nothing_else() -> None:
 
 async def test_supervisor_lets_a_reformed_party_keep_its_turn() -> None:
     performed = Performed()
-    supervisor = RunSupervisor(performed)
+    supervisor = RunSupervisor(performed, never)
     before, rival = segment("x", "a", "b"), segment("y", "a")
     supervisor.reconcile(frozenset({before}))
     supervisor.reconcile(frozenset({before, rival}))
@@ -82,7 +91,7 @@ async def test_supervisor_lets_a_reformed_party_keep_its_turn() -> None:
 
 async def test_effect_that_yields_its_slots_lets_the_next_one_start() -> None:
     performed = Performed()
-    supervisor = RunSupervisor(performed)
+    supervisor = RunSupervisor(performed, never)
     first, second = segment("x", "a"), segment("y", "a")
     supervisor.reconcile(frozenset({first, second}))
     await performed.until({first})
@@ -101,7 +110,7 @@ async def test_failing_effect_is_tried_again() -> None:
             raise StaleError("not yet")
         done.set()
 
-    supervisor = RunSupervisor(fail_twice)
+    supervisor = RunSupervisor(fail_twice, never)
     effect = CommitSegment(RUN, ROOT, 1, 10, 1, ((member("a"),),))
     supervisor.reconcile(frozenset({effect}))
     async with asyncio.timeout(PATIENCE_S):
@@ -114,33 +123,95 @@ async def test_watchers_are_told_what_keeps_failing() -> None:
     async def no_history(run_id: RunId, span: EventSpan, _num_events: int) -> list[FeedEvent]:
         return []
 
-    feed, told = Feed(no_history), asyncio.Event()
+    feed, is_told = Feed(no_history), asyncio.Event()
     feed.add_event(RUN, FeedEvent(0, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
 
     async def fail(effect: Effect) -> None:
         raise ZeroDivisionError("a defect")
 
-    def on_trouble(effect: Effect, reason: str) -> None:
-        say_what_fails(feed, CoordinatorState(BUILT_IN), effect, reason)
-        told.set()
+    def on_trouble(effect: Effect, tries: FailedTries) -> None:
+        say_what_fails(feed, CoordinatorState(BUILT_IN), effect, tries)
+        is_told.set()
 
-    supervisor = RunSupervisor(fail, on_trouble)
+    supervisor = RunSupervisor(fail, never, on_trouble)
     build = Build(RUN, ROOT, 1, member("a"))
     supervisor.reconcile(frozenset({build}))
     async with asyncio.timeout(PATIENCE_S):
-        await told.wait()
+        await is_told.wait()
     await supervisor.close()
     shown = feed.progress(RUN)
     assert supervisor.num_failures["Build"] == TROUBLE
     assert shown is not None
-    assert shown.reason == (
-        "Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
-        "(the log of a says more)"
+    moment = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(
+        r"Build on a keeps failing and is tried again: ZeroDivisionError: a defect "
+        rf"\(tried 6 of 20 times since {moment}, next at {moment}; the log of a says more\)",
+        shown.reason,
     )
     feed.set_progress(RUN, SegmentProgress(5, 0.1, 1.0))  # it trains on meanwhile
     assert feed.trouble(RUN) == shown.reason
     feed.add_event(RUN, FeedEvent(1, 0.0, RunReleased(), RunPhase.RUNNING), is_last=False)
     assert feed.trouble(RUN) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tries"), [(DivergedError("inf"), 1), (KeyError("x"), MAX_TRIES)]
+)
+async def test_what_cannot_be_mended_is_given_up_and_reported_until_it_is_not_due(
+    error: Exception, num_tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first report does not reach the journal: it is made again, and the effect is not."""
+    monkeypatch.setattr(supervisor_module, "FIRST_RETRY_S", 1e-4)
+    monkeypatch.setattr(supervisor_module, "LAST_RETRY_S", 1e-4)
+    done, ended = Counter[str](), asyncio.Event()
+
+    async def fail(effect: Effect) -> None:
+        done["tries"] += 1
+        raise error
+
+    async def give_up(effect: Effect, tries: FailedTries) -> None:
+        done["reports"] += 1
+        if done["reports"] == 1:
+            raise UnavailableError("the journal cannot be used now")
+        assert (tries.num, tries.reason) == (num_tries, told(error))
+        supervisor.reconcile(frozenset())
+        ended.set()
+
+    supervisor = RunSupervisor(fail, give_up)
+    supervisor.reconcile(frozenset({segment("x", "a")}))
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    await supervisor.close()
+    assert done == {"tries": num_tries, "reports": 2}
+
+
+async def test_members_that_change_do_not_make_a_defect_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each failure forms the party anew, so that the segment is another effect each time."""
+    monkeypatch.setattr(supervisor_module, "FIRST_RETRY_S", 1e-4)
+    ended, tried = asyncio.Event(), list[int]()
+
+    async def fail(effect: Effect) -> None:
+        assert isinstance(effect, RunSegment)
+        tried.append(effect.membership)
+        asyncio.get_running_loop().call_soon(reform)  # once this failure is counted
+        raise KeyError("x")
+
+    def reform() -> None:
+        if not ended.is_set():
+            supervisor.reconcile(frozenset({segment("x", "a", membership=len(tried))}))
+
+    async def give_up(effect: Effect, tries: FailedTries) -> None:
+        ended.set()
+        supervisor.reconcile(frozenset())
+
+    supervisor = RunSupervisor(fail, give_up)
+    reform()
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    await supervisor.close()
+    assert tried == [*range(MAX_TRIES)]
 
 
 async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:
@@ -157,7 +228,7 @@ async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> N
         except asyncio.CancelledError:
             raise StaleError("what a TaskGroup makes of both") from None
 
-    supervisor = RunSupervisor(fail_at_the_end)
+    supervisor = RunSupervisor(fail_at_the_end, never)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     await begun.wait()
     supervisor.reconcile(frozenset())
@@ -185,7 +256,7 @@ class Lingering:
 @pytest.mark.parametrize("is_due", [True, False])
 async def test_a_closed_supervisor_has_nothing_running(is_due: bool) -> None:
     lingering = Lingering()
-    supervisor = RunSupervisor(lingering)
+    supervisor = RunSupervisor(lingering, never)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     await lingering.has_begun.wait()
     if not is_due:
@@ -203,7 +274,7 @@ async def test_an_effect_that_does_not_end_is_named_and_left(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "GRACE_S", 0.01)
     lingering = Lingering()
-    supervisor = RunSupervisor(lingering)
+    supervisor = RunSupervisor(lingering, never)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     await lingering.has_begun.wait()
     with capture_logs() as said:
@@ -239,7 +310,7 @@ async def test_an_effect_whose_call_is_cancelled_under_it_is_tried_again() -> No
             asyncio.get_running_loop().call_soon(waiting.cancel)
             await waiting
 
-    supervisor = RunSupervisor(call)
+    supervisor = RunSupervisor(call, never)
     supervisor.reconcile(frozenset({segment("x", "a")}))
     async with asyncio.timeout(PATIENCE_S):
         await again.wait()
@@ -262,7 +333,7 @@ async def test_what_an_effect_has_held_is_freed_when_it_is_stopped() -> None:
                 stop_if_cancelled()
         assert thing.running
 
-    supervisor = RunSupervisor(call)
+    supervisor = RunSupervisor(call, never)
     with no_collector():
         supervisor.reconcile(frozenset({segment("x", "a")}))
         async with asyncio.timeout(PATIENCE_S):
@@ -290,12 +361,12 @@ async def test_a_defect_is_logged_without_the_groups_around_it() -> None:
         finally:
             raise ZeroDivisionError(f"a defect of attempt {len(attempts)}")
 
-    supervisor = RunSupervisor(fail)
+    supervisor = RunSupervisor(fail, never)
     with capture_logs() as said:
         supervisor.reconcile(frozenset({segment("x", "a")}))
         async with asyncio.timeout(PATIENCE_S):
             await again.wait()
         await supervisor.close()
     assert [(each["event"], repr(each["exc_info"])) for each in said] == [
-        ("effect raised, trying again", "ZeroDivisionError('a defect of attempt 1')")
+        ("effect raised", "ZeroDivisionError('a defect of attempt 1')")
     ]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.common.base.errors import IntegrityError, InvalidInputError, LimitError
+from stratagem.common.base.errors import DivergedError, IntegrityError, InvalidInputError
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
@@ -170,7 +170,7 @@ def test_a_sum_beyond_float64_is_refused(tmp_path: Path) -> None:
     a_round = Round(tmp_path, manifest)
     large = np.array([1e308], "<f8").tobytes()
     entries = [accept(a_round.spool, client, manifest, large) for client in range(2)]
-    with pytest.raises(LimitError, match="range of float64"):
+    with pytest.raises(DivergedError, match="range of float64"):
         fold_weighted_mean(entries, [100, 1], manifest, a_round.writer())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stratagem.common.base.errors import LimitError
+from stratagem.common.base.errors import DivergedError
 from stratagem.common.base.ids import Digest
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
@@ -162,5 +162,5 @@ def test_a_change_beyond_the_range_of_the_type_is_refused(tmp_path: Path) -> Non
     digests = [stored(a_round.store, manifest, state(value)) for value in (3e38, -3e38)]
     rebasing = Rebasing(a_round.store, digests[0], {0: digests[1]})
     writer = a_round.store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
-    with pytest.raises(LimitError, match="beyond the range of float32"):
+    with pytest.raises(DivergedError, match="beyond the range of float32"):
         fold_weighted_mean([late, high], [1, 1], manifest, writer, rebasing=rebasing)

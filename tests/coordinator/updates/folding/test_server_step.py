@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.common.base.errors import IntegrityError, LimitError
+from stratagem.common.base.errors import DivergedError, IntegrityError
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest
@@ -210,6 +210,6 @@ def test_a_step_beyond_the_range_is_refused(tmp_path: Path) -> None:
     server.optimizer = replace(
         server.optimizer, step=lambda slots, delta: (slots, np.full_like(delta, np.inf))
     )
-    with pytest.raises(LimitError, match="server optimizer"):
+    with pytest.raises(DivergedError, match="server optimizer"):
         server.round(1)
     assert not list((tmp_path / "blobs" / "tmp").iterdir())

@@ -23,6 +23,7 @@ from stratagem.coordinator.effects.secure_aggregation.open_masks import opened_m
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
 from stratagem.coordinator.strategies.federated.late_updates import max_staleness
 from stratagem.coordinator.strategies.federated.round_decisions import next_trainers
+from stratagem.coordinator.updates.folding.finite_result import fold_rule, server_rule
 from stratagem.coordinator.updates.folding.fold import Folded, fold_weighted_mean
 from stratagem.coordinator.updates.folding.global_average import global_average
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
@@ -159,6 +160,8 @@ def _fold(
             rebasing=_rebasing(env, effect),
             decoding=decoding,
             combination=updates.rule,
+            rule=fold_rule(job, spec_of(job)),
+            base=state,
             numerics=env.numerics_of(effect.run_id),
         )
     clip_norm = None if private is None else private.next_norm(job, entries)
@@ -173,11 +176,13 @@ def _next_manifest(base: Manifest, effect: AggregateRound) -> Manifest:
 
 
 def _server_step(env: EffectContext, effect: AggregateRound) -> ServerStep | None:
-    optimizer = server_optimizer(spec_of(env.job_of(effect.run_id, effect.party)))
+    spec = spec_of(env.job_of(effect.run_id, effect.party))
+    optimizer = server_optimizer(spec)
     if optimizer is None:
         return None
-    of_round = {"round": str(effect.round_num)}
-    return ServerStep(optimizer, env.blobs, effect.base.digest, effect.server_state, of_round)
+    base, slots, of_round = effect.base.digest, effect.server_state, str(effect.round_num)
+    rule = server_rule(spec)
+    return ServerStep(optimizer, env.blobs, base, slots, {"round": of_round}, rule)
 
 
 def _rebasing(env: EffectContext, effect: AggregateRound) -> Rebasing | None:

@@ -1,5 +1,5 @@
 """Keeps one task per pending effect: started when it appears, retried with backoff until it leaves
-the set, then cancelled.
+the set or is given up, then cancelled. core/effect_failures.py says which failures are tried again.
 
 A cancelled task may clean up; closing waits for that, too. Effects that need compute slots start
 when all of them are free.
@@ -9,17 +9,22 @@ catch every exception, because a failing effect must be reported and tried again
 """
 
 import asyncio
+import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
+import grpc
 import structlog
 
-from stratagem.common.base.errors import StratagemError
+from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.base.exception_text import leaves, sole, told
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.retry_backoff import Backoff
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.coordinator.core.effect_failures import TROUBLE, FailedTries
 from stratagem.coordinator.core.effects import Effect, slots
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.gang_scheduler import Request, grant
@@ -30,8 +35,6 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
 """Seconds that close waits for stopped tasks to end before it gives up on them."""
-TROUBLE = 6
-"""Consecutive failed attempts, within a second or two, after which watchers are notified."""
 
 log = structlog.get_logger()
 
@@ -40,17 +43,20 @@ class RunSupervisor:
     def __init__(
         self,
         perform: Callable[[Effect], Awaitable[None]],
-        on_trouble: Callable[[Effect, str], None] = lambda effect, reason: None,
+        give_up: Callable[[Effect, FailedTries], Awaitable[None]],
+        on_trouble: Callable[[Effect, FailedTries], None] = lambda effect, tries: None,
     ) -> None:
-        """Set up without tasks; on_trouble is called with every effect that keeps failing, and the
-        reason."""
-        self._perform = perform
+        """Set up without tasks. give_up takes an effect out of the set that is not to be tried
+        again; on_trouble is called with every effect that keeps failing."""
+        self._perform, self._give_up = perform, give_up
         self._on_trouble = on_trouble
         self._tasks: dict[Effect, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that are stopped but have not ended yet."""
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
         """The effects that have a task."""
+        self._failed: dict[Effect, FailedTries] = {}
+        """Those of effects that fail, until one goes well."""
         self._waiting: list[Request[Effect, Member]] = []
         self._yielded: set[Effect] = set()
         self.num_failures: Counter[str] = Counter()
@@ -73,6 +79,7 @@ class RunSupervisor:
         concerned = self._of_run if of is None else set(of)
         running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
+        left = {effect: self._failed[effect] for effect in ended if effect in self._failed}
         for effect in ended:
             self._stop(effect)
         known = {request.key for request in self._waiting}
@@ -83,7 +90,10 @@ class RunSupervisor:
         ]
         new = [e for e in effects if e not in self._tasks and e not in known]
         for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
-            self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
+            before = next((old for old in ended if _is_same_work(effect, old)), None)
+            if before in left:  # members that change do not mend what fails for another reason
+                self._failed[effect] = left[before]
+            self._enqueue(effect, succeeds=before is not None)
         self._start_granted()
 
     def yield_slots(self, effect: Effect) -> None:
@@ -130,6 +140,7 @@ class RunSupervisor:
 
     def _stop(self, effect: Effect) -> None:
         task = self._tasks.pop(effect)
+        self._failed.pop(effect, None)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         task.cancel()
@@ -147,42 +158,64 @@ class RunSupervisor:
             raise without_frames(end) from None
 
     async def _keep_trying(self, effect: Effect) -> NoReturn:
-        backoff, num_failed = Backoff(FIRST_RETRY_S, LAST_RETRY_S), 0
+        backoff, tries = (
+            Backoff(FIRST_RETRY_S, LAST_RETRY_S),
+            self._failed.get(effect, FailedTries()),
+        )
         while True:
-            pause_s = backoff.next_s()
-            reason = await self._attempt(effect, pause_s)
+            pause_s, were_too_many = backoff.next_s(), tries.are_too_many
+            tries = await self._attempt(effect, tries, pause_s)
             stop_if_cancelled()
-            num_failed = num_failed + 1 if reason else 0
-            if num_failed >= TROUBLE:
-                self._on_trouble(effect, reason)
+            self._failed[effect] = tries
+            if tries.are_too_many and not were_too_many:
+                continue  # it is given up at once
+            if tries.num >= TROUBLE:
+                self._on_trouble(effect, tries)
             # What was done has usually taken the effect out of the set, and this task with it.
             await asyncio.sleep(pause_s)
 
-    async def _attempt(self, effect: Effect, pause_s: float) -> str:
-        """Perform the effect once and return why it failed, or "" when it did not."""
+    async def _attempt(self, effect: Effect, tries: FailedTries, pause_s: float) -> FailedTries:
+        """Perform the effect once, or give it up where it has failed too often; return the tries
+        that have failed by now."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
-        reason = ""
+        began_s = time.monotonic()
         try:
-            await self._perform(effect)
+            await (self._give_up(effect, tries) if tries.are_too_many else self._perform(effect))
         except asyncio.CancelledError:  # gRPC raises it, too, where a channel closes under a call
             stop_if_cancelled()
             reason = "a call that it waited for was cancelled"
             bound.info("effect was cut off, trying again", pause_s=pause_s)
+            failed = self._counted(effect, tries, [UnavailableError(reason)], reason, began_s)
         except Exception as error:  # the task supervisor
             stop_if_cancelled()  # what fails on the way out is not tried again
-            reason = told(error)
-            if all(isinstance(leaf, StratagemError) for leaf in leaves(error)):
-                bound.warning("effect failed, trying again", reason=reason, pause_s=pause_s)
+            reason, errors = told(error), [_ours(leaf) for leaf in leaves(error)]
+            failed = self._counted(effect, tries, errors, reason, began_s)
+            if failed.is_defect:
+                bound.error("effect raised", reason=reason, pause_s=pause_s, exc_info=sole(error))
             else:
-                bound.error(
-                    "effect raised, trying again",
-                    reason=reason,
-                    pause_s=pause_s,
-                    exc_info=sole(error),
-                )
-        if reason:
-            self.num_failures[type(effect).__name__] += 1
-        return reason
+                bound.warning("effect failed", reason=reason, pause_s=pause_s)
+            del errors  # one has this frame
+        else:
+            return FailedTries()
+        # A failure to give up is none of the effect's own.
+        return tries if tries.are_too_many else replace(failed, next_s=time.time() + pause_s)
+
+    def _counted(
+        self,
+        effect: Effect,
+        tries: FailedTries,
+        errors: Sequence[BaseException],
+        reason: str,
+        began_s: float,
+    ) -> FailedTries:
+        self.num_failures[type(effect).__name__] += 1
+        lasted_s = time.monotonic() - began_s
+        return tries.and_another(effect, errors, reason, time.time(), lasted_s)
+
+
+def _ours(error: BaseException) -> BaseException:
+    """Return an error as one of ours where gRPC has raised it."""
+    return from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
 
 
 def _is_same_work(new: Effect, old: Effect) -> bool:

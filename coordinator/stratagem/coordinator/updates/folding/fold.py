@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import structlog
 
-from stratagem.common.base.errors import InvalidInputError, LimitError, StratagemError
+from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.base.ids import Digest
 from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.process.failpoints import failpoint
@@ -29,11 +29,13 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobWriter
+from stratagem.coordinator.updates.folding.finite_result import LATE, MEAN, FiniteResult, Rule
 from stratagem.coordinator.updates.folding.global_average import GlobalAverage
 from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.folding.server_step import ServerStep
-from stratagem.coordinator.updates.numpy_floats import Raw, Wide, is_finite, narrow, storage, widen
+from stratagem.coordinator.updates.numpy_floats import Raw, Wide, narrow, storage, widen
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
+from stratagem.coordinator.updates.state_reader import StateReader
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
 from stratagem.coordinator.updates.update_sources import Source, WholeSource
 
@@ -63,8 +65,8 @@ class Combination(Protocol):
     def floats(
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with what becomes of the floating elements from that byte on, and `raw` with
-        those of the last update, or of the base."""
+        """Fill `out` with what becomes of the floating elements from that byte on; `raw` is used on
+        the way."""
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with what becomes of integers or bools; return, where updates differ, what was
@@ -109,6 +111,8 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
     rebasing: Rebasing | None = None,
     decoding: UpdateDecoding | None = None,
     combination: Combination | None = None,
+    rule: Rule = MEAN,
+    base: StateReader | None = None,
     numerics: int = CURRENT,
 ) -> Folded:
     """Write the mean of `entries` as a blob of `manifest`, and commit it.
@@ -118,9 +122,10 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
 
     `entries` and their `weights` (samples; fewer for late ones, of which `rebasing` has the bases)
     stand in client order. `decoding` reads coded ones; without it all must have the layout of the
-    model. `combination` takes the place of the mean, and has weights of its own. Raises
-    IntegrityError when the disk has damaged an update, FoldStoppedError, UnavailableError when the
-    disk is full; `out` is aborted then.
+    model. `combination` takes the place of the mean, and has weights of its own; `rule` says for
+    people what it is. `base` is the state that the round began from. Raises DivergedError where a
+    number is not finite that was so in `base`, IntegrityError when the disk has damaged an update,
+    FoldStoppedError, UnavailableError when the disk is full; `out` is aborted then.
     """
     try:
         _check_arguments(entries, weights, manifest, decoding, combination)
@@ -133,7 +138,7 @@ def fold_weighted_mean(  # noqa: PLR0913  (half have defaults that nearly every 
             num_elements = min(num_elements, combination.window_elements)
         factors = mean_factors(weights, numerics)
         folder = _Folder(sources, weights, factors, server, rebasing, num_elements)
-        folder.combination = combination
+        folder.combination, folder.finite = combination, FiniteResult(manifest, rule, base)
         out.write(header_bytes(manifest))
         # One thread adds while the other one hashes and writes.
         with ThreadPoolExecutor(1, thread_name_prefix="fold-write") as pool:
@@ -237,6 +242,7 @@ class _Folder:
     ) -> None:
         """num_elements: of the largest window."""
         self.combination: Combination | None = None
+        self.finite: FiniteResult | None = None
         self._server, self._rebasing = server, rebasing
         self._sources = sources
         self._factors, self._divisor = factors
@@ -287,12 +293,12 @@ class _Folder:
             if window.is_optimized:
                 assert self._server is not None
                 self._server.apply(window.dtype, window.offset, total)
-        # Others cannot overflow; what is not finite in an update was so before.
-        if window.dtype == "float64" and not (np.isfinite(total) | ~np.isfinite(raw)).all():
-            raise LimitError("the sum of the updates is beyond the range of float64")
-        narrow(window.dtype, total, result)
-        if window.is_rebased and not is_finite(window.dtype, result):
-            raise LimitError(f"late updates lead beyond the range of {window.dtype}")
+            narrow(window.dtype, total, result)
+        assert self.finite is not None
+        rule = LATE if window.is_rebased else None
+        if window.is_optimized and self._server is not None:
+            rule = self._server.rule
+        self.finite.check(window.dtype, window.offset, result, rule=rule)
 
     def _add(self, window: _Window, raw: Raw, total: Wide) -> None:
         term = self._term[: raw.size]

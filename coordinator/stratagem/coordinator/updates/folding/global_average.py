@@ -17,6 +17,7 @@ from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY, Manifest, TensorSpec
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobStore
+from stratagem.coordinator.updates.folding.finite_result import AVERAGE, FiniteResult
 from stratagem.coordinator.updates.numpy_floats import Raw, narrow, storage, widen
 from stratagem.coordinator.updates.state_reader import StateReader, averaged_names, open_state
 
@@ -34,6 +35,7 @@ class GlobalAverage:
         """Open the files. before: the average until now; empty before its first update, which takes
         the parameters as they are. manifest: of the next state. weight: of its parameters."""
         self._files, self._weight = ExitStack(), weight
+        self._finite = FiniteResult(manifest, AVERAGE)
         self._before: StateReader | None = None
         with self._files:
             num_averaged = 0
@@ -53,12 +55,14 @@ class GlobalAverage:
         return dtype_named(spec.dtype).is_floating and spec.name not in self._untouched
 
     def take(self, dtype: str, offset: int, values: Raw, *, is_averaged: bool) -> None:
-        """Take in one window of the next state; offset: of the window in it."""
+        """Take in one window of the next state; offset: of the window in it. Raises DivergedError
+        for an average that is not finite where the state is."""
         result = values
         if self._before is not None and is_averaged:
             result = self._before.read_raw(dtype, offset, values.size)
             if self._weight != _UNCHANGED:
                 result = _between(dtype, result, values, self._weight)
+                self._finite.check(dtype, offset, result, before=values)
         self._writer.write(result.view(np.uint8).data)
 
     def commit(self) -> Digest:

@@ -19,7 +19,7 @@ from stratagem.coordinator.updates.folding.fold import (
     FoldStoppedError,
 )
 from stratagem.coordinator.updates.folding.regional_mean import add_up
-from stratagem.coordinator.updates.numpy_floats import Raw, Wide, narrow, storage
+from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_sources import Source, WholeSource
 
@@ -96,14 +96,12 @@ class MeanOfSums:
     def floats(
         self, _sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
-        """Fill `out` with the mean of the elements from that byte of the model on, and `raw` with
-        the last sum, as far as the type has it."""
+        """Fill `out` with the mean of the elements from that byte of the model on."""
         place, part = self._place(offset), np.empty(out.size)
         for number, source in enumerate(self._sources):
             source.read(place, part if number else out)
             if number:
                 out += part
-        narrow(dtype, part if len(self._sources) > 1 else out, raw)
         out /= self._divisor
         self._check_at(place + out.nbytes)
 

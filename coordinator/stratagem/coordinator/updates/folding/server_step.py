@@ -11,14 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from stratagem.common.base.errors import LimitError
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, TensorSpec, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.store.blobs.blob_store import BlobStore, BlobWriter
+from stratagem.coordinator.updates.folding.finite_result import SERVER, FiniteResult, Rule
 from stratagem.coordinator.updates.folding.server_optimizers import ServerOptimizer
-from stratagem.coordinator.updates.numpy_floats import Wide, narrow, storage
+from stratagem.coordinator.updates.numpy_floats import (
+    Wide,
+    finite_elements,
+    is_finite,
+    narrow,
+    storage,
+)
 from stratagem.coordinator.updates.state_reader import averaged_names, open_state
 
 
@@ -38,15 +44,16 @@ class ServerStep:
         base: Digest,
         slots: Sequence[Digest],
         metadata: dict[str, str],
+        rule: Rule = SERVER,
     ) -> None:
         """Open the files; base: the present state; slots: of the optimizer, in its order; none
-        before round 1."""
-        self._optimizer = optimizer
+        before round 1. rule: the optimizer, for people."""
+        self._optimizer, self.rule = optimizer, rule
         with ExitStack() as files:
             manifest, self._x = open_state(files, store, base)
             self._slots = [open_state(files, store, digest)[1] for digest in slots]
             self._files = files.pop_all()
-        self._averaged = averaged_names(manifest)
+        self._averaged, self._finite = averaged_names(manifest), FiniteResult(manifest, rule)
         self._slot_offset = 0
         self._writers = self._open_writers(store, manifest, metadata)
 
@@ -56,17 +63,22 @@ class ServerStep:
         return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
 
     def apply(self, dtype: str, offset: int, mean: Wide) -> None:
-        """Replace the mean of one window by the next x; offset: of the window in the state."""
+        """Replace the mean of one window by the next x; offset: of the window in the state. Raises
+        DivergedError where a slot leaves the range of its type."""
         x = self._x.read(dtype, offset, mean.size)
         kept_as = slot_dtype(dtype)
         before = self._read_slots(kept_as, mean.size)
-        after, change = self._optimizer.step(before, mean - x)
+        delta = mean - x
+        if not np.isfinite(delta).all():
+            delta[~np.isfinite(x)] = 0.0  # what is infinite stays so: its change is no number
+        after, change = self._optimizer.step(before, delta)
         np.add(x, change, out=mean)
         for values, writer in zip(after, self._writers, strict=True):
             kept = np.empty(values.size, storage(kept_as))
             narrow(kept_as, values, kept)
-            if not (np.isfinite(kept).all() and np.isfinite(mean).all()):
-                raise LimitError("the server optimizer has left the range of its numbers")
+            if not is_finite(kept_as, kept):
+                place = int(np.argmin(finite_elements(kept_as, kept)))
+                self._finite.refuse(dtype, offset, place, kept_as=kept_as)
             writer.write(kept.view(np.uint8).data)
         self._slot_offset += mean.size * dtype_named(kept_as).item_bytes
 

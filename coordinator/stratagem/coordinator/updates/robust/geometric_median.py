@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from stratagem.common.base.errors import LimitError
+from stratagem.common.base.errors import DivergedError
 from stratagem.coordinator.updates.numpy_floats import Wide
 from stratagem.coordinator.updates.robust.changes import Matrix, squared_distances
 
@@ -26,7 +26,7 @@ def weights(products: Matrix, iterations: int) -> tuple[Wide, Wide]:
     to_others = _median_distances(products)
     is_near = np.isfinite(to_others)
     if not is_near.any():
-        raise LimitError("the distances between most updates are beyond the range of float64")
+        raise DivergedError("the distances between most updates are beyond the range of float64")
     mine = _inverse(to_others[is_near])
     among_near = products[np.ix_(is_near, is_near)]
     # Seen from the update in the midst of the others: what they have in common cancels out before

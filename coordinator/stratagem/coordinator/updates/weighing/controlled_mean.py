@@ -16,7 +16,7 @@ from stratagem.common.tensors.manifest import CONTROL, Manifest
 from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage, widen
 from stratagem.coordinator.updates.state_reader import StateReader
 from stratagem.coordinator.updates.update_sources import Source
-from stratagem.coordinator.updates.weighing.pieces import check_range, pieces, runs_of
+from stratagem.coordinator.updates.weighing.pieces import pieces, runs_of
 
 _WINDOW_ELEMENTS: Final = 1 << 18
 
@@ -45,7 +45,7 @@ class ControlledMean:
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
         """Fill `out` with the next state from that byte on, and `raw` with the elements of the
-        last update. Raises LimitError where c leaves the range of its type."""
+        last update."""
         term = np.empty(out.size)
         out[:] = -0.0  # which adds nothing, not even a sign
         for source in sources:
@@ -61,7 +61,6 @@ class ControlledMean:
                 start = offset + part.start * raw.itemsize
                 before = self._base.read(dtype, start, part.stop - part.start)
                 out[part] = before + out[part] / self._num_clients
-                check_range(dtype, out[part])
 
     def integers(self, sources: Sequence[Source], dtype: str, offset: int, out: Raw) -> str:
         """Fill `out` with integers or bools of one update; no other is asked."""

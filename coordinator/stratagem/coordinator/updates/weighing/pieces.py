@@ -3,12 +3,8 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-import numpy as np
-
-from stratagem.common.base.errors import LimitError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.coordinator.updates.numpy_floats import Wide, is_finite, narrow, storage
 
 Run = tuple[int, int, bool]
 """First byte, the byte after the last, and whether what is there is special."""
@@ -36,11 +32,3 @@ def pieces(
             piece = slice((first - offset) // item_bytes, (last - offset) // item_bytes)
             found.append((piece, kind))
     return found
-
-
-def check_range(dtype: str, values: Wide) -> None:
-    """Raise LimitError for what the type cannot hold."""
-    kept = np.empty(values.size, storage(dtype))
-    narrow(dtype, values, kept)
-    if not is_finite(dtype, kept):
-        raise LimitError(f"the changes of the clients lead beyond the range of {dtype}")

@@ -21,7 +21,7 @@ from stratagem.coordinator.updates.numpy_floats import (
 )
 from stratagem.coordinator.updates.state_reader import StateReader, averaged_names
 from stratagem.coordinator.updates.update_sources import Source
-from stratagem.coordinator.updates.weighing.pieces import check_range, pieces, runs_of
+from stratagem.coordinator.updates.weighing.pieces import pieces, runs_of
 
 _WINDOW_ELEMENTS: Final = 1 << 18
 
@@ -52,7 +52,7 @@ class ScaledChanges:
         self, sources: Sequence[Source], dtype: str, offset: int, raw: Raw, out: Wide
     ) -> None:
         """Fill `out` with the next state from that byte on, and `raw` with the elements of the
-        last update. Raises LimitError where a parameter leaves the range of its type."""
+        last update."""
         base, term = self._base.read(dtype, offset, out.size), np.empty(out.size)
         is_fixed = ~np.isfinite(base)  # what is infinite stays so: its change is no number
         parts = pieces(self._runs, dtype, offset, out.size)
@@ -72,7 +72,6 @@ class ScaledChanges:
         for part, is_trained in parts:
             if is_trained:
                 out[part] += base[part]
-                check_range(dtype, np.where(is_fixed[part], 0.0, out[part]))
             else:
                 out[part] /= self._shares.divisor
 

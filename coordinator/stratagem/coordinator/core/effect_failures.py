@@ -1,0 +1,212 @@
+"""Classifies the failures of effects: whether another try can help, and which fact ends them.
+
+The one place that decides it, for all effects. What the same inputs always give is not tried again.
+What time or place can mend (a worker, a disk, a store that is away) is tried without end, as an
+outage of any length expires nothing. Anything else is tried a bounded number of times: it may be a
+worker that answers nonsense until it is replaced, or a defect, which would hold its workers for
+ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, assert_never
+
+from stratagem.common.base.errors import (
+    ConflictError,
+    DivergedError,
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    NotFoundError,
+    PermissionDeniedError,
+    StaleError,
+    StratagemError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from stratagem.coordinator.core.effects import (
+    AccountRound,
+    AggregateRound,
+    Build,
+    CollectUpdate,
+    CommitSegment,
+    Effect,
+    EvaluateState,
+    JudgeUpdates,
+    MergeMetrics,
+    PostKeys,
+    Release,
+    RouteShares,
+    RunSegment,
+    SumRegion,
+    TrainClient,
+    UploadCommit,
+)
+from stratagem.coordinator.core.facts import (
+    ClientEvaluated,
+    Fact,
+    PartyFailed,
+    RunReleased,
+    SoleCopiesLost,
+    UpdateRejected,
+)
+from stratagem.coordinator.core.facts.rejection_causes import Cause
+
+MAX_TRIES: Final = 20
+"""Of what neither time nor place is known to mend; about a minute with the pauses between them."""
+STEADY_S: Final = 60.0
+"""Seconds after which a try that fails has met another failure than the one before it."""
+TROUBLE: Final = 6
+"""Consecutive failed tries, within a second or two, after which watchers are told."""
+
+_MENDABLE: Final = (
+    *(UnavailableError, StaleError, ConflictError, NotFoundError),
+    *(UnauthenticatedError, PermissionDeniedError, OSError, MemoryError),
+)
+"""Processes, disks and stores that are away, full or not let in, and what has changed meanwhile."""
+_OF_THE_INPUTS: Final = (InvalidInputError, LimitError)
+"""What is wrong with what was read: where a worker has sent it, another one may send it right."""
+
+
+class TryAgain(StrEnum):
+    """How often a failed effect is tried again."""
+
+    NEVER = "never"
+    LIMITED = "limited"
+    ENDLESS = "endless"
+
+
+def retry_of(effect: Effect, errors: Sequence[BaseException]) -> TryAgain:
+    """Return how often an effect is tried that has failed with these errors, all at once."""
+    found = {_retry_of_one(effect, error) for error in errors}
+    order = (TryAgain.NEVER, TryAgain.ENDLESS, TryAgain.LIMITED)
+    return next((retry for retry in order if retry in found), TryAgain.LIMITED)
+
+
+def _retry_of_one(effect: Effect, error: BaseException) -> TryAgain:
+    if isinstance(error, DivergedError):
+        return TryAgain.NEVER
+    if isinstance(error, LimitError) and error.retry_after_s is not None:
+        return TryAgain.ENDLESS
+    if isinstance(error, _OF_THE_INPUTS) and not asks_workers(effect):
+        return TryAgain.NEVER
+    is_mendable = isinstance(error, _MENDABLE) and not isinstance(error, IntegrityError)
+    return TryAgain.ENDLESS if is_mendable else TryAgain.LIMITED
+
+
+def asks_workers(effect: Effect) -> bool:
+    """Return False for an effect whose inputs are all stored at the coordinator."""
+    match effect:
+        case AccountRound() | CollectUpdate() | SumRegion() | JudgeUpdates():
+            return False
+        case AggregateRound():
+            return effect.secure is not None
+        case Build() | RunSegment() | CommitSegment() | UploadCommit() | TrainClient():
+            return True
+        case PostKeys() | RouteShares() | EvaluateState() | MergeMetrics() | Release():
+            return True
+        case _:
+            assert_never(effect)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTries:
+    """The failed tries of an effect since one went well."""
+
+    num: int = 0
+    num_limited: int = 0
+    """Of these, those that count toward MAX_TRIES: consecutive ones."""
+    since_s: float = 0.0
+    """Wall time of the first."""
+    next_s: float = 0.0
+    """Wall time of the next try."""
+    retry: TryAgain = TryAgain.ENDLESS
+    """Of the newest."""
+    reason: str = ""
+    """Of the newest, for people."""
+    has_diverged: bool = False
+    is_defect: bool = False
+    """The newest raised what nobody raises on purpose."""
+    is_news: bool = False
+    """Watchers are to be told: of another reason, or that it has taken twice as long."""
+
+    def and_another(
+        self,
+        effect: Effect,
+        errors: Sequence[BaseException],
+        reason: str,
+        now_s: float,
+        lasted_s: float = 0.0,
+    ) -> "FailedTries":
+        """Return these with one more that has failed now, after so long."""
+        retry, num = retry_of(effect, errors), self.num + 1
+        num_limited = 0 if lasted_s > STEADY_S else self.num_limited
+        doublings, rest = divmod(num, TROUBLE)
+        has_doubled = not rest and doublings & (doublings - 1) == 0
+        return FailedTries(
+            num=num,
+            num_limited=0 if retry is TryAgain.ENDLESS else num_limited + 1,
+            since_s=self.since_s if self.num else now_s,
+            retry=retry,
+            reason=reason,
+            has_diverged=any(isinstance(error, DivergedError) for error in errors),
+            is_defect=not all(isinstance(error, StratagemError | OSError) for error in errors),
+            is_news=num >= TROUBLE and (has_doubled or reason != self.reason),
+        )
+
+    @property
+    def are_too_many(self) -> bool:
+        """Return True where the effect is given up."""
+        return self.retry is TryAgain.NEVER or self.num_limited >= MAX_TRIES
+
+
+def ending(effect: Effect, tries: FailedTries, *, has_ended: bool) -> Fact:
+    """Return the fact that takes an effect out of the set that is given up: no more fails than has
+    to. has_ended: the run has."""
+    reason = ending_reason(effect, tries)
+    cause = Cause.NOT_FINITE if tries.has_diverged else Cause.EXCEPTION
+    match effect:
+        case TrainClient() | CollectUpdate() | SumRegion():
+            return UpdateRejected(
+                party=effect.party,
+                round_num=effect.round_num,
+                client=effect.client,
+                reason=reason,
+                cause=cause,
+                attempt=effect.attempt if isinstance(effect, TrainClient) else 0,
+            )
+        case EvaluateState(client=int(client)):
+            segment = effect.base.segment
+            return ClientEvaluated(
+                party=effect.party, segment=segment, client=client, sums={}, reason=reason
+            )
+        case UploadCommit() if has_ended:
+            return SoleCopiesLost(party=effect.party, segment=effect.segment, reason=reason)
+        case Release():  # workers forget the run when they next ask about it
+            return RunReleased()
+        case _:
+            return PartyFailed(party=effect.party, reason=reason, cause=cause)
+
+
+def ending_reason(effect: Effect, tries: FailedTries) -> str:
+    """Return why an effect is given up, as a sentence."""
+    kind, where = type(effect).__name__, _where(effect)
+    if tries.retry is TryAgain.NEVER:
+        return f"{where or kind}: {tries.reason}"
+    said = f"{where}: {kind}" if where else kind
+    said = f"{said} has failed {tries.num_limited} times in a row and is given up: {tries.reason}"
+    if tries.is_defect:
+        said += (
+            "; that is a defect of Stratagem and not of the job, and the coordinator's log has its "
+            "traceback"
+        )
+    return f"{said}; once it is mended, stratagem resume {effect.run_id} goes on"
+
+
+def _where(effect: Effect) -> str:
+    for name, attribute in (("round", "round_num"), ("segment", "segment")):
+        number = getattr(effect, attribute, None)
+        if number is not None:
+            return f"{name} {number}"
+    return ""
