@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.early_ends: set[int] = set()
         """After these events a stream ends as if there were no more of them."""
         self.watched_from: list[int] = []
+        self.unwatched = threading.Event()
+        """Set when somebody watches a run no longer."""
         self.downloaded_from: list[int] = []
         self.pins: list[tuple[str, bool]] = []
         self.download_cuts: list[int] = []
@@ -202,6 +205,15 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.watched_from.append(index)
         if self.says_begin:
             await context.send_initial_metadata(BEGUN)
+        try:
+            async for message in self._watched(run, request, index, context):
+                yield message
+        finally:
+            self.unwatched.set()
+
+    async def _watched(
+        self, run: FakeRun, request: pb.WatchRunRequest, index: int, context: Any
+    ) -> AsyncIterator[pb.WatchRunResponse]:
         while True:
             run.changed.clear()
             for event in run.events[index:]:

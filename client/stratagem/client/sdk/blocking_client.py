@@ -98,9 +98,10 @@ class Client:
         run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
         return self._running().call(self._client.compare(run_ids))
 
-    def watch_runs(self) -> Iterator[RunsChange]:
-        """All runs in brief, and then those that change; see AsyncClient.watch_runs."""
-        return self._running().iterate(self._client.watch_runs())
+    def watch_runs(self, *, timeout_s: float | None = None) -> Iterator[RunsChange]:
+        """All runs in brief, and then those that change; see AsyncClient.watch_runs. timeout_s: as
+        for `RunHandle.watch`."""
+        return self._running().iterate(self._client.watch_runs(), timeout_s)
 
     def back_up(self, folder: Path) -> BackupDone:
         """Copy the journal and all states of this moment; see AsyncClient.back_up."""
