@@ -1600,7 +1600,9 @@ class WorkerInfo(_message.Message):
     address: _builtins.str
     is_alive: _builtins.bool
     silent_s: _builtins.float
-    """Seconds since the last heartbeat."""
+    """Seconds since the last heartbeat, also of a worker that is lost, by the leader's clock: it leaves
+    out the time in which no coordinator led.
+    """
     reason: _builtins.str
     """Why it is not alive, or that it drains."""
     @_builtins.property

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.diagnostics import findings
@@ -91,7 +92,8 @@ def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator
     name = worker.info.worker_id
     if not worker.info.is_alive:
         advice = "start it again, or forget it: runs go on without it"
-        yield Finding("worker", name, Level.WARN, f"is lost: {worker.problem}", advice)
+        found = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"
+        yield Finding("worker", name, Level.WARN, found, advice)
         return
     if worker.problem:
         advice = "the coordinator must reach its address: set --advertise, open its port"

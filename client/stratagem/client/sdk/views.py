@@ -248,6 +248,7 @@ class Worker:
     address: str
     is_alive: bool
     silent_s: float
+    """Seconds since its last heartbeat, also of one that is lost, as far as a coordinator led."""
     device: str
     device_name: str
     memory_bytes: int

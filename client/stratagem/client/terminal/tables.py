@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.report.run_values import progress_text
 from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
 from stratagem.client.terminal.wording import few, more_text
@@ -207,7 +208,7 @@ def print_workers(console: Console, workers: Iterable[Worker]) -> None:
     names = ("worker", "state", "address", "device", "threads", "data plane", "tags", "runs")
     table = _table(*names, "reason")
     for worker in workers:
-        state = "alive" if worker.is_alive else f"silent for {worker.silent_s:.0f} s"
+        state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
         table.add_row(
             *(
                 worker.worker_id,

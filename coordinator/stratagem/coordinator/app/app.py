@@ -45,7 +45,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.secret_draws import hides_draws, shown
-from stratagem.coordinator.core.state import EndedRun, RunRecord
+from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
 from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
@@ -198,6 +198,12 @@ class App:
         run = self.loop.state.runs.get(run_id)
         return run is None or run.ended is not None
 
+    def silent_s(self, worker: WorkerRecord) -> float:
+        """Return the seconds of leader time since a worker was heard of, lost or not."""
+        if not worker.is_alive:
+            return max(0.0, self.loop.clock.now() - worker.beat_s)
+        return self.leases.silent_s(worker.member) or 0.0
+
     # ---- what follows from facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
@@ -318,8 +324,8 @@ class App:
         record = self.loop.state.workers.get(member.worker_id)
         return record is not None and record.member == member and record.is_alive
 
-    async def _lose(self, member: Member, reason: str) -> None:
-        await self.loop.submit(LoseWorker(member, reason))
+    async def _lose(self, member: Member, reason: str, silent_s: float) -> None:
+        await self.loop.submit(LoseWorker(member, reason, silent_s=silent_s))
 
     async def _drain(self, member: Member) -> None:
         await self.loop.submit(DrainWorker(member))

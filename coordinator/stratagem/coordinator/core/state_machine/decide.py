@@ -281,7 +281,10 @@ def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[JournalEntry, .
     if known.is_draining:  # it was told to end, so its silence is no loss
         return _leave(state, command.member, command.reason)
     fact = WorkerLost(
-        member=command.member, reason=command.reason, is_blameless=command.is_blameless
+        member=command.member,
+        reason=command.reason,
+        is_blameless=command.is_blameless,
+        silent_s=command.silent_s,
     )
     return (JournalEntry(CLUSTER, fact),)
 
