@@ -341,7 +341,13 @@ class FakeCoordinator(CoordinatorServiceServicer):
             run_ids=["digits-1"],
         )
         lost = pb.WorkerInfo(worker_id="worker-1", silent_s=40, reason="no heartbeat for 10 s")
-        return pb.ListWorkersResponse(workers=[alive, lost])
+        refused = pb.RefusedWorker(
+            worker_id="worker-2",
+            address="[h]:1",
+            reason="nobody answers at [h]:1 as worker 'worker-2'",
+            num_times=3,
+        )
+        return pb.ListWorkersResponse(workers=[alive, lost], refused=[refused])
 
 
 async def serve(fake: FakeCoordinator, port: int = 0) -> tuple[Any, str]:

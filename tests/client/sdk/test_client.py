@@ -165,6 +165,8 @@ def test_workers_are_listed(client: Client) -> None:
         ("site-a",),
     )
     assert (lost.is_alive, lost.reason) == (False, "no heartbeat for 10 s")
+    [refused] = client.refused_workers()
+    assert (refused.worker_id, refused.address, refused.num_times) == ("worker-2", "[h]:1", 3)
 
 
 # ---- watching ----

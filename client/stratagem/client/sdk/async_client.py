@@ -30,6 +30,7 @@ from stratagem.client.sdk.planning import resolve_parallelism
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.uploads import InlineData, resolve_code
 from stratagem.client.sdk.views import (
+    RefusedWorker,
     RunsChange,
     RunStatus,
     Worker,
@@ -229,3 +230,12 @@ class AsyncClient:
             if not response.next_page_token:
                 return ListedWorkers(workers)
             request.page_token = response.next_page_token
+
+    async def refused_workers(self) -> tuple[RefusedWorker, ...]:
+        """Return the workers that have asked to be registered lately and were refused, by name.
+
+        A coordinator of an earlier version tells of none.
+        """
+        request, connection = pb.ListWorkersRequest(page_size=1), self._connection
+        response = await connection.call(connection.stub.ListWorkers, request)
+        return tuple(map(views.refused_worker, response.refused))

@@ -25,6 +25,7 @@ from stratagem.client.sdk.job_input import Job
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.uploads import InlineData
 from stratagem.client.sdk.views import (
+    RefusedWorker,
     RunsChange,
     RunStatus,
     Worker,
@@ -110,6 +111,10 @@ class Client:
     def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""
         return self._running().call(self._client.workers())
+
+    def refused_workers(self) -> tuple[RefusedWorker, ...]:
+        """Return the workers that were refused lately; see AsyncClient.refused_workers."""
+        return self._running().call(self._client.refused_workers())
 
     def close(self) -> None:
         """Idempotent. Runs go on."""

@@ -80,11 +80,16 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
     yield from findings.certificate("coordinator", answer.environment, measured.now_s)
     yield from findings.limits("coordinator", answer.environment)
     yield from findings.disk("coordinator", answer.environment)
-    if not answer.workers:
+    if not answer.workers and not answer.refused:
         advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log says what it meets"
         yield Finding("workers", "coordinator", Level.WARN, "no worker is registered", advice)
     for worker in answer.workers:
         yield from _worker(worker, answer.store_id, measured.now_s)
+    for refused in answer.refused:
+        where = f" at {refused.address}" if refused.address else ""
+        found = f"asks to be registered{where}, and is refused: {refused.reason}"
+        advice = "mend that, and it is in by itself: it goes on asking; for an address --advertise"
+        yield Finding("worker", refused.worker_id, Level.FAIL, found, advice)
     yield from _numerics(answer)
 
 

@@ -267,6 +267,20 @@ class Worker:
     it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedWorker:
+    """A worker that has asked to be registered, again and again, and is refused."""
+
+    worker_id: str
+    address: str
+    reason: str
+    silent_s: float
+    """Seconds since it last asked."""
+    num_times: int
+    is_alive: bool = False
+    is_refused: bool = True
+
+
 @cache
 def phase_of(value: pb.RunPhase.ValueType) -> Phase:
     return Phase(pb.RunPhase.Name(value).removeprefix("RUN_PHASE_"))
@@ -336,6 +350,10 @@ def log_line(message: pb.TailLogsResponse) -> LogLine:
 def worker(info: pb.WorkerInfo) -> Worker:
     capability = info.capability
     return _read(Worker, info, capability, numerics=capability.numerics_description)
+
+
+def refused_worker(message: pb.RefusedWorker) -> RefusedWorker:
+    return _read(RefusedWorker, message, is_alive=False, is_refused=True)
 
 
 def _commit(info: pb.CommitInfo) -> Commit:

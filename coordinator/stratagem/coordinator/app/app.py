@@ -7,7 +7,7 @@ follows from a batch of facts (events for watchers, links to drop, files to dele
 import asyncio
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +56,7 @@ from stratagem.coordinator.observe.counted_progress import publish_counts
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
@@ -84,9 +85,16 @@ log = structlog.get_logger()
 
 class App:
     def __init__(
-        self, settings: Settings, loop: Loop, storage: Storage, entrance: LeaderGate
+        self,
+        settings: Settings,
+        loop: Loop,
+        storage: Storage,
+        entrance: LeaderGate,
+        refusals: Refusals,
     ) -> None:
         data = settings.data_dir
+        self.refusals = refusals
+        refusals.on_change = lambda: self._say_missing({CLUSTER})
         self.entrance = entrance
         self.settings = settings
         self.loop = loop
@@ -128,11 +136,16 @@ class App:
         self.collector = Collector(
             loop, self.blobs, self.spool, self.feed, self._chores, data / "backups"
         )
-        self._house = House(loop, settings, self.logs, self.profiles)
+        self._house = House(loop, settings, self.logs, self.profiles, refusals)
 
     @classmethod
-    async def lead(cls, settings: Settings, entrance: LeaderGate) -> "App":
-        """Take the lead of the journal, wait for it if need be, and rebuild the state."""
+    async def lead(
+        cls, settings: Settings, entrance: LeaderGate, refusals: Refusals | None = None
+    ) -> "App":
+        """Take the lead of the journal, wait for it if need be, and rebuild the state.
+
+        refusals: those that the server notes.
+        """
         await asyncio.to_thread(settings.data_dir.mkdir, 0o700, parents=True, exist_ok=True)
         storage = await asyncio.to_thread(Storage.open, settings)
         strategies = await asyncio.to_thread(installed)
@@ -145,7 +158,7 @@ class App:
             await asyncio.to_thread(journal.release, lead.term)
             raise
         loop = Loop(journal, lead, strategies)
-        app = cls(settings, loop, storage, entrance)
+        app = cls(settings, loop, storage, entrance, refusals or Refusals())
         await loop.renew()  # the stores were opened while this coordinator led
         await loop.replay(app._show, renew_every_s=settings.lease_ttl_s / 3)
         app._forget_resting(loop.state.ended)
@@ -212,7 +225,7 @@ class App:
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         told = {item.entry.run_id for item in facts if item.shown_index >= 0}
-        say_what_is_missing(self.feed, self.loop.state, self.loop.world, told)
+        self._say_missing(told)
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact, item.shown_index)
         publish_counts(self.feed, self.loop.state, self.loop.world, told)
@@ -227,6 +240,10 @@ class App:
         self._forget_resting(changed & self.loop.state.ended.keys())
         due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)
         self.supervisor.reconcile(frozenset[Effect]().union(*due), changed)
+
+    def _say_missing(self, changed: Set[RunId]) -> None:
+        asked = self.refusals.sentence()
+        say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed, asked)
 
     def _show(self, facts: list[Committed]) -> None:
         """Give watchers the events; only the newest one of a run carries its present phase."""
@@ -286,6 +303,7 @@ class App:
             case WorkerRegistered():
                 self.leases.grant([fact.member], self.leases.rule.ttl_s)
                 self.relay.forget_others(fact.member)
+                self.refusals.forget(fact.member.worker_id)
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
                 self.env.forget_member(fact.member)

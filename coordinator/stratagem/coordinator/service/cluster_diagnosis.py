@@ -44,6 +44,7 @@ async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseRespons
         term=app.loop.term,
         workers=diagnosed,
         store_id=app.store_id,
+        refused=app.refusals.messages() if with_workers else (),
     )
 
 
