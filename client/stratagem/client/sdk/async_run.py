@@ -58,7 +58,8 @@ class AsyncRun:
     ) -> None:
         self.run_id = run_id
         self.note = note
-        """Of a run that was submitted here: why its parallelism became its strategy."""
+        """Of a run that was submitted here: why its parallelism became its strategy, and what
+        becomes of the schedule where the training has another length than that which it resumes."""
         self.created = created
         """Whether submitting has started it; False where it was there before."""
         self._connection = connection

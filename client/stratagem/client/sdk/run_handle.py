@@ -47,8 +47,8 @@ class RunHandle:
 
     @property
     def note(self) -> str:
-        """Return why the parallelism of the job became its strategy, for a run that was submitted
-        here."""
+        """Return what its author should know of a run that was submitted here; see
+        AsyncRun.note."""
         return self._run.note
 
     @property
