@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,8 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.early_ends: set[int] = set()
         """After these events a stream ends as if there were no more of them."""
         self.watched_from: list[int] = []
+        self.unwatched = threading.Event()
+        """Set when somebody watches a run no longer."""
         self.downloaded_from: list[int] = []
         self.pins: list[tuple[str, bool]] = []
         self.download_cuts: list[int] = []
@@ -202,6 +205,15 @@ class FakeCoordinator(CoordinatorServiceServicer):
         self.watched_from.append(index)
         if self.says_begin:
             await context.send_initial_metadata(BEGUN)
+        try:
+            async for message in self._watched(run, request, index, context):
+                yield message
+        finally:
+            self.unwatched.set()
+
+    async def _watched(
+        self, run: FakeRun, request: pb.WatchRunRequest, index: int, context: Any
+    ) -> AsyncIterator[pb.WatchRunResponse]:
         while True:
             run.changed.clear()
             for event in run.events[index:]:
@@ -329,7 +341,13 @@ class FakeCoordinator(CoordinatorServiceServicer):
             run_ids=["digits-1"],
         )
         lost = pb.WorkerInfo(worker_id="worker-1", silent_s=40, reason="no heartbeat for 10 s")
-        return pb.ListWorkersResponse(workers=[alive, lost])
+        refused = pb.RefusedWorker(
+            worker_id="worker-2",
+            address="[h]:1",
+            reason="nobody answers at [h]:1 as worker 'worker-2'",
+            num_times=3,
+        )
+        return pb.ListWorkersResponse(workers=[alive, lost], refused=[refused])
 
 
 async def serve(fake: FakeCoordinator, port: int = 0) -> tuple[Any, str]:

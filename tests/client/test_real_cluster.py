@@ -122,7 +122,12 @@ def test_ctrl_c_stops_a_local_run_which_can_be_resumed(tmp_path: Path) -> None:
     assert resumed.returncode == 130, "\n".join(said)
 
 
-def test_inline_data_train_while_the_coordinator_is_killed() -> None:
+def test_inline_data_train_while_the_coordinator_is_killed_and_nothing_stays_behind(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("t")  # short enough for sockets
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
     rows = np.random.default_rng(0).random((64, 3), dtype=np.float32)
     data = {"train": (rows, (rows.sum(1) > 1.5).astype(np.int64))}
     job = {
@@ -149,6 +154,10 @@ def test_inline_data_train_while_the_coordinator_is_killed() -> None:
                     pass
         result = run.result()
         state = result.state_dict()
+        assert any("-sockets-" in path.name for path in place.iterdir())  # of the worker
+        for name in cluster.processes:
+            cluster.kill(name)  # they may be back when the cluster ends, or not
+    assert not [*place.iterdir()]
     assert seen == list(range(len(seen)))
     assert result.status.phase is Phase.COMPLETED
     assert result.status.step == 160

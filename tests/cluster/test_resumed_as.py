@@ -153,7 +153,7 @@ def test_epochs_that_are_over_are_refused_before_anything_is_submitted(client: C
     with pytest.raises(InvalidInputError, match=expected):
         client.resume_as(first.run.run_id, ["epochs=1"])
     kept = ", ".join(str(commit.segment) for commit in first.status.commits)
-    with pytest.raises(InvalidInputError, match=f"from_segment: 99 is no kept .* kept are {kept}"):
+    with pytest.raises(InvalidInputError, match=f"segment 99 is no kept .* kept are {kept}"):
         client.resume_as(first.run.run_id, ["epochs=4"], from_segment=99)
     assert len(client.runs()) == before
 

@@ -15,6 +15,7 @@ from stratagem.common.rpc.channel import Proof, open_channel
 from stratagem.common.rpc.server import bind_tls, make_server
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.listeners import CoordinatorSecurity
+from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2_grpc
@@ -75,8 +76,9 @@ async def deployed(authority: Authority, folder: Path, **changes: Any) -> AsyncI
         **{"worker_ttl_s": PATIENCE_S, **changes},  # its workers have nobody who beats for them
     )
     security = CoordinatorSecurity(settings)
-    app = await App.lead(settings, entrance())
-    server = make_server(gate=security.gate)
+    refusals = Refusals()
+    app = await App.lead(settings, entrance(), refusals)
+    server = make_server(gate=security.gate, on_refusal={"RegisterWorker": refusals.note})
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     address = security.listen(server)

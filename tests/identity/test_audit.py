@@ -89,8 +89,12 @@ async def test_a_worker_speaks_for_itself_alone(authority: Authority, tmp_path: 
         code, reason = await refused(w0.RegisterWorker(registering("w0", at_w1)))
         assert code is Code.UNAVAILABLE
         assert "w1.worker.stratagem, worker.stratagem, and not for w0.worker.stratagem" in reason
-        code, _ = await refused(alice.RegisterWorker(registering("w0", at_w0)))
-        assert code is Code.PERMISSION_DENIED
+        for other in (alice, await deployment.stub("submit")):
+            code, _ = await refused(other.RegisterWorker(registering("w9", at_w0)))
+            assert code is Code.PERMISSION_DENIED
+        # Known are those alone that may register themselves, by the names that are theirs.
+        [known] = (await alice.ListWorkers(pb.ListWorkersRequest())).refused
+        assert (known.worker_id, known.address, known.num_times) == ("w0", at_w1, 2)
         await w0.RegisterWorker(registering("w0", at_w0))
         heartbeat = pb.HeartbeatRequest(worker_id="w0", incarnation="w0")
         await w0.Heartbeat(heartbeat)

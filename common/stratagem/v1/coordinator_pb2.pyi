@@ -1467,25 +1467,66 @@ class ListWorkersResponse(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty when these were the last ones."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
         """By name."""
 
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedWorker]:
+        """Of the first page alone; see RefusedWorker."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
         next_page_token: _builtins.str = ...,
+        refused: _abc.Iterable[Global___RefusedWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "refused", b"refused", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class RefusedWorker(_message.Message):
+    """A worker that may register itself, has asked to lately, and was refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    NUM_TIMES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """As it gives them; where it may not go by that name, the name in its certificate."""
+    address: _builtins.str
+    reason: _builtins.str
+    silent_s: _builtins.float
+    """Seconds since it last asked."""
+    num_times: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        silent_s: _builtins.float = ...,
+        num_times: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_times", b"num_times", "reason", b"reason", "silent_s", b"silent_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedWorker: _TypeAlias = RefusedWorker  # noqa: Y015
 
 @_typing.final
 class DiagnoseRequest(_message.Message):
@@ -1516,6 +1557,7 @@ class DiagnoseResponse(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     STORE_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     time_s: _builtins.float
     """Wall clock, in seconds since 1970."""
     term: _builtins.int
@@ -1525,6 +1567,8 @@ class DiagnoseResponse(_message.Message):
     def environment(self) -> _types_pb2.Environment: ...
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerDiagnosis]: ...
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedWorker]: ...
     def __init__(
         self,
         *,
@@ -1533,10 +1577,11 @@ class DiagnoseResponse(_message.Message):
         term: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerDiagnosis] | None = ...,
         store_id: _builtins.str = ...,
+        refused: _abc.Iterable[Global___RefusedWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "store_id", b"store_id", "term", b"term", "time_s", b"time_s", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "refused", b"refused", "store_id", b"store_id", "term", b"term", "time_s", b"time_s", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1600,7 +1645,9 @@ class WorkerInfo(_message.Message):
     address: _builtins.str
     is_alive: _builtins.bool
     silent_s: _builtins.float
-    """Seconds since the last heartbeat."""
+    """Seconds since the last heartbeat, also of a worker that is lost, by the leader's clock: it leaves
+    out the time in which no coordinator led.
+    """
     reason: _builtins.str
     """Why it is not alive, or that it drains."""
     @_builtins.property

@@ -302,7 +302,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """The workers that are registered, alive or not.
+        """The workers that are registered, alive or not, and those that were refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

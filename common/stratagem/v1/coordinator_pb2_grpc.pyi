@@ -120,7 +120,7 @@ class CoordinatorServiceStub:
     Initial metadata as those of WatchRun.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]
-    """The workers that are registered, alive or not."""
+    """The workers that are registered, alive or not, and those that were refused."""
     Diagnose: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]
     """What coordinator and workers find around themselves, and whether they reach each other. Measured
     now, one caller after the other, which takes up to some seconds.
@@ -241,7 +241,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Initial metadata as those of WatchRun.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListWorkersRequest, _coordinator_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """The workers that are registered, alive or not."""
+    """The workers that are registered, alive or not, and those that were refused."""
     Diagnose: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DiagnoseRequest, _coordinator_pb2.DiagnoseResponse]  # type: ignore[assignment]
     """What coordinator and workers find around themselves, and whether they reach each other. Measured
     now, one caller after the other, which takes up to some seconds.
@@ -444,7 +444,7 @@ class CoordinatorServiceServicer:
         request: _coordinator_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListWorkersResponse, _abc.Awaitable[_coordinator_pb2.ListWorkersResponse]]:
-        """The workers that are registered, alive or not."""
+        """The workers that are registered, alive or not, and those that were refused."""
 
     def Diagnose(
         self,

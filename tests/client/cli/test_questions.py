@@ -40,6 +40,10 @@ def test_list_status_workers(address: str, job_file: Path) -> None:
     workers = invoke("workers", "--coordinator", address).stdout
     assert "silent for 40 s" in workers
     assert "no heartbeat for 10 s" in workers
+    assert "nobody answers at [h]:1 as worker 'worker-2' (asked 3 times)" in workers
+    told = json.loads(invoke("workers", "--coordinator", address, "--format", "json").stdout)
+    assert [each["is_alive"] for each in told] == [True, False, False]
+    assert [each.get("is_refused", False) for each in told] == [False, False, True]
 
 
 def test_a_list_is_a_line_per_run_and_can_be_filtered(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
 from stratagem.client.sdk.connection import outage_notice, retrying_calls
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.errors import (
     ConflictError,
     IntegrityError,
@@ -32,6 +34,7 @@ from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES
 from stratagem.v1 import coordinator_pb2 as pb
 from tests.client.fake_coordinator import JOB, FakeCoordinator, serve
 from tests.free_ports import free_port
+from tests.patience import PATIENCE_S
 
 
 def events_of(items: list[Event | Progress]) -> list[int]:
@@ -107,6 +110,40 @@ def test_an_exception_of_the_users_code_is_raised_in_its_own_words(
     assert 'File "m.py", line 3' in error.traceback
 
 
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda run: run.result(timeout_s=0.05),
+        lambda run: run.wait(timeout_s=0.05),
+        lambda run: list(run.watch(timeout_s=0.05)),
+    ],
+)
+def test_a_wait_ends_at_its_time_and_the_run_goes_on(
+    client: Client, fake: FakeCoordinator, waiting: Callable[[RunHandle], object]
+) -> None:
+    fake.ending = "never"
+    run = client.submit(JOB, "mine")
+    with pytest.raises(TimeoutError):
+        waiting(run)
+    assert fake.unwatched.wait(PATIENCE_S)  # no call is left behind
+    assert run.status().phase is Phase.RUNNING
+    run.cancel()
+    assert run.wait(timeout_s=PATIENCE_S).phase is Phase.CANCELLED
+
+
+def test_a_wait_of_no_time_asks_once(client: Client, fake: FakeCoordinator) -> None:
+    assert client.submit(JOB, "over").result(timeout_s=0).status.phase is Phase.COMPLETED
+    fake.ending = "never"
+    run = client.submit(JOB, "mine")
+    words = "run mine has not ended; running: segment 1 committed"
+    with pytest.raises(TimeoutError, match=words):
+        run.result(timeout_s=0)
+    assert fake.watched_from == []
+    for wrong in (-1, float("nan")):
+        with pytest.raises(InvalidInputError, match=f"timeout_s: {wrong} is not 0 or more"):
+            run.wait(timeout_s=wrong)
+
+
 def test_cancel_resume_delete(client: Client, fake: FakeCoordinator) -> None:
     fake.ending = "never"
     run = client.submit(JOB, "mine")
@@ -129,6 +166,8 @@ def test_workers_are_listed(client: Client) -> None:
         ("site-a",),
     )
     assert (lost.is_alive, lost.reason) == (False, "no heartbeat for 10 s")
+    [refused] = client.refused_workers()
+    assert (refused.worker_id, refused.address, refused.num_times) == ("worker-2", "[h]:1", 3)
 
 
 # ---- watching ----

@@ -113,7 +113,15 @@ def test_each_process_is_examined(
 def test_workers_that_are_not_there() -> None:
     assert trouble(measured())[:3] == ("workers", "coordinator", "warn")
     lost = worker("w1", is_alive=False, problem="no heartbeat for 10 s", numerics="other")
-    assert trouble(measured(worker(), lost))[:3] == ("worker", "w1", "warn")
+    lost.info.silent_s = 185.0
+    check, about, level, said = trouble(measured(worker(), lost))
+    assert (check, about, level) == ("worker", "w1", "warn")
+    assert "is lost, silent for 3:05: no heartbeat for 10 s" in said
+    refused = pb.RefusedWorker(worker_id="w2", address="h:2", reason="nobody answers at h:2")
+    answer = pb.DiagnoseResponse(environment=environment(), term=1, refused=[refused])
+    check, about, level, said = trouble(measured(answer=answer))
+    assert (check, about, level) == ("worker", "w2", "fail")
+    assert "asks to be registered at h:2, and is refused: nobody answers at h:2" in said
     deaf = worker("w1", problem="UNAVAILABLE: refused")
     check, about, level, said = trouble(measured(worker(), deaf))
     assert (check, about, level) == ("worker", "w1", "fail")

@@ -2,11 +2,19 @@
 processes leave."""
 
 import fcntl
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from stratagem.common.process.own_folder import OwnFolder, remove_abandoned
+from stratagem.common.process.own_folder import (
+    OwnFolder,
+    remove_abandoned,
+    remove_temporary,
+    temporary_folder,
+)
 
 
 def refuse(*_: object) -> None:
@@ -22,3 +30,39 @@ def test_where_there_are_no_locks_folders_are_made_and_none_is_removed(
     assert folder.path.exists()
     folder.remove()
     assert not folder.path.exists()
+
+
+LEFT = """
+import sys
+from stratagem.common.process.own_folder import temporary_folder
+inside = temporary_folder("code").path / "bundle"
+inside.mkdir()
+(inside / "m.py").touch()
+inside.chmod(0o555)
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_killed_processes_of_this_machine_leave_goes_and_nothing_of_others(
+    tmp_path: Path,
+) -> None:
+    """Also from folders that nobody may write into; another machine has the place, too."""
+    elsewhere = tmp_path / "stratagem-00000000-code-x"
+    elsewhere.mkdir()
+    killed = subprocess.Popen(
+        [sys.executable, "-c", LEFT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with killed:
+        assert killed.stdout is not None
+        killed.stdout.readline()
+        remove_temporary(tmp_path)
+        [left] = {*tmp_path.iterdir()} - {elsewhere}  # in use
+        killed.kill()
+    with temporary_folder("sockets", tmp_path) as mine:
+        assert {*tmp_path.iterdir()} == {elsewhere, mine.path}, left
+    mine.remove()
+    assert [*tmp_path.iterdir()] == [elsewhere]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.common.rpc.socket_folder import PREFIX, SocketFolder
+from stratagem.common.process.own_folder import machine_prefix
+from stratagem.common.rpc.socket_folder import SocketFolder
 
 CHILD = """
 import sys
@@ -75,11 +76,11 @@ def test_what_only_has_such_a_name_stays(
     place: Path, tmp_path: Path, make: Callable[[Path, Path], None]
 ) -> None:
     (tmp_path / "kept").touch()
-    make(place / f"{PREFIX}x", tmp_path)
+    make(place / f"{machine_prefix()}x", tmp_path)
     folder = SocketFolder()
     folder.path("a.sock")
     folder.close()
-    assert os.path.lexists(place / f"{PREFIX}x")
+    assert os.path.lexists(place / f"{machine_prefix()}x")
     assert (tmp_path / "kept").exists()
 
 
@@ -100,8 +101,8 @@ def test_a_folder_that_a_cleaner_takes_while_it_is_made_is_made_again(
     real = os.open
     taken: list[Path] = []
 
-    def open_late(path: str, *arguments: int) -> int:
-        descriptor = real(path, *arguments)
+    def open_late(path: str, *arguments: int, **keywords: int) -> int:
+        descriptor = real(path, *arguments, **keywords)
         if not taken:
             taken.append(Path(path))
             os.rmdir(path)

@@ -260,7 +260,7 @@ def test_a_commit_that_is_not_kept_is_refused_with_those_that_are(segment: int) 
     assert isinstance(refusal, Refusal)
     assert refusal.kind is RefusalKind.PRECONDITION
     assert refusal.reason == (
-        f"from_segment: {segment} is no kept commit of run 'run-1'; kept are 0, 1, 2"
+        f"segment {segment} is no kept commit of run 'run-1'; kept are 0, 1, 2"
     )
     assert simulation.state is before
 

@@ -12,6 +12,7 @@ import pytest
 from stratagem.common.rpc.channel import open_channel
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.coordinator.app.app import App
+from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.service.coordinator_service import CoordinatorServicer
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -47,8 +48,9 @@ async def worker(incarnation: str) -> AsyncIterator[str]:
 async def served(folder: Path, **settings: Any) -> AsyncIterator[tuple[App, str]]:
     """A coordinator, and where it listens; workers that do not beat stay for as long as a test."""
     made = coordinator_settings(data_dir=folder, **{"worker_ttl_s": PATIENCE_S, **settings})
-    app = await App.lead(made, entrance())
-    server = make_server()
+    refusals = Refusals()
+    app = await App.lead(made, entrance(), refusals)
+    server = make_server(on_refusal={"RegisterWorker": refusals.note})
     servicer = CoordinatorServicer(app)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
     port = bind(server, "127.0.0.1", 0)

@@ -139,7 +139,8 @@ async def test_life_without_workers_survives_a_restart(tmp_path: Path) -> None:
         assert info.phase == pb.RUN_PHASE_PLACING
         assert info.reason == "waiting for 1 of 1 workers: no worker is registered"
         active = await refused(stub.ResumeRun(pb.ResumeRunRequest(run_id="r-1")))
-        assert active == (Code.FAILED_PRECONDITION, "run 'r-1' is active")
+        assert active[0] is Code.FAILED_PRECONDITION
+        assert "run 'r-1' is active: it goes on by itself; stop it first" in active[1]
         await stub.CancelRun(pb.CancelRunRequest(run_id="r-1"))
     async with coordinator(tmp_path) as stub:
         info = (await stub.GetRun(pb.GetRunRequest(run_id="r-1"))).run

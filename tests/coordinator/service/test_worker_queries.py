@@ -9,7 +9,8 @@ import pytest
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.channel import open_channel
-from stratagem.coordinator.core.commands import LeaveWorker, RegisterWorker
+from stratagem.coordinator.app.app import App
+from stratagem.coordinator.core.commands import LeaveWorker, LoseWorker, RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.coordinator.service import worker_queries
 from stratagem.v1 import coordinator_pb2 as pb
@@ -90,3 +91,26 @@ async def test_workers_are_told_the_name_of_the_folder_of_states(
         found = StateFolder(tmp_path / "states").store_id()
     assert told == asked.store_id == found
     assert bool(found) == (state_path == "direct")
+
+
+async def test_a_lost_worker_is_silent_for_longer_and_longer_also_after_a_takeover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent_s(app: App, address: str, now_s: float) -> float:
+        monkeypatch.setattr(app.loop.clock, "now", lambda: now_s)
+        async with open_channel(address) as channel:
+            stub = CoordinatorServiceStub(channel)
+            [listed] = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+            [diagnosed] = (await stub.Diagnose(pb.DiagnoseRequest())).workers
+        assert diagnosed.info.silent_s == listed.silent_s
+        return listed.silent_s
+
+    async with served(tmp_path) as (app, address):
+        await app.loop.submit(RegisterWorker(member("w"), "127.0.0.1:1", Capability()))
+        monkeypatch.setattr(app.loop.clock, "now", lambda: 1000.0)
+        await app.loop.submit(LoseWorker(member("w"), "no heartbeat for 10 s", silent_s=10.5))
+        assert await silent_s(app, address, 1000.0) == 10.5
+        assert await silent_s(app, address, 1100.0) == 110.5
+    async with served(tmp_path) as (app, address):
+        assert app.loop.clock.now() >= 1000.0
+        assert await silent_s(app, address, 1200.0) == 210.5

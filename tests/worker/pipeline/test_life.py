@@ -300,15 +300,6 @@ def test_momentum_of_a_branch_that_nothing_reaches() -> None:
     assert not torch.equal(party.model()["left.weight"], before["left.weight"])
 
 
-def test_all_ranks_hear_the_loss_of_each_micro_batch() -> None:
-    party = Party(deep_job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3))
-    reports = party.each(lambda runner: runner.train_step())
-    assert [len(each.micro_batch_losses) for each in reports] == [3, 3]
-    assert reports[0].micro_batch_losses == reports[1].micro_batch_losses
-    total = sum(n * loss for n, loss in zip((3, 3, 2), reports[0].micro_batch_losses, strict=True))
-    assert reports[0].loss == pytest.approx(total / 8)
-
-
 def test_a_message_that_does_not_come_is_named() -> None:
     """By stages, micro-batch and direction; the first rank never begins."""
     party = Party(deep_job(), StageAssignment(cut(DEEP, 3, 5), (0, 1), 3), timeout_s=0.05)

@@ -109,13 +109,13 @@ def workers(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """List the registered workers."""
+    """List the registered workers, and those that asked to be and were refused, with the reason."""
     with connected(coordinator, proof) as client:
-        listed = client.workers()
+        listed, refused = client.workers(), client.refused_workers()
         if form is Format.JSON:
-            print(tables.many_to_json(listed))
+            print(tables.many_to_json([*listed, *refused]))
         else:
-            tables.print_workers(make_console(), listed)
+            tables.print_workers(make_console(), listed, refused)
 
 
 def logs(

@@ -347,9 +347,9 @@ class _Following:
     """Of each worker, where this command has started them."""
 
     def say_why(self) -> None:
-        """Why the job's parallelism became the strategy that it is."""
+        """Say what submitting the job has found out or decided."""
         if self.handle.note:
-            complain(f"strategy: {self.handle.note}")
+            complain(self.handle.note)
 
     def to_the_end(self) -> None:
         """Show the run, then its result; raises what result() raises."""

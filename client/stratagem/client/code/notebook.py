@@ -10,7 +10,6 @@ import importlib
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ from typing import Any, Final, Protocol
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code.code_section import CodeSpec
 from stratagem.common.job import JobSpec, entry_points
+from stratagem.common.process.own_folder import temporary_folder
 
 MAGIC: Final = "stratagem"
 _FILE: Final = re.compile(r"[A-Za-z_]\w*(/[A-Za-z_]\w*)*\.py")
@@ -72,8 +72,9 @@ class CellModules:
 
     def _made(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="stratagem-notebook-"))
-            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+            own = temporary_folder("notebook")
+            atexit.register(own.remove)
+            self._folder = own.path
             sys.path.insert(0, str(self._folder))
         return self._folder
 

@@ -42,6 +42,8 @@ class CoordinatorWatch:
         self.answered_s: float | None = None
         """When it has answered last, by the clock of this process."""
         self._asked_s = -ASK_PAUSE_S
+        self._began_s: float | None = None
+        """When it was asked first."""
         self._followed = Followed("the coordinator", self._follow)
 
     @property
@@ -56,13 +58,15 @@ class CoordinatorWatch:
     async def _follow(self) -> bool:
         await asyncio.sleep(self._asked_s + ASK_PAUSE_S - time.monotonic())
         self._asked_s = time.monotonic()
+        self._began_s = self._asked_s if self._began_s is None else self._began_s
         self._take(await self._asked())
         return True
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last answer."""
-        return 0.0 if self.answered_s is None else time.monotonic() - self.answered_s
+        """Return the seconds since the last answer, or else since the first question."""
+        since_s = self._began_s if self.answered_s is None else self.answered_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     async def _asked(self) -> CoordinatorHealth:
         try:

@@ -164,7 +164,8 @@ class Page:
         return _json(await self._books.status(request.path_params["run_id"]))
 
     async def workers(self, _request: Request) -> Response:
-        return _json(await self._client.workers())
+        client = self._client
+        return _json([*await client.workers(), *await client.refused_workers()])
 
     async def panels(self, request: Request) -> Response:
         """Return the pictures of a run, drawn for a width, each with the table of its numbers: of

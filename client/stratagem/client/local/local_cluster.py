@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.host_port import split_address
+from stratagem.common.process.own_folder import OwnFolder, remove_temporary, temporary_folder
 
 if TYPE_CHECKING:
     from stratagem.client.sdk.blocking_client import Client
@@ -84,6 +84,8 @@ class LocalCluster:
     _supervisor: ProcessSupervisor | None = field(init=False, default=None)
     _folder: Path = field(init=False, default_factory=Path)
     _lock: int = field(init=False, default=-1)
+    _temporary: OwnFolder | None = field(init=False, default=None)
+    """The folder where no data_dir is given."""
     _owner: int = field(init=False, default=0)
     """The process that has started it; in a fork of that it is not ours to end."""
 
@@ -191,7 +193,8 @@ class LocalCluster:
     def _make_folder(self) -> Path:
         """The data folder with its parts, locked for this cluster."""
         if self.data_dir is None:
-            folder = Path(tempfile.mkdtemp(prefix="stratagem-"))
+            self._temporary = temporary_folder("cluster")
+            folder = self._temporary.path
         else:
             folder = Path(self.data_dir).absolute()
         names = [COORDINATOR, *self.worker_names]
@@ -216,8 +219,10 @@ class LocalCluster:
     def _leave_folder(self) -> None:
         shutil.rmtree(self._folder / "ready", ignore_errors=True)  # nothing serves any more
         os.close(self._lock)
-        if self.data_dir is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._temporary is not None:
+            self._temporary.remove()
+            self._temporary = None
+        remove_temporary()  # of processes that were killed and did not come back
 
     def _check_listen(self) -> None:
         """Whether the coordinator can listen where it should; its own log says less clearly why

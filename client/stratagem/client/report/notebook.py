@@ -65,7 +65,7 @@ class ListedWorkers(Listed[Item]):
     columns: ClassVar[Columns] = {
         "worker": lambda worker: worker.worker_id,
         "state": lambda worker: (
-            "alive" if worker.is_alive else f"silent for {duration(worker.silent_s)}"
+            "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
         ),
         "device": lambda worker: f"{worker.device} ({worker.device_name})",
         "memory": lambda worker: size_text(worker.memory_bytes) if worker.memory_bytes else "",

@@ -30,6 +30,7 @@ from stratagem.client.sdk.planning import resolve_parallelism
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.sdk.uploads import InlineData, resolve_code
 from stratagem.client.sdk.views import (
+    RefusedWorker,
     RunsChange,
     RunStatus,
     Worker,
@@ -37,6 +38,7 @@ from stratagem.client.sdk.views import (
 from stratagem.common.base.errors import (
     InvalidInputError,
     UnavailableError,
+    WrongStateError,
 )
 from stratagem.common.base.ids import RunId, check_run_id, new_run_id
 from stratagem.common.identity.tls_files import TlsFiles
@@ -118,7 +120,8 @@ class AsyncClient:
         data: arrays or tensors per split, {"train": (x, y), "test": (x, y)}; they are uploaded
         and take the place of the job's `data`. A run or a file that the job begins from is turned
         into the digest of a state. With execution.parallelism the strategy is chosen
-        here, for the workers that are registered now; the run's `note` says why.
+        here, for the workers that are registered now; the run's `note` says why, and what becomes
+        of the schedule of a training that is resumed with another length.
         import_path: of the user's modules, where the model has to be built for that; unless given,
         this folder and that of the job file.
         """
@@ -128,16 +131,17 @@ class AsyncClient:
         chosen = new_run_id(spec.name) if run_id is None else check_run_id(run_id)
         if packed is not None:
             await uploads.upload(connection, packed)
-        spec = await resolve_code(connection, await resolve_initial(connection, spec))
-        reason = ""
+        spec, note = await resolve_initial(connection, spec)
+        spec = await resolve_code(connection, spec)
         if spec.execution.parallelism != "None":
             # The run has a real strategy from the start; replays need not know how it came about.
             folders, workers = import_path or import_folders(job), await self.workers()
             spec, reason = await asyncio.to_thread(resolve_parallelism, spec, workers, folders)
-        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=reason)
+            note = "; ".join(filter(None, (f"strategy: {reason}", note)))
+        request = pb.SubmitRunRequest(run_id=chosen, job_json=spec.canonical_json(), note=note)
         with tracing.span("submit", run_id=chosen):
             response = await connection.call(connection.stub.SubmitRun, request)
-        return AsyncRun(connection, RunId(response.run_id), reason, created=response.created)
+        return AsyncRun(connection, RunId(response.run_id), note, created=response.created)
 
     async def resume_as(
         self,
@@ -155,13 +159,20 @@ class AsyncClient:
         """
         status = await (await self.get(run_id)).status()
         which = "final" if from_segment is None else str(from_segment)
+        kept = ", ".join(str(commit.segment) for commit in status.commits)
+        if not kept:
+            raise WrongStateError(
+                f"run {run_id} has committed nothing yet, so no other run can go on from it"
+            )
         if from_segment is None and not status.phase.is_final:
-            text = f"run {run_id} has not ended; stop it first, or name one of its commits"
-            raise InvalidInputError.at("from_segment", text)
+            raise WrongStateError(
+                f"run {run_id} still trains ({status.phase}, step {status.step}): stop it first "
+                f"(`stratagem stop {run_id}`, run.cancel()), or say from which of its commits the "
+                f"new run goes on (--from, from_segment=): {kept}"
+            )
         if status.commit(which) is None:
-            kept = ", ".join(str(commit.segment) for commit in status.commits) or "none"
-            text = f"{from_segment} is no kept commit of run {run_id!r}; kept are {kept}"
-            raise InvalidInputError.at("from_segment", text)
+            text = f"segment {from_segment} is no kept commit of run {run_id!r}; kept are {kept}"
+            raise InvalidInputError(text)
         initial: dict[str, JSON] = {"run": run_id, "which": which, "resume": True}
         values = {"initial": initial, **read_overrides(overrides)}
         job = with_fields(JobSpec.parse(dict(status.job)), values)
@@ -229,3 +240,12 @@ class AsyncClient:
             if not response.next_page_token:
                 return ListedWorkers(workers)
             request.page_token = response.next_page_token
+
+    async def refused_workers(self) -> tuple[RefusedWorker, ...]:
+        """Return the workers that have asked to be registered lately and were refused, by name.
+
+        A coordinator of an earlier version tells of none.
+        """
+        request, connection = pb.ListWorkersRequest(page_size=1), self._connection
+        response = await connection.call(connection.stub.ListWorkers, request)
+        return tuple(map(views.refused_worker, response.refused))

@@ -37,6 +37,7 @@ from stratagem.client.sdk.views import (
     RunStatus,
 )
 from stratagem.common.base.errors import (
+    InvalidInputError,
     RunFailedError,
     UserCodeError,
 )
@@ -57,7 +58,8 @@ class AsyncRun:
     ) -> None:
         self.run_id = run_id
         self.note = note
-        """Of a run that was submitted here: why its parallelism became its strategy."""
+        """Of a run that was submitted here: why its parallelism became its strategy, and what
+        becomes of the schedule where the training has another length than that which it resumes."""
         self.created = created
         """Whether submitting has started it; False where it was there before."""
         self._connection = connection
@@ -224,17 +226,39 @@ class AsyncRun:
             blocks.append(response.block)
         return History.of(blocks)
 
-    async def result(self) -> RunStatus:
+    async def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait for the end of the run, whatever that is, and return its last status.
+
+        timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
+        limit, 0 asks once. The run goes on either way.
+        """
+        if timeout_s is not None and not timeout_s >= 0:
+            raise InvalidInputError.at("timeout_s", f"{timeout_s} is not 0 or more, nor None")
+        status: RunStatus | None = None
+        limit = asyncio.timeout(timeout_s or None)
+        try:
+            async with limit:
+                status = await self.status()
+                while not status.phase.is_final and timeout_s != 0:
+                    async for _ in self.watch(status.event_index):
+                        pass
+                    status = await self.status()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        if status is not None and status.phase.is_final:
+            return status
+        last = f"{status.phase.lower()}: {status.reason}" if status else "nobody has answered"
+        within = f" within {timeout_s:g} s" if timeout_s else ""
+        raise TimeoutError(f"run {self.run_id} has not ended{within}; {last}")
+
+    async def result(self, timeout_s: float | None = None) -> RunStatus:
         """Wait for the end of the run.
 
         Raises UserCodeError with the words of the user's exception, or RunFailedError with the
-        reason when the run failed otherwise or was cancelled.
+        reason when the run failed otherwise or was cancelled. timeout_s: see `wait`.
         """
-        status = await self.status()
-        while not status.phase.is_final:
-            async for _ in self.watch(status.event_index):
-                pass
-            status = await self.status()
+        status = await self.wait(timeout_s)
         if status.phase is Phase.COMPLETED:
             return status
         if status.error is not None:

@@ -25,6 +25,7 @@ from stratagem.client.sdk.job_input import Job
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.client.sdk.uploads import InlineData
 from stratagem.client.sdk.views import (
+    RefusedWorker,
     RunsChange,
     RunStatus,
     Worker,
@@ -98,9 +99,10 @@ class Client:
         run_ids = [each if isinstance(each, str) else each.run_id for each in runs]
         return self._running().call(self._client.compare(run_ids))
 
-    def watch_runs(self) -> Iterator[RunsChange]:
-        """All runs in brief, and then those that change; see AsyncClient.watch_runs."""
-        return self._running().iterate(self._client.watch_runs())
+    def watch_runs(self, *, timeout_s: float | None = None) -> Iterator[RunsChange]:
+        """All runs in brief, and then those that change; see AsyncClient.watch_runs. timeout_s: as
+        for `RunHandle.watch`."""
+        return self._running().iterate(self._client.watch_runs(), timeout_s)
 
     def back_up(self, folder: Path) -> BackupDone:
         """Copy the journal and all states of this moment; see AsyncClient.back_up."""
@@ -109,6 +111,10 @@ class Client:
     def workers(self) -> tuple[Worker, ...]:
         """All registered workers, alive or not."""
         return self._running().call(self._client.workers())
+
+    def refused_workers(self) -> tuple[RefusedWorker, ...]:
+        """Return the workers that were refused lately; see AsyncClient.refused_workers."""
+        return self._running().call(self._client.refused_workers())
 
     def close(self) -> None:
         """Idempotent. Runs go on."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.sdk.connection.retrying_calls import Connection
 from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.diagnostics import findings
@@ -79,11 +80,16 @@ def judge(address: str, measured: Measured) -> Iterator[Finding]:
     yield from findings.certificate("coordinator", answer.environment, measured.now_s)
     yield from findings.limits("coordinator", answer.environment)
     yield from findings.disk("coordinator", answer.environment)
-    if not answer.workers:
+    if not answer.workers and not answer.refused:
         advice = "start one: `stratagem worker --coordinator HOST:PORT`; its log says what it meets"
         yield Finding("workers", "coordinator", Level.WARN, "no worker is registered", advice)
     for worker in answer.workers:
         yield from _worker(worker, answer.store_id, measured.now_s)
+    for refused in answer.refused:
+        where = f" at {refused.address}" if refused.address else ""
+        found = f"asks to be registered{where}, and is refused: {refused.reason}"
+        advice = "mend that, and it is in by itself: it goes on asking; for an address --advertise"
+        yield Finding("worker", refused.worker_id, Level.FAIL, found, advice)
     yield from _numerics(answer)
 
 
@@ -91,7 +97,8 @@ def _worker(worker: pb.WorkerDiagnosis, store_id: str, now_s: float) -> Iterator
     name = worker.info.worker_id
     if not worker.info.is_alive:
         advice = "start it again, or forget it: runs go on without it"
-        yield Finding("worker", name, Level.WARN, f"is lost: {worker.problem}", advice)
+        found = f"is lost, silent for {duration(worker.info.silent_s)}: {worker.problem}"
+        yield Finding("worker", name, Level.WARN, found, advice)
         return
     if worker.problem:
         advice = "the coordinator must reach its address: set --advertise, open its port"

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import grpc
 
@@ -16,6 +15,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError
 from stratagem.common.base.ids import RunId
 from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.job import JobSpec
+from stratagem.common.process.own_folder import temporary_folder
 from stratagem.common.rpc.tensor_transfer import Accept, pull
 from stratagem.common.tensors.chunks import Sink
 from stratagem.common.tensors.manifest import Manifest, Purpose
@@ -118,8 +118,8 @@ async def exported(
     A process of its own, with torch and the user's code, builds the model.
     """
     target = _free(path, is_file=asked["to"] != "hf")
-    with TemporaryDirectory() as folder:
-        state = Path(folder) / "model.safetensors"
+    with temporary_folder("export") as own:
+        state = own.path / "model.safetensors"
         await to_file(connection, run_id, which, state, plain=True)
         named = {"state": str(state), "path": target, **asked}
         answer = await asyncio.to_thread(

@@ -10,7 +10,12 @@ from typing import Final
 
 from stratagem.client.sdk import views
 from stratagem.client.sdk.connection.retrying_calls import Connection
-from stratagem.client.sdk.resumed_job import check_resumed_job, check_steps_left, counted
+from stratagem.client.sdk.resumed_job import (
+    check_resumed_job,
+    check_steps_left,
+    counted,
+    schedule_note,
+)
 from stratagem.client.sdk.uploads import send
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
 from stratagem.common.base.ids import Digest
@@ -23,22 +28,27 @@ from stratagem.v1 import coordinator_pb2 as pb
 _FINAL: Final = "final"
 
 
-async def resolve_initial(connection: Connection, job: JobSpec) -> JobSpec:
-    """The job with `initial` as a digest. Raises NotFoundError for a run, a state or a file that
-    is not there, InvalidInputError for a file that is no safetensors file."""
-    initial = job.initial
+async def resolve_initial(connection: Connection, job: JobSpec) -> tuple[JobSpec, str]:
+    """Return the job with `initial` as a digest, and what its author should know about that.
+
+    Raises NotFoundError for a run, a state or a file that is not there, InvalidInputError for a
+    file that is no safetensors file.
+    """
+    initial, note = job.initial, ""
     if initial is None or initial.digest is not None:
-        return job
+        return job, note
     if initial.run is not None:
-        spec = await _of_run(connection, job, initial.run, initial.which or _FINAL)
+        spec, note = await _of_run(connection, job, initial.run, initial.which or _FINAL)
     else:
         assert initial.file is not None  # exactly one of the three is set
         spec = InitialSpec(digest=await _upload(connection, Path(initial.file)))
     # Read anew: what concerns several sections is checked with what has been found.
-    return JobSpec.parse({**job.document(), "initial": spec.document()})
+    return JobSpec.parse({**job.document(), "initial": spec.document()}), note
 
 
-async def _of_run(connection: Connection, job: JobSpec, run_id: str, which: str) -> InitialSpec:
+async def _of_run(
+    connection: Connection, job: JobSpec, run_id: str, which: str
+) -> tuple[InitialSpec, str]:
     response = await connection.call(connection.stub.GetRun, pb.GetRunRequest(run_id=run_id))
     status = views.run_status(response.run)
     commit = status.commit(which)
@@ -50,14 +60,15 @@ async def _of_run(connection: Connection, job: JobSpec, run_id: str, which: str)
     if job.initial is not None and job.initial.resume:
         check_resumed_job(status.job, job)
         check_steps_left(status, commit, job)
-        return InitialSpec(
+        spec = InitialSpec(
             digest=digest,
             resume=True,
             step=commit.step,
             metrics=counted(commit.metrics, JobSpec.parse(status.job), job) or None,
             average=Digest(commit.average) if commit.average else None,
         )
-    return InitialSpec(digest=digest, trained_with=frozen(commit.hyperparameters) or None)
+        return spec, schedule_note(status, commit, job)
+    return InitialSpec(digest=digest, trained_with=frozen(commit.hyperparameters) or None), ""
 
 
 async def _upload(connection: Connection, path: Path) -> Digest:

@@ -12,6 +12,7 @@ from stratagem.client.sdk.views import Commit, RunStatus
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec
 from stratagem.common.job.evaluation.followed_metric import plateau_metric, stop_metric
+from stratagem.common.job.optimizer.schedule_section import ScheduleSpec
 from stratagem.common.schema.json_text import JSON
 
 MAY_CHANGE: Final = (
@@ -36,6 +37,8 @@ MUST_STAY: Final = {
 _MAPPINGS: Final = ("strategy.options",)
 """Which may be absent, when all in them has its default."""
 _COUNTED: Final = ("stop.", "plateau.", "train.skipped_steps")
+_OVER_ALL: Final = ("linear", "cosine", "polynomial", "onecycle")
+"""Curves that end with the training, unless they have a length of their own."""
 _OTHERS: Final = "it decides the bits of the steps"
 
 
@@ -69,6 +72,50 @@ def check_steps_left(status: RunStatus, commit: Commit, job: JobSpec) -> None:
             f"{commit.step} already; give it more"
         )
         raise InvalidInputError.at("epochs", text)
+
+
+def schedule_note(status: RunStatus, commit: Commit, job: JobSpec) -> str:
+    """Return what becomes of the learning rate where its schedule reads the length of the training,
+    which is another one than in the earlier run; "" where nothing does.
+
+    status: of the earlier run. A schedule that is another one, too, was chosen with open eyes.
+    """
+    earlier = JobSpec.parse(dict(status.job))
+    changes = [
+        f"{name} {now} in place of {before or 'none'}"
+        for name, before, now in (
+            ("epochs", earlier.epochs, job.epochs),
+            ("steps", earlier.steps, job.steps),
+        )
+        if now and now != before
+    ]
+    schedules = {path: each.schedule for path, each in earlier.optimizers().items()}
+    kept = {
+        path: each.schedule
+        for path, each in job.optimizers().items()
+        if each.schedule is not None and each.schedule == schedules.get(path)
+    }
+    reading = {path: name for path, each in kept.items() if (name := _ends_with_all(each))}
+    if not changes or not reading:
+        return ""
+    length = status.num_steps or "N"  # its own number of steps is not known before it begins
+    which = ", ".join(f"{path}.schedule ({name})" for path, name in reading.items())
+    keep = " and ".join(
+        f"{'the last part of ' * (kept[path].name == 'chain')}{path}.schedule" for path in reading
+    )
+    return (
+        f"schedule: {which} is spread over the whole training, and that has "
+        f"{' and '.join(changes)}: the learning rate goes on at step {commit.step} of the new "
+        f"curve, not where the old one stood; steps: {length} in {keep} keeps the old curve, which "
+        "stays at its end"
+    )
+
+
+def _ends_with_all(schedule: ScheduleSpec) -> str:
+    """Return the name of the curve that ends with the training; "" for none."""
+    if schedule.name == "chain" and schedule.parts:
+        return _ends_with_all(schedule.parts[-1])
+    return schedule.name or "" if schedule.name in _OVER_ALL and schedule.steps is None else ""
 
 
 def _optimizers_of_groups(job: JobSpec) -> list[object]:

@@ -47,8 +47,8 @@ class RunHandle:
 
     @property
     def note(self) -> str:
-        """Return why the parallelism of the job became its strategy, for a run that was submitted
-        here."""
+        """Return what its author should know of a run that was submitted here; see
+        AsyncRun.note."""
         return self._run.note
 
     @property
@@ -72,8 +72,13 @@ class RunHandle:
         newest_first: bool = False,
         follow: bool | None = None,
         before_index: int | None = None,
+        timeout_s: float | None = None,
     ) -> Iterator[Event | Progress]:
-        """Events and progress until the run has ended; see AsyncRun.watch."""
+        """Events and progress until the run has ended; see AsyncRun.watch.
+
+        timeout_s: raise TimeoutError when the next one is not there so long after the first was
+        asked for.
+        """
         watched = self._run.watch(
             from_index,
             kinds=kinds,
@@ -82,7 +87,7 @@ class RunHandle:
             follow=follow,
             before_index=before_index,
         )
-        return self._loop.iterate(watched)
+        return self._loop.iterate(watched, timeout_s)
 
     def events(self) -> tuple[Event, ...]:
         """All events so far."""
@@ -127,9 +132,18 @@ class RunHandle:
         )
         return self._loop.call(asked)
 
-    def result(self) -> RunResult:
-        """Wait for the end of the run; raises UserCodeError or RunFailedError."""
-        return RunResult(self._loop.call(self._run.result()), self)
+    def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait for the end of the run, whatever that is, and return its last status.
+
+        timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
+        limit, 0 asks once. The run goes on either way.
+        """
+        return self._loop.call(self._run.wait(timeout_s))
+
+    def result(self, timeout_s: float | None = None) -> RunResult:
+        """Wait for the end of the run; raises UserCodeError or RunFailedError. timeout_s: see
+        `wait`."""
+        return RunResult(self._loop.call(self._run.result(timeout_s)), self)
 
     def cancel(self) -> None:
         """Stop the run; its last commit stays and can be resumed."""
@@ -152,11 +166,17 @@ class RunHandle:
         self._loop.call(self._run.pin(pinned))
 
     def logs(
-        self, *, follow: bool = False, worker: str = "", from_line: int = 0
+        self,
+        *,
+        follow: bool = False,
+        worker: str = "",
+        from_line: int = 0,
+        timeout_s: float | None = None,
     ) -> Iterator[LogLine]:
-        """Lines of the run's log; with follow, until the run ends; see AsyncRun.logs."""
+        """Lines of the run's log; with follow, until the run ends; see AsyncRun.logs. timeout_s: as
+        for `watch`."""
         lines = self._run.logs(follow=follow, worker=worker, from_line=from_line)
-        return self._loop.iterate(lines)
+        return self._loop.iterate(lines, timeout_s)
 
     def download(
         self,

@@ -248,6 +248,7 @@ class Worker:
     address: str
     is_alive: bool
     silent_s: float
+    """Seconds since its last heartbeat, also of one that is lost, as far as a coordinator led."""
     device: str
     device_name: str
     memory_bytes: int
@@ -264,6 +265,20 @@ class Worker:
     tunnelled: bool = False
     """It is reached through connections of its own, has no address, and other workers do not reach
     it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedWorker:
+    """A worker that has asked to be registered, again and again, and is refused."""
+
+    worker_id: str
+    address: str
+    reason: str
+    silent_s: float
+    """Seconds since it last asked."""
+    num_times: int
+    is_alive: bool = False
+    is_refused: bool = True
 
 
 @cache
@@ -335,6 +350,10 @@ def log_line(message: pb.TailLogsResponse) -> LogLine:
 def worker(info: pb.WorkerInfo) -> Worker:
     capability = info.capability
     return _read(Worker, info, capability, numerics=capability.numerics_description)
+
+
+def refused_worker(message: pb.RefusedWorker) -> RefusedWorker:
+    return _read(RefusedWorker, message, is_alive=False, is_refused=True)
 
 
 def _commit(info: pb.CommitInfo) -> Commit:

@@ -17,11 +17,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.report.run_values import progress_text
-from stratagem.client.sdk.views import Commit, Hyperparameters, Phase, Progress, RunStatus, Worker
+from stratagem.client.sdk.views import (
+    Commit,
+    Hyperparameters,
+    Phase,
+    Progress,
+    RefusedWorker,
+    RunStatus,
+    Worker,
+)
 from stratagem.client.terminal.wording import few, more_text
 from stratagem.common.base.printable_text import printable
-from stratagem.common.base.wording import values_text
+from stratagem.common.base.wording import counted, values_text
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job.evaluation.client_spread import range_of, without_spreads
 
@@ -203,21 +212,22 @@ def _chief_metric(run: RunStatus) -> str:
     return f"{evaluation.get('split')}.{evaluation.get('best')}"
 
 
-def print_workers(console: Console, workers: Iterable[Worker]) -> None:
+def print_workers(
+    console: Console, workers: Iterable[Worker], refused: Iterable[RefusedWorker] = ()
+) -> None:
     names = ("worker", "state", "address", "device", "threads", "data plane", "tags", "runs")
     table = _table(*names, "reason")
     for worker in workers:
-        state = "alive" if worker.is_alive else f"silent for {worker.silent_s:.0f} s"
-        table.add_row(
-            *(
-                worker.worker_id,
-                state,
-                worker.address or "tunnel",
-                f"{worker.device} ({worker.device_name})",
-            ),
-            *(str(worker.num_threads), worker.data_plane, ", ".join(worker.tags)),
-            *(", ".join(worker.run_ids), worker.reason),
+        state = "alive" if worker.is_alive else f"lost, silent for {duration(worker.silent_s)}"
+        cells = (
+            *(worker.worker_id, state, worker.address or "tunnel"),
+            *(f"{worker.device} ({worker.device_name})", str(worker.num_threads)),
+            *(worker.data_plane, ", ".join(worker.tags), ", ".join(worker.run_ids), worker.reason),
         )
+        table.add_row(*map(Text, cells))
+    for each in refused:
+        reason = f"{each.reason} (asked {counted(each.num_times, 'time')})"
+        table.add_row(*map(Text, (each.worker_id, "refused", each.address, *[""] * 5, reason)))
     console.print(table if table.row_count else "no workers")
 
 

@@ -24,6 +24,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,7 @@ def _become(program: ForkProgram) -> int:
     """Go on as `python argv...` in the folder and environment asked for; the exit status."""
     os.environ.clear()
     os.environ.update(program.environment)
+    tempfile.tempdir = None  # an import has asked for it already: TMPDIR is read again
     os.chdir(program.folder)
     for stream in (sys.stdout, sys.stderr):
         if "PYTHONUNBUFFERED" in program.environment and hasattr(stream, "reconfigure"):

@@ -10,9 +10,10 @@ iterator.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
@@ -21,7 +22,12 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
-from stratagem.common.base.errors import InvalidInputError, UnavailableError, WrongStateError
+from stratagem.common.base.errors import (
+    InvalidInputError,
+    StratagemError,
+    UnavailableError,
+    WrongStateError,
+)
 from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.base.exception_text import sole
 from stratagem.common.base.host_port import is_loopback
@@ -53,6 +59,9 @@ log = structlog.get_logger()
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+OnRefusal: TypeAlias = Callable[[Any, StratagemError], None]
+"""Is told the request and the error of a call whose caller was admitted, and which was refused."""
+
 PROBE_TIMEOUT_S: Final = 5.0
 PROBES: Final = ("Check", "List")
 
@@ -65,12 +74,14 @@ def make_server(
     *,
     gate: Authorizer | None = None,
     calls: CallStats | None = None,
+    on_refusal: Mapping[str, OnRefusal] = MappingProxyType({}),
 ) -> grpc.aio.Server:
     """A server with our options and rules; add services, `bind`, start.
 
     gate: who is let in; all callers unless given, which is for servers without TLS. calls: counts.
+    on_refusal: by the name of a call that takes one request, such as "RegisterWorker".
     """
-    rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits))
+    rules = _Rules(gate or Authorizer(), calls or CallStats(), Admission(limits), on_refusal)
     return grpc.aio.server(interceptors=[rules], options=SERVER_OPTIONS)
 
 
@@ -139,8 +150,15 @@ def _listen(host: str, port: int, add: Callable[[str], int]) -> int:
 
 
 class _Rules(grpc.aio.ServerInterceptor):
-    def __init__(self, gate: Authorizer, calls: CallStats, admission: Admission) -> None:
+    def __init__(
+        self,
+        gate: Authorizer,
+        calls: CallStats,
+        admission: Admission,
+        on_refusal: Mapping[str, OnRefusal],
+    ) -> None:
         self._gate, self._calls, self._admission = gate, calls, admission
+        self._on_refusal = on_refusal
 
     async def intercept_service(
         self,
@@ -156,6 +174,7 @@ class _Rules(grpc.aio.ServerInterceptor):
             gate=self._gate,
             calls=self._calls,
             admission=self._admission,
+            on_refusal=self._on_refusal.get(handler_call_details.method.rpartition("/")[2]),
         )
         return _guarded(handler, call)
 
@@ -190,6 +209,7 @@ class _Call:
     gate: Authorizer
     calls: CallStats
     admission: Admission
+    on_refusal: OnRefusal | None
 
     @property
     def method(self) -> str:
@@ -208,12 +228,14 @@ class _Call:
         finally:
             self.calls.end(name, began_s)
 
-    async def request(self, requests: AsyncIterator[Any], context: Context) -> Any:
-        """Return the request, or the stream of requests, for the handler, once the caller may make
-        the call."""
+    def admit(self, context: Context) -> None:
+        """Check that the caller may make the call; raises what it is refused with."""
         if not is_open(self.method):
             metadata = self.details.invocation_metadata or ()
             self.gate.admit(self.method, context.auth_context(), metadata)
+
+    async def request(self, requests: AsyncIterator[Any]) -> Any:
+        """Return the request, or the stream of requests, for the handler."""
         if not self.method.startswith(_FOREIGN):
             _check_version(self.details)
         if self.takes_stream:
@@ -221,6 +243,16 @@ class _Call:
         request = await only_request(aiter(requests), self.admission.limits.idle_timeout_s)
         bind_ids(request)
         return request
+
+    async def tell(self, error: StratagemError, request: Any, requests: AsyncIterator[Any]) -> None:
+        """Tell of the refusal of an admitted caller who wants to hear of it; request: None where it
+        was not read yet, because the caller speaks another version."""
+        if self.on_refusal is None:
+            return
+        with suppress(StratagemError, TimeoutError):
+            if request is None:
+                request = await only_request(aiter(requests), self.admission.limits.idle_timeout_s)
+            self.on_refusal(request, error)
 
     @property
     def stall_s(self) -> float | None:
@@ -269,9 +301,15 @@ def _ruled(
     async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
         try:
             with rules.counted():
-                request = await rules.request(requests, context)
-                with rules.served():
-                    return await behaviour(request, context)
+                rules.admit(context)
+                request = None
+                try:
+                    request = await rules.request(requests)
+                    with rules.served():
+                        return await behaviour(request, context)
+                except StratagemError as error:
+                    await rules.tell(error, request, requests)
+                    raise
         except asyncio.CancelledError:
             _check_not_cancelled()
             await _abort(context, rules.method, _ending(), rules.calls)

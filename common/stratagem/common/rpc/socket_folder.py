@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from stratagem.common.process.own_folder import OwnFolder, remove_abandoned
+from stratagem.common.process.own_folder import OwnFolder, machine_prefix, temporary_folder
 
-PREFIX: Final = "stratagem-sockets-"
+KIND: Final = "sockets"
 LONGEST_PATH: Final = 107
 """Bytes that the path of a unix socket may have."""
 
@@ -23,10 +23,10 @@ class SocketFolder:
         """Return the path for a socket of this name."""
         if self._folder is None:
             place = Path(tempfile.gettempdir())
-            if len(os.fsencode(place / PREFIX / name)) + 8 > LONGEST_PATH:  # 8: what mkdtemp draws
+            drawn = f"{machine_prefix()}{KIND}-{8 * 'x'}"  # by mkdtemp
+            if len(os.fsencode(place / drawn / name)) > LONGEST_PATH:
                 place = Path("/tmp")
-            remove_abandoned(place, PREFIX)
-            self._folder = OwnFolder(place, PREFIX)
+            self._folder = temporary_folder(KIND, place)
         return str(self._folder.path / name)
 
     def close(self) -> None:

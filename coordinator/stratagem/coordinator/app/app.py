@@ -7,7 +7,7 @@ follows from a batch of facts (events for watchers, links to drop, files to dele
 import asyncio
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from stratagem.coordinator.core.facts import (
     WorkerRegistered,
 )
 from stratagem.coordinator.core.secret_draws import hides_draws, shown
-from stratagem.coordinator.core.state import EndedRun, RunRecord
+from stratagem.coordinator.core.state import EndedRun, RunRecord, WorkerRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.pending_effects import pending, pending_of
 from stratagem.coordinator.core.state_machine.run_view import phase_of, phase_then
@@ -56,6 +56,7 @@ from stratagem.coordinator.observe.counted_progress import publish_counts
 from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
 from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.observe.run_logs import RunLogLine, RunLogs
 from stratagem.coordinator.observe.run_paces import Paces
 from stratagem.coordinator.observe.waiting_reasons import say_what_fails, say_what_is_missing
@@ -84,9 +85,16 @@ log = structlog.get_logger()
 
 class App:
     def __init__(
-        self, settings: Settings, loop: Loop, storage: Storage, entrance: LeaderGate
+        self,
+        settings: Settings,
+        loop: Loop,
+        storage: Storage,
+        entrance: LeaderGate,
+        refusals: Refusals,
     ) -> None:
         data = settings.data_dir
+        self.refusals = refusals
+        refusals.on_change = lambda: self._say_missing({CLUSTER})
         self.entrance = entrance
         self.settings = settings
         self.loop = loop
@@ -129,11 +137,16 @@ class App:
         self.collector = Collector(
             loop, self.blobs, self.spool, self.feed, self._chores, data / "backups"
         )
-        self._house = House(loop, settings, self.logs, self.profiles)
+        self._house = House(loop, settings, self.logs, self.profiles, refusals)
 
     @classmethod
-    async def lead(cls, settings: Settings, entrance: LeaderGate) -> "App":
-        """Take the lead of the journal, wait for it if need be, and rebuild the state."""
+    async def lead(
+        cls, settings: Settings, entrance: LeaderGate, refusals: Refusals | None = None
+    ) -> "App":
+        """Take the lead of the journal, wait for it if need be, and rebuild the state.
+
+        refusals: those that the server notes.
+        """
         await asyncio.to_thread(settings.data_dir.mkdir, 0o700, parents=True, exist_ok=True)
         storage = await asyncio.to_thread(Storage.open, settings)
         strategies = await asyncio.to_thread(installed)
@@ -146,7 +159,7 @@ class App:
             await asyncio.to_thread(journal.release, lead.term)
             raise
         loop = Loop(journal, lead, strategies)
-        app = cls(settings, loop, storage, entrance)
+        app = cls(settings, loop, storage, entrance, refusals or Refusals())
         await loop.renew()  # the stores were opened while this coordinator led
         await loop.replay(app._show, renew_every_s=settings.lease_ttl_s / 3)
         app._forget_resting(loop.state.ended)
@@ -199,6 +212,12 @@ class App:
         run = self.loop.state.runs.get(run_id)
         return run is None or run.ended is not None
 
+    def silent_s(self, worker: WorkerRecord) -> float:
+        """Return the seconds of leader time since a worker was heard of, lost or not."""
+        if not worker.is_alive:
+            return max(0.0, self.loop.clock.now() - worker.beat_s)
+        return self.leases.silent_s(worker.member) or 0.0
+
     # ---- what follows from facts ----
 
     def _changed(self, facts: list[Committed]) -> None:
@@ -207,7 +226,7 @@ class App:
         self._show(facts)
         changed = {item.entry.run_id for item in facts}
         told = {item.entry.run_id for item in facts if item.shown_index >= 0}
-        say_what_is_missing(self.feed, self.loop.state, self.loop.world, told)
+        self._say_missing(told)
         for item in facts:
             self._follow(item.entry.run_id, item.entry.fact, item.shown_index)
         publish_counts(self.feed, self.loop.state, self.loop.world, told)
@@ -222,6 +241,10 @@ class App:
         self._forget_resting(changed & self.loop.state.ended.keys())
         due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)
         self.supervisor.reconcile(frozenset[Effect]().union(*due), changed)
+
+    def _say_missing(self, changed: Set[RunId]) -> None:
+        asked = self.refusals.sentence()
+        say_what_is_missing(self.feed, self.loop.state, self.loop.world, changed, asked)
 
     def _show(self, facts: list[Committed]) -> None:
         """Give watchers the events; only the newest one of a run carries its present phase."""
@@ -281,6 +304,7 @@ class App:
             case WorkerRegistered():
                 self.leases.grant([fact.member], self.leases.rule.ttl_s)
                 self.relay.forget_others(fact.member)
+                self.refusals.forget(fact.member.worker_id)
             case WorkerLost() | WorkerLeft():
                 self.leases.drop(fact.member)
                 self.env.forget_member(fact.member)
@@ -319,8 +343,8 @@ class App:
         record = self.loop.state.workers.get(member.worker_id)
         return record is not None and record.member == member and record.is_alive
 
-    async def _lose(self, member: Member, reason: str) -> None:
-        await self.loop.submit(LoseWorker(member, reason))
+    async def _lose(self, member: Member, reason: str, silent_s: float) -> None:
+        await self.loop.submit(LoseWorker(member, reason, silent_s=silent_s))
 
     async def _drain(self, member: Member) -> None:
         await self.loop.submit(DrainWorker(member))

@@ -14,6 +14,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers
 from stratagem.coordinator.core.state import EndedRun
 from stratagem.coordinator.observe.profiles import Profiles
+from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.observe.run_logs import RunLogs
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
@@ -33,6 +34,7 @@ class House:
     settings: Settings
     logs: RunLogs
     profiles: Profiles
+    refusals: Refusals
     _merging: set[RunId] = field(default_factory=set)
     """Runs whose step history is being merged: two that merge the same rows undo each other's
     reading."""
@@ -47,6 +49,7 @@ class House:
         pause_s = min(LONGEST_PAUSE_S, min(spans_s) / 4)
         self._unmerged.update(await self.loop.recorded.unmerged_histories())
         while True:
+            self.refusals.forget_old()
             await self.forget_workers()
             await self.expire_runs()
             await self.delete_logs()

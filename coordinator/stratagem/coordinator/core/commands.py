@@ -117,6 +117,8 @@ class LoseWorker:
     reason: str
     is_blameless: bool = False
     """True when it had not begun the work it was given, so the work cannot have ended it."""
+    silent_s: float = 0.0
+    """Seconds since its last beat, where its silence is the reason."""
 
 
 @dataclass(frozen=True, slots=True)

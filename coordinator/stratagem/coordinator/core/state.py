@@ -44,6 +44,9 @@ class WorkerRecord:
     """True when it was lost before it had begun the work it was given."""
     lost_s: float = 0.0
     """Leader-clock time of its loss, where it is not alive."""
+    beat_s: float = 0.0
+    """Leader-clock time at which it was heard of last, where it is not alive: of its last beat, or
+    of its loss where another reason was known before its silence."""
     registered_s: float = 0.0
     """Leader-clock time at which it last said that it takes work."""
 

@@ -15,17 +15,24 @@ from stratagem.coordinator.observe.event_feed import Feed, SegmentProgress
 from stratagem.coordinator.observe.log_ids import ids_of
 
 
+def with_refused(reason: str, refused: str) -> str:
+    """Return why a run waits for workers, with the sentence about those that were refused."""
+    return f"{reason}; {refused}" if reason and refused else reason
+
+
 def say_what_is_missing(
-    feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId]
+    feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId], refused: str = ""
 ) -> None:
     """Publish as progress the sentence about missing workers of these runs (all runs, where the
-    cluster changed) when it is another one; clear it once there are workers."""
+    cluster changed) when it is another one; clear it once there are workers. refused: the sentence
+    about workers that were refused."""
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
         run, shown = state.runs[run_id], feed.progress(run_id)
         reason = "" if run.ended is not None else why_waiting(run, world)
         if reason and draws_in_secret(run.job):
             reason = shown_status_of(run, world).reason
+        reason = with_refused(reason, refused)
         if reason and (shown is None or shown.reason != reason):
             feed.set_progress(run_id, SegmentProgress(reason=reason))
         elif not reason and shown is not None and shown.reason:

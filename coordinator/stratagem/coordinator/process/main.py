@@ -25,6 +25,7 @@ from stratagem.common.rpc.admission import CallLimits
 from stratagem.common.rpc.server import add_health, make_health_server, make_server
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.listeners import CoordinatorSecurity, host_and_port
+from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.process.coordinator_metrics import CoordinatorMonitor
 from stratagem.coordinator.runtime.garbage_collection import small_portions
 from stratagem.coordinator.runtime.leadership.leader_gate import LeaderGate
@@ -79,7 +80,13 @@ async def _serve_calls(
     settings: Settings, security: CoordinatorSecurity, monitor: CoordinatorMonitor, metrics: str
 ) -> None:
     limits = CallLimits(settings.stream_idle_timeout_s, settings.max_calls, unlimited=FROM_WORKERS)
-    server = make_server(limits, gate=security.gate, calls=monitor.process.calls)
+    refusals = Refusals()
+    server = make_server(
+        limits,
+        gate=security.gate,
+        calls=monitor.process.calls,
+        on_refusal={"RegisterWorker": refusals.note},
+    )
     if settings.reflection:
         name = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
         reflection.enable_server_reflection((name, reflection.SERVICE_NAME), server)
@@ -94,7 +101,7 @@ async def _serve_calls(
     await health_server.start()
     log.info("coordinator waits for the lead", address=address, health_port=health_port)
     try:
-        monitor.app = app = await App.lead(settings, entrance)
+        monitor.app = app = await App.lead(settings, entrance, refusals)
         running = asyncio.create_task(app.run())
         await entrance.open(CoordinatorServicer(app))
         log.info("coordinator serves", address=address, health_port=health_port, pid=os.getpid())

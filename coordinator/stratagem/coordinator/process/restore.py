@@ -9,7 +9,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -22,6 +21,7 @@ from stratagem.common.base.errors import (
     StratagemError,
 )
 from stratagem.common.base.ids import Digest, check_digest
+from stratagem.common.process.own_folder import temporary_folder
 from stratagem.common.process.process_exit import MISTAKEN
 from stratagem.common.process.settings_rules import told
 from stratagem.common.tensors.safetensors_file import from_file, read_header
@@ -76,15 +76,15 @@ def restore(settings: RestoreSettings) -> tuple[int, int]:
             )
     finally:
         journal.close()
-    with TemporaryDirectory(dir=data_dir, prefix="restore-") as own:
-        copied = Path(own) / "journal.sqlite"  # a later version may have to migrate it
+    with temporary_folder("restore", data_dir) as own:
+        copied = own.path / "journal.sqlite"  # a later version may have to migrate it
         copied.write_bytes((folder / "journal.sqlite").read_bytes())
         known = Known.of(copied)
         if known.identity:
             storage.claim(known.identity)
         if storage.objects is not None:
             # A sound local copy from before would hide that the object is damaged.
-            storage = replace(storage, data_dir=Path(own), cache_bytes=1)
+            storage = replace(storage, data_dir=own.path, cache_bytes=1)
         blobs = storage.blobs(known.term + TERMS_AHEAD)
         for digest in digests:
             path = folder / "blobs" / digest[:2] / f"{digest}.safetensors"

@@ -16,7 +16,7 @@ from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.host_port import is_loopback
 from stratagem.common.base.ids import RunId
 from stratagem.common.rpc.channel import PLAINTEXT, DelegatingChannel, Proof, open_channel
-from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.common.rpc.status_codes import from_rpc_error, shown
 from stratagem.common.rpc.tls_probe import explain
 from stratagem.common.tensors.open_file_transfer import Near, Take
 from stratagem.common.tensors.open_files import place
@@ -28,6 +28,7 @@ from stratagem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 PROBE_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
+_MAX_TROUBLE_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +119,19 @@ class WorkerLink:
 
     async def answers(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
         """Return True when exactly this start of the worker answers at its address."""
+        return not await self.trouble(timeout_s)
+
+    async def trouble(self, timeout_s: float) -> str:
+        """Return why this start of the worker does not answer at its address, as gRPC says it; ""
+        when it does."""
         try:
             described = await self.stub.Describe(worker_pb2.DescribeRequest(), timeout=timeout_s)
-        except (grpc.aio.AioRpcError, UnavailableError):
-            return False
-        return described.incarnation == self.member.incarnation
+        except grpc.aio.AioRpcError as error:
+            return _how_silent(error, timeout_s)
+        except UnavailableError as error:
+            return str(error)
+        is_same = described.incarnation == self.member.incarnation
+        return "" if is_same else "another worker process answers there"
 
     async def why_silent(self) -> str:
         """Return why a worker does not answer, where its identity or its tunnel is the reason;
@@ -251,6 +260,18 @@ class _TunnelChannel(DelegatingChannel):
             return inner(*args, **kwargs)
 
         return call
+
+
+def _how_silent(error: grpc.aio.AioRpcError, timeout_s: float) -> str:
+    """Return the part of what gRPC says of a failed call that helps a person."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {timeout_s:g} s"
+    details = error.details() or error.code().name
+    if "resolv" in details or "lookup" in details:
+        return "its host name cannot be resolved here"
+    if "Connection refused" in details:
+        return "connection refused"
+    return shown(details, _MAX_TROUBLE_BYTES)
 
 
 async def _answered(call: Awaitable[object]) -> None:

@@ -44,6 +44,7 @@ async def diagnose(app: App, *, with_workers: bool = True) -> pb.DiagnoseRespons
         term=app.loop.term,
         workers=diagnosed,
         store_id=app.store_id,
+        refused=app.refusals.messages() if with_workers else (),
     )
 
 
@@ -52,7 +53,7 @@ async def _workers(app: App, are_wanted: bool) -> list[pb.WorkerDiagnosis]:
         return []
     workers = sorted(app.loop.state.workers.values(), key=lambda record: record.member.worker_id)
     alive = [worker for worker in workers if worker.is_alive]
-    infos = protobuf_views.worker_infos(app.loop.state, workers, app.leases.silent_s)
+    infos = protobuf_views.worker_infos(app.loop.state, workers, app.silent_s)
     places = {worker.member: place for place, worker in enumerate(alive)}
     room = asyncio.Semaphore(MAX_AT_ONCE)
 

@@ -47,13 +47,12 @@ async def meet(app: App, member: Member, address: str) -> None:
         raise AlreadyExistsError(message)
     link = app.links.open(member, address)
     try:
-        if not await link.answers(timeout_s=5.0):
-            why = await link.why_silent()
+        trouble = await link.trouble(timeout_s=5.0)
+        if trouble:
+            why = await link.why_silent() or trouble
             where = address or "the end of its tunnel"
-            raise UnavailableError(
-                f"nobody answers at {where} as worker {member.worker_id!r}"
-                + (f": {why}" if why else "")
-            )
+            name = member.worker_id
+            raise UnavailableError(f"nobody answers at {where} as worker {name!r}: {why}")
     finally:
         await link.close()
 

@@ -100,10 +100,9 @@ def run_brief(run: RunView, latest: coordinator_pb2.RunProgress | None) -> coord
 def worker_infos(
     state: CoordinatorState,
     workers: Sequence[WorkerRecord],
-    silent_s: Callable[[Member], float | None],
+    silent_s: Callable[[WorkerRecord], float],
 ) -> Iterator[coordinator_pb2.WorkerInfo]:
-    """Yield these workers as messages; silent_s: seconds since a worker's last beat, if it holds a
-    lease."""
+    """Yield these workers as messages; silent_s: seconds since a worker was heard of."""
     runs_of: defaultdict[Member, list[RunId]] = defaultdict(list)
     asked = frozenset(worker.member for worker in workers)
     for run in state.runs.values():
@@ -111,17 +110,17 @@ def worker_infos(
             for member in run.touched & asked:
                 runs_of[member].append(run.run_id)
     for worker in workers:
-        yield _worker_info(worker, silent_s(worker.member), runs_of.get(worker.member, ()))
+        yield _worker_info(worker, silent_s(worker), runs_of.get(worker.member, ()))
 
 
 def _worker_info(
-    worker: WorkerRecord, silent_s: float | None, runs: Sequence[RunId]
+    worker: WorkerRecord, silent_s: float, runs: Sequence[RunId]
 ) -> coordinator_pb2.WorkerInfo:
     return coordinator_pb2.WorkerInfo(
         **worker.member.model_dump(),
         address=worker.address,
         is_alive=worker.is_alive,
-        silent_s=silent_s or 0.0,
+        silent_s=silent_s,
         capability=types_pb2.Capability(**worker.capability.model_dump()),
         run_ids=runs,
         reason=worker.reason,

@@ -10,7 +10,9 @@ from stratagem.common.base.ids import RunId, check_run_id
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.state import RunRecord
 from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
+from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
 from stratagem.coordinator.observe.run_briefs import PAUSE_S, RunBriefs
+from stratagem.coordinator.observe.waiting_reasons import with_refused
 from stratagem.coordinator.service.protobuf_views import progress, run_brief, run_info
 from stratagem.v1 import coordinator_pb2
 
@@ -112,7 +114,10 @@ class Runs:
         view = view_of(self.app.loop.world, run, feed.last_wall_s(run.run_id))
         shown = feed.progress(run.run_id)
         trouble = feed.trouble(run.run_id)  # as of a commit, while the run trains on
-        reason = trouble or view.reason or (shown.reason if shown else "")
+        is_waiting = run.ended is None and why_waiting(run, self.app.loop.world) != ""
+        refused = self.app.refusals.sentence() if is_waiting else ""
+        said = with_refused(view.reason, refused)
+        reason = trouble or said or (shown.reason if shown else "")
         return view.model_copy(update={"reason": reason})
 
 

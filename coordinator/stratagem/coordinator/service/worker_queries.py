@@ -26,8 +26,9 @@ def page(app: App, page_token: str, page_size: int) -> pb.ListWorkersResponse:
         check_worker_id(page_token)
     state, limit = app.loop.state, min(page_size, MAX_PAGE_SIZE)
     found = _behind(list(state.workers.values()), page_token, limit)
-    response, num_bytes = pb.ListWorkersResponse(), 0
-    for info in worker_infos(state, found, app.leases.silent_s):
+    refused = () if page_token else app.refusals.messages()
+    response, num_bytes = pb.ListWorkersResponse(refused=refused), 0
+    for info in worker_infos(state, found, app.silent_s):
         num_bytes += info.ByteSize()
         if limit and response.workers and num_bytes > MAX_PAGE_BYTES:
             break

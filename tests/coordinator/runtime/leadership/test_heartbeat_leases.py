@@ -17,25 +17,25 @@ def member(name: str) -> Member:
 
 async def test_silent_member_is_lost_and_a_beating_one_is_not() -> None:
     now = [0.0]
-    lost: list[tuple[Member, str]] = []
+    lost: list[tuple[Member, str, float]] = []
     told = asyncio.Event()
 
-    async def lose(who: Member, reason: str) -> None:
-        lost.append((who, reason))
+    async def lose(who: Member, reason: str, silent_s: float) -> None:
+        lost.append((who, reason, silent_s))
         told.set()
 
     leases = Leases(PaceRule(2.0, 10.0), lambda: now[0], lose)
     leases.grant([member("a"), member("b")], 10.0)
     now[0] = 6.0
     assert leases.renew(member("b"), 10.0)
-    now[0] = 10.0
+    now[0] = 11.0
     watching = asyncio.create_task(leases.expire())
     async with asyncio.timeout(PATIENCE_S):
         await told.wait()
     watching.cancel()
-    assert lost == [(member("a"), "no heartbeat for 10 s")]
+    assert lost == [(member("a"), "no heartbeat for 10 s", 11.0)]
     assert not leases.renew(member("a"), 10.0)
-    assert leases.silent_s(member("b")) == 4.0
+    assert leases.silent_s(member("b")) == 5.0
 
 
 async def test_no_lease_runs_while_the_process_is_frozen() -> None:
@@ -43,7 +43,7 @@ async def test_no_lease_runs_while_the_process_is_frozen() -> None:
     lost: list[tuple[Member, float]] = []
     told = asyncio.Event()
 
-    async def lose(who: Member, reason: str) -> None:
+    async def lose(who: Member, reason: str, _silent_s: float) -> None:
         lost.append((who, time.monotonic()))
         told.set()
 
@@ -69,7 +69,7 @@ async def test_no_lease_ends_while_nobody_can_be_heard() -> None:
     lost: list[Member] = []
     has_lost = asyncio.Event()
 
-    async def lose(who: Member, reason: str) -> None:
+    async def lose(who: Member, reason: str, _silent_s: float) -> None:
         lost.append(who)
         has_lost.set()
 
@@ -96,7 +96,7 @@ async def test_a_short_lease_ends_in_time_among_long_ones() -> None:
     lost: asyncio.Queue[str] = asyncio.Queue()
     gone: list[Member] = []
 
-    async def lose(who: Member, reason: str) -> None:
+    async def lose(who: Member, reason: str, _silent_s: float) -> None:
         await lost.put(f"{who.worker_id}: {reason}")
 
     leases = Leases(PaceRule(0.01, 0.05), time.monotonic, lose, gone.append)
@@ -116,7 +116,7 @@ async def test_those_that_are_lost_together_are_lost_at_once() -> None:
     lost: set[Member] = set()
     all_wait = asyncio.Event()
 
-    async def lose(who: Member, reason: str) -> None:
+    async def lose(who: Member, reason: str, _silent_s: float) -> None:
         lost.add(who)
         if len(lost) == 100:
             all_wait.set()

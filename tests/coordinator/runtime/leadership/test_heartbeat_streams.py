@@ -90,7 +90,7 @@ class Rig:
         if self.revoked:
             raise UnauthenticatedError("the certificate has been revoked")
 
-    async def _lose(self, who: Member, reason: str) -> None:
+    async def _lose(self, who: Member, reason: str, _silent_s: float) -> None:
         raise AssertionError(f"{who} is lost: {reason}")
 
     async def _drain(self, who: Member) -> None:

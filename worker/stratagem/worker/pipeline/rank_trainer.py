@@ -98,7 +98,6 @@ class StageRunner:
         )
         self._num_passes = 0
         self._row_key: Key = ()  # of the latest step
-        self._losses: list[float] = []  # of the latest step's micro-batches
         self.step = 0
 
     @property
@@ -166,7 +165,6 @@ class StageRunner:
         self.model.train()
         self._buffers.snapshot()
         self._setup.execution.begin_batch(len(indices))
-        self._losses = []
         self._times.begin()
         try:
             if self.schedules.can_settle:
@@ -207,7 +205,6 @@ class StageRunner:
             grad_norm=summary.norm.item(),
             num_skipped=int(not is_applied),
             learning_rates=learning_rates,
-            micro_batch_losses=tuple(self._losses),
             exchange_wait_s=sum(self._times.wait_s.values()),
             parts=self._times.reports(),
             actions=self._times.actions(),
@@ -322,7 +319,6 @@ class StageRunner:
         """Does forward and backward of all micro-batches of a shard."""
         activity = f"training step {self.step + 1}"
         weight = loss_sum = 0.0
-        losses: list[float] = []
         for trained in self._setup.trained:
             trained.forget()
 
@@ -341,7 +337,6 @@ class StageRunner:
             nonlocal weight, loss_sum
             value = self._setup.evaluator.loss(output, y, num_rows)
             mean = float(value.mean.detach())
-            losses.append(mean)
             weight += float(value.weight)
             loss_sum += mean * value.weight
             return self._setup.execution.scale.up(value.mean * value.weight)
@@ -359,8 +354,7 @@ class StageRunner:
             with self._times.working(count):
                 one_pass.train(actions, PassCallbacks(activity, begin, load, lose))
         self._randomness.end()
-        counted = self._agreement.share_loss(Counted(loss_sum, weight, tuple(losses)))
-        self._losses += counted.losses
+        counted = self._agreement.share_loss(Counted(loss_sum, weight))
         reached = self._agreement.sum_tied()
         changes = self._buffers.contribution(shard, num_live)
         scalars = StepScalars(counted.weight, counted.loss_sum, wish, reached, changes)

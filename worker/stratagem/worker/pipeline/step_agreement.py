@@ -7,7 +7,6 @@ a single process. No round makes the first stage wait, which ends last.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Final
 
 import torch
@@ -64,12 +63,12 @@ class Agreement:
         """Returns the loss as the last stage counted it."""
         last = self._lane.rank_of[-1]
         if self._lane.rank != last:
-            totals, *losses = [sent.tolist() for sent in self._recv(_TOTALS, last).tensors]
-            weight, loss_sum = totals
-            return Counted(loss_sum, weight, tuple(chain.from_iterable(losses)))
+            # A rank of version 0.2 sends the losses of its micro-batches behind these, too.
+            weight, loss_sum = self._recv(_TOTALS, last).tensors[0].tolist()
+            return Counted(loss_sum, weight)
+        totals = torch.tensor([counted.weight, counted.loss_sum], dtype=torch.float64)
         for rank in self._others:
-            sent = ([counted.weight, counted.loss_sum], counted.losses)
-            self._send(_TOTALS, rank, Message([torch.tensor(s, dtype=torch.float64) for s in sent]))
+            self._send(_TOTALS, rank, Message([totals]))
         return counted
 
     def sum_tied(self) -> list[bool]:

@@ -6,6 +6,7 @@ launcher started it and a signal ended it, so that it is started again.
 """
 
 import asyncio
+import atexit
 import gc
 import json
 import multiprocessing
@@ -114,8 +115,13 @@ def keep_forks_away() -> None:
 
     A fork of this process, with gRPC's threads in it, would be killed or stand still; this concerns
     processes that the user's code starts, such as a DataLoader's. The server is started when it is
-    first wanted, by exec.
+    first wanted, by exec. Its sockets are in a folder that is removed even if this process is
+    killed: the one that multiprocessing makes would stay.
     """
+    sockets = SocketFolder()
+    own = Path(sockets.path("listener-01234567")).parent
+    atexit.register(sockets.close)
+    multiprocessing.current_process()._config["tempdir"] = str(own)  # type: ignore[attr-defined]
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 

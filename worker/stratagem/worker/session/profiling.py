@@ -6,16 +6,15 @@ Profiles go to the coordinator along with the log; a lost one does not affect th
 
 import gzip
 import json
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from stratagem.common.process.own_folder import temporary_folder
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.context import ExecutionContext
 
@@ -75,8 +74,8 @@ class StepRecorder:
         return profiler
 
     def _send(self, profiler: profile) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
+        with temporary_folder("trace") as own:
+            path = own.path / "trace.json"
             profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
         work, offset = self._work, self._work.host.clock.offset

@@ -7,17 +7,16 @@ together exceed a limit. Used in the torch thread.
 """
 
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from stratagem.common.base.errors import IntegrityError, StratagemError
 from stratagem.common.code.bundle import MAX_FILES, digest_of, pack, unpack
 from stratagem.common.process.failpoints import failpoint
+from stratagem.common.process.own_folder import remove_tree, temporary_folder
 from stratagem.worker.user_code import bundle_import
 
 MAX_STORED_BYTES: Final = 2**30
@@ -32,20 +31,19 @@ class CodeStore:
 
         folder: None for a temporary one, which `close` removes.
         """
-        self._is_temporary, self._max_bytes = folder is None, max_bytes
-        self._folder = (
-            Path(tempfile.mkdtemp(prefix="stratagem-code-")) if folder is None else folder
-        )
+        self._max_bytes = max_bytes
+        self._temporary = temporary_folder("code") if folder is None else None
+        self._folder = self._temporary.path if self._temporary is not None else Path(folder or "")
         self._users: dict[str, set[str]] = {}
         self._checked: set[str] = set()
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.environ[bundle_import.FOLDER_VARIABLE] = str(self._folder.absolute())
         for path in self._folder.glob(f"{_PART}*"):
-            _remove(path)
+            remove_tree(path)
 
     def close(self) -> None:
-        if self._is_temporary:
-            _remove(self._folder)
+        if self._temporary is not None:
+            self._temporary.remove()
 
     def take(self, digest: str, run_id: str, fetch: Callable[[], bytes]) -> None:
         """Have a bundle here for a run, ready to be imported.
@@ -57,7 +55,7 @@ class CodeStore:
         path = self._folder / digest
         if digest not in self._checked:
             if not _is_intact(path, digest):
-                _remove(path)
+                remove_tree(path)
                 self._unpack(path, digest, fetch())
             self._checked.add(digest)
             self._make_room()
@@ -96,7 +94,7 @@ class CodeStore:
             if total <= self._max_bytes or path.name in self._users:
                 continue
             self._checked.discard(path.name)
-            _remove(path)
+            remove_tree(path)
             total -= size
 
 
@@ -143,11 +141,3 @@ def _size(path: Path) -> int:
     return sum(
         Path(where, name).stat().st_size for where, _, names in os.walk(path) for name in names
     )
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder that nobody may write into."""
-    with suppress(FileNotFoundError):
-        for where, _, _ in os.walk(path):
-            os.chmod(where, 0o700)
-        shutil.rmtree(path)

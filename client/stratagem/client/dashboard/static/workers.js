@@ -6,7 +6,7 @@ import { ask, Stream } from "./net.js";
 
 const PAUSE_MS = 3000;
 const WINDOW = 100;
-const STATES = ["busy", "idle", "draining", "lost"];
+const STATES = ["busy", "idle", "draining", "lost", "refused"];
 
 /** @param {HTMLElement} place @param {Record<string, (value: any) => void>} common */
 export async function showWorkers(place, common) {
@@ -27,7 +27,8 @@ export async function showWorkers(place, common) {
 
   function draw() {
     const alive = workers.filter((worker) => worker.is_alive).length;
-    say(count, workers.length ? `${alive} of ${workers.length} alive` : "no worker is registered: stratagem worker --coordinator …");
+    const refused = workers.filter((worker) => worker.is_refused).length;
+    say(count, workers.length ? `${alive} of ${workers.length - refused} alive${refused ? `, ${refused} refused` : ""}` : "no worker is registered: stratagem worker --coordinator …");
     drawGrid();
     const text = filter.value.trim().toLowerCase();
     const found = workers.filter((worker) => !text || [worker.worker_id, told(worker), ...worker.run_ids, ...worker.tags].join(" ").toLowerCase().includes(text));
@@ -35,8 +36,9 @@ export async function showWorkers(place, common) {
     const known = rows;
     rows = new Map(found.slice(0, limit).map((worker) => {
       const of = JSON.stringify({ ...worker, silent_s: told(worker) });
-      const before = known.get(worker.worker_id);
-      return [worker.worker_id, before?.of === of ? before : { of, row: line(worker, before?.row) }];
+      const key = `${worker.is_refused ? "refused " : ""}${worker.worker_id}`;
+      const before = known.get(key);
+      return [key, before?.of === of ? before : { of, row: line(worker, before?.row) }];
     }));
     const shown = [...rows.values()].map((each) => each.row);
     arrange(body, shown);
@@ -58,15 +60,19 @@ export async function showWorkers(place, common) {
     });
   }
 
-  const asked = async () => { workers = await ask("/api/workers"); draw(); };
+  const asked = async () => { workers = (await ask("/api/workers")).map((/** @type {any} */ each) => ({ ...BLANK, ...each })); draw(); };
   await asked();
   const timer = setInterval(() => !document.hidden && asked().catch(() => undefined), PAUSE_MS);
   const stream = new Stream("", 0, common);
   return { close: () => { clearInterval(timer); stream.close(); } };
 }
 
+/** Fields that a worker without registration does not have. */
+const BLANK = { run_ids: [], tags: [], device: "", device_name: "", num_threads: 0, memory_bytes: 0, data_plane: "" };
+
 /** @param {any} worker */
 function stateOf(worker) {
+  if (worker.is_refused) return "refused";
   if (!worker.is_alive) return "lost";
   return worker.reason ? "draining" : worker.run_ids.length ? "busy" : "idle";
 }
@@ -84,8 +90,8 @@ function line(worker, row = el("tr")) {
   fill(row, el("th", { scope: "row" }, worker.worker_id),
     cell("State", el("span", { class: "phase", "data-phase": stateOf(worker) }, told(worker))),
     cell("Runs", ...runs.flatMap((/** @type {Node} */ each, /** @type {number} */ at) => (at ? [", ", each] : [each]))),
-    cell("Device", worker.device_name || worker.device, " ", el("span", { class: "quiet" }, plural(worker.num_threads, "thread"))),
+    cell("Device", worker.device_name || worker.device, " ", worker.is_refused ? "" : el("span", { class: "quiet" }, plural(worker.num_threads, "thread"))),
     cell("Memory", worker.memory_bytes ? bytes(worker.memory_bytes) : ""),
-    cell("Tags", worker.tags.join(", ")), cell("Data plane", worker.data_plane), cell("Address", worker.address || "tunnel"));
+    cell("Tags", worker.tags.join(", ")), cell("Data plane", worker.data_plane), cell("Address", worker.address || (worker.is_refused ? "" : "tunnel")));
   return row;
 }

@@ -51,11 +51,19 @@ class LoopThread:
                 asyncio.run_coroutine_threadsafe(_cancelled(tasks), self._loop).result()
             raise
 
-    def iterate(self, source: AsyncIterator[Value]) -> Iterator[Value]:
-        """The items as they come; leaving the loop early closes the source."""
+    def iterate(
+        self, source: AsyncIterator[Value], timeout_s: float | None = None
+    ) -> Iterator[Value]:
+        """The items as they come; leaving the loop early closes the source.
+
+        timeout_s: raise TimeoutError, and close the source, when the next item is not there so long
+        after the first one was asked for.
+        """
+        deadline_s = None if timeout_s is None else self._loop.time() + timeout_s
 
         async def advance() -> Value | object:
-            return await anext(source, _END)
+            async with asyncio.timeout_at(deadline_s):
+                return await anext(source, _END)
 
         async def close() -> None:
             aclose = getattr(source, "aclose", None)

@@ -15,6 +15,8 @@ class WorkerLost(Value):
     reason: str
     is_blameless: bool = False
     """True when it had not begun the work it was given, so that this cannot have ended it."""
+    silent_s: float = 0.0
+    """Seconds since its last beat, where its silence is the reason."""
 
 
 class WorkerDraining(Value):

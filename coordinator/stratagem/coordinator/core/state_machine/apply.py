@@ -121,6 +121,7 @@ def _workers_after(
                 reason=fact.reason,
                 is_blameless=fact.is_blameless,
                 lost_s=time_s,
+                beat_s=time_s - fact.silent_s,
             )
         case WorkerDraining():
             old = workers[fact.member.worker_id]

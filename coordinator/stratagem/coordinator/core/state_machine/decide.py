@@ -221,7 +221,10 @@ def _resume(state: CoordinatorState, command: ResumeRun) -> tuple[JournalEntry, 
     if run is None:
         return _unknown(command.run_id)
     if run.ended not in (RunPhase.CANCELLED, RunPhase.FAILED):
-        what = "is active" if run.ended is None else "is completed"
+        if run.ended is None:
+            what = "is active: it goes on by itself; stop it first to return to an earlier commit"
+        else:
+            what = "is completed; with more epochs, steps or rounds a new run goes on from it"
         return Refusal(RefusalKind.PRECONDITION, f"run {command.run_id!r} {what}")
     if not run.is_released:
         return _not_yet(command.run_id)
@@ -281,7 +284,10 @@ def _lose(state: CoordinatorState, command: LoseWorker) -> tuple[JournalEntry, .
     if known.is_draining:  # it was told to end, so its silence is no loss
         return _leave(state, command.member, command.reason)
     fact = WorkerLost(
-        member=command.member, reason=command.reason, is_blameless=command.is_blameless
+        member=command.member,
+        reason=command.reason,
+        is_blameless=command.is_blameless,
+        silent_s=command.silent_s,
     )
     return (JournalEntry(CLUSTER, fact),)
 

@@ -16,14 +16,14 @@ def resumed_from(run: RunRecord, segment: int, by: str) -> RunResumed | str:
     kept = {commit.segment: commit for commit in retained(run) if not commit.is_partial}
     if segment not in kept:
         known = ", ".join(map(str, sorted(kept))) or "none"
-        return f"from_segment: {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
+        return f"segment {segment} is no kept commit of run {run.run_id!r}; kept are {known}"
     commit = kept[segment]
     last = run.commits[-1].segment
     nesting = run.strategy.nesting
     if nesting is None:
         return (
-            f"from_segment: under this strategy run {run.run_id!r} goes on from its last commit "
-            f"({last}) alone: its others hold only a part of what it needs"
+            f"under this strategy run {run.run_id!r} goes on from its last commit ({last}) alone, "
+            f"and not from segment {segment}: its others hold only a part of what it needs"
         )
     return RunResumed(
         by=by,

@@ -30,11 +30,12 @@ class Leases:
         self,
         rule: PaceRule,
         clock: Callable[[], float],
-        lose: Callable[[Member, str], Awaitable[object]],
+        lose: Callable[[Member, str, float], Awaitable[object]],
         on_drop: Callable[[Member], None] = lambda _member: None,
     ) -> None:
         """Set up without leases; clock: leader time; lose: called with each member whose lease has
-        expired; on_drop: with each that holds one no longer, for whatever reason."""
+        expired, the reason and the seconds since its last beat; on_drop: with each that holds one
+        no longer, for whatever reason."""
         self.rule = rule
         self._clock = clock
         self._lose = lose
@@ -96,7 +97,11 @@ class Leases:
             for member, _ in expired:
                 self.drop(member)
             # Losses that are decided together share one transaction.
-            losses = (self._lose(m, f"no heartbeat for {at.ttl_s:g} s") for m, at in expired)
+            now_s = self._clock()
+            losses = (
+                self._lose(member, f"no heartbeat for {lease.ttl_s:g} s", now_s - lease.beat_s)
+                for member, lease in expired
+            )
             await asyncio.gather(*losses)
             await self._until_next()
 

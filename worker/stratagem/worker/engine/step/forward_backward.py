@@ -32,8 +32,6 @@ class Counted:
 
     loss_sum: float
     weight: float
-    losses: tuple[float, ...] = ()
-    """Mean losses of the micro-batches."""
     logged: LoggedSums = field(default_factory=dict)
 
     @property
@@ -153,11 +151,10 @@ class Passes:
             values.append(self._run_one(own, BatchKeys(rows.key, key), weigh, is_weighted))
         # Read at the end, so that a device need not wait for us between micro-batches.
         loss_sum = 0.0
-        losses = tuple([value.mean.item() for value in values])
-        for loss, value in zip(losses, values, strict=True):
-            loss_sum += loss * value.weight
+        for value in values:
+            loss_sum += value.mean.item() * value.weight
         logged = sums_of(values) if self.objective.may_log else {}
-        return Counted(loss_sum, weight, losses, logged)
+        return Counted(loss_sum, weight, logged)
 
     def _run_one(
         self,

@@ -43,9 +43,6 @@ class StepReport:
     stratagem.worker.engine.optim.reported_rates."""
     logged: LoggedSums = field(default_factory=dict)
     """What the step function has logged."""
-    micro_batch_losses: tuple[float, ...] = field(default=(), compare=False)
-    """Mean losses, not weighted, of the micro-batches of this member's shards: in a pipeline the
-    last stage sends them to all ranks."""
     news: Sequence[str] = field(default=(), compare=False)
     """Sentences for the run's log."""
     is_end: bool = False
@@ -74,22 +71,13 @@ class StepReport:
             "weight": self.weight,
             "num_rows": self.num_rows,
             "grad_norm": self.grad_norm,
-            "metrics": self._of_all,
+            "metrics": self.progress_metrics,
         }
 
     @property
-    def _of_all(self) -> dict[str, float]:
-        """The metrics that all members have alike."""
-        return {**self.metrics, **means(self.logged)}
-
-    @property
     def progress_metrics(self) -> dict[str, float]:
-        """The metrics that are shown while the run is in progress."""
-        losses, shown = self.micro_batch_losses, self._of_all
-        if len(losses) < 2:
-            return shown
-        spread = {"micro_batch_loss_min": min(losses), "micro_batch_loss_max": max(losses)}
-        return {**shown, **spread}
+        """The metrics that are shown while the run is in progress; all members have them alike."""
+        return {**self.metrics, **means(self.logged)}
 
 
 def end_of(step: int) -> StepReport:

@@ -102,6 +102,5 @@ def whole_step(turns: Sequence[StepTurn], reports: Sequence[StepReport]) -> Step
         num_skipped=num_skipped,
         learning_rates={k: v for report in reports for k, v in report.learning_rates.items()},
         logged=logged,
-        micro_batch_losses=(),
         exchange_wait_s=sum(report.exchange_wait_s for report in reports),
     )

@@ -57,8 +57,6 @@ class _Sums(NamedTuple):
     scalars: StepScalars
     num_live: int
     logged: LoggedSums
-    losses: list[float]
-    """Of this member's own micro-batches."""
     wait_s: float
 
 
@@ -157,14 +155,12 @@ class SharedStep:
         exchange, owned = share.exchange, share.owned
         live = split_rows(batch.num_rows, min(share.num_shards, batch.num_rows))
         wish = wish_of(share.answer, stop=share.stop)
-        losses: list[float] = []
         own_logged: LoggedSums | None = None
         exchange.begin_step(number, owned, len(live), divisor=divisor)
         for shard in range(owned.start, min(owned.stop, len(live))):
             if shard > owned.start:
                 self.buffers.restore()
             counted = self._run_shard(turn, exchange, batch, shard, live[shard], must_weigh)
-            losses += counted.losses
             own_logged = counted.logged
             rest = self.extras.of_shard(shard, len(live), counted.logged, share.answer)
             scalars = StepScalars(counted.weight, counted.loss_sum, wish, exchange.reached(), rest)
@@ -175,7 +171,7 @@ class SharedStep:
         sums = exchange.finish()
         wait_s = time.perf_counter() - waits_since_s
         self.extras.compare(sums.rest, len(live), batch.step + 1)
-        return _Sums(sums, len(live), self.extras.logged(sums.rest, own_logged), losses, wait_s)
+        return _Sums(sums, len(live), self.extras.logged(sums.rest, own_logged), wait_s)
 
     def _run_shard(
         self,
@@ -290,7 +286,6 @@ class SharedStep:
             learning_rates=learning_rates,
             logged=sums.logged,
             answered=self.extras.answered(scalars.rest),
-            micro_batch_losses=tuple(sums.losses),
             news=() if self.phases is None else self.phases.take_news(),
             exchange_wait_s=sums.wait_s,
             is_torn=self.pieces is not None and bool(self.pieces.torn),
