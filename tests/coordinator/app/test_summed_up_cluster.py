@@ -31,6 +31,7 @@ async def leading(folder: Path) -> AsyncIterator[App]:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await app.supervisor.close()
+        app.logs.close()
         await app.loop.close()
 
 

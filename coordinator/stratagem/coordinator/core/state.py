@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import numerics_rules
+from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
 from stratagem.coordinator.core.persistent_map import PersistentMap
 
@@ -137,6 +138,9 @@ class EndedRun:
     """Leader-clock time of its newest fact."""
     initial: Digest | None
     """The state that its job names to begin from."""
+    states: tuple[Digest, ...] = ()
+    """Of its blobs, those that it has committed, and its predictions: who may read runs may read
+    these."""
     owner: str = ""
     submission: str = ""
     """See RunSubmitted."""
@@ -161,7 +165,7 @@ class CoordinatorState:
     workers: PersistentMap[WorkerId, WorkerRecord] = field(default_factory=PersistentMap)
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
     """Active runs, and ended runs that are not archived yet."""
-    ended: Mapping[RunId, EndedRun] = field(default_factory=dict)
+    ended: EndedRuns = field(default_factory=EndedRuns)
     """Archived runs; no run is in both mappings."""
     uploads: PersistentMap[str, tuple[Digest, ...]] = field(default_factory=PersistentMap)
     """By owner: the newest blobs uploaded. Blobs that a run names belong to its owner, too."""

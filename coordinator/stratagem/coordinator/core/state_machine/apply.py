@@ -88,7 +88,7 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         workers = _workers_after(state.workers, fact, time_s)
         return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
     if isinstance(fact, RunDeleted):
-        return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
+        return replace(state, runs=without(state.runs, run_id), ended=state.ended.without(run_id))
     if isinstance(fact, RunSubmitted):
         record = _submitted(state.strategies, run_id, fact)
     else:
