@@ -6,7 +6,7 @@ of jobs. Imports neither torch nor the server parts.
 """
 
 from stratagem.client.code.notebook import register as load_ipython_extension
-from stratagem.client.course.clients import FederatedClient
+from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from stratagem.client.course.client_in_round import ClientState
 from stratagem.client.course.clients import clients
-from stratagem.client.course.rounds import ClientState, RoundsFolding, rounds
+from stratagem.client.course.rounds import RoundsFolding, rounds
 from stratagem.client.sdk.views import Event, Phase
 from tests.client.course.recorded import golden
 

@@ -9,7 +9,7 @@ import pytest
 from stratagem.client.course.clients import clients
 from stratagem.client.course.members import members
 from stratagem.client.course.population import population
-from stratagem.client.course.rounds import rounds
+from stratagem.client.course.rounds import KEPT_WHOLE, rounds
 from stratagem.client.pictures.rounds import RoundBar
 from stratagem.client.pictures.rounds import rounds as rounds_picture
 from stratagem.client.pictures.time_line import Span, time_line
@@ -26,8 +26,12 @@ RUNS = ("golden-local", "golden-killed", "golden-resumed", "golden-fedavg", "gol
         "golden-silos", "golden-population", "golden-pipeline")  # fmt: skip
 
 
+@pytest.mark.parametrize("num_whole", [KEPT_WHOLE, 1])
 @pytest.mark.parametrize("run_id", RUNS)
-def test_a_run_that_is_looked_at_after_each_event_is_what_all_events_say(run_id: str) -> None:
+def test_a_run_that_is_looked_at_after_each_event_is_what_all_events_say(
+    run_id: str, num_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.client.course.rounds.KEPT_WHOLE", num_whole)
     events, course = golden(run_id), RunCourse(job_of(golden(run_id)))
     for event in events:
         course.take((event,))

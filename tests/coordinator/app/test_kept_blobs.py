@@ -143,5 +143,5 @@ async def test_a_job_is_submitted_once_while_what_it_names_is_being_copied(
         assert store.num_copied == num_copied
 
 
-async def _anything(*_: object) -> bool:
+def _anything(*_: object) -> bool:
     return True

@@ -4,13 +4,14 @@ see test_archived_runs.py."""
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import Command, Refusal
-from stratagem.coordinator.core.state import RunRecord
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord
 from stratagem.coordinator.core.state_machine.pending_effects import live_blobs, pending
 from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
 from stratagem.coordinator.core.strategy_table import MISSING, Strategies
@@ -45,7 +46,9 @@ class Twins:
         await self.loop.close()
 
     async def restart(self) -> None:
-        """Both forget what they have in memory, and then have the simulation's `strategies`."""
+        """Both forget what they have in memory, and then have the simulation's `strategies`; the
+        loop does so with its facts of the cluster summed up."""
+        await self.loop.sum_up_cluster()
         await self.close()
         self.simulation.crash()
         await self.open()
@@ -67,6 +70,7 @@ class Twins:
         assert views.keys() == state.ended.keys()
         views |= {run_id: self._view(self.loop, run_id) for run_id in state.runs}
         assert views == {run_id: self._view(self.simulation, run_id) for run_id in expected.runs}
+        assert _of_cluster(state) == _of_cluster(expected)
         assert live_blobs(state) == live_blobs(expected)
         assert pending(state) == pending(expected)
         assert not any(may_rest(run) for run in state.runs.values())
@@ -87,6 +91,15 @@ class Twins:
         if isinstance(decided, Refusal):
             raise StratagemError(decided.reason)
         return decided
+
+
+def _of_cluster(state: CoordinatorState) -> tuple[object, ...]:
+    """The part of a state that facts of the cluster make, without the times of its own clock."""
+    workers = {
+        name: replace(worker, lost_s=0.0, registered_s=0.0)
+        for name, worker in state.workers.items()
+    }
+    return workers, state.uploads, state.pinned, state.holds.keys()
 
 
 def may_rest(run: RunRecord) -> bool:

@@ -18,6 +18,7 @@ from stratagem.coordinator.core.commands import (
     ResumeRun,
     SubmitRun,
 )
+from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.facts import (
     ROOT,
     Fact,
@@ -198,7 +199,7 @@ def ended(name: str, at_s: float, *blobs: str, initial: str = "") -> EndedRun:
 
 
 def expired(command: ExpireRuns, *runs: EndedRun, **others: Any) -> list[str]:
-    state = CoordinatorState(BUILT_IN, ended={run.run_id: run for run in runs}, **others)
+    state = CoordinatorState(BUILT_IN, ended=EndedRuns.of(runs), **others)
     return [entry.run_id for entry in expire_runs(state, command)]
 
 

@@ -188,6 +188,35 @@ def history(party: str, segment: int, loss: float, wall_s: float = 0.0) -> Histo
     return HistoryRow(A, Party(party), segment, 1, 10 * segment - 10, 10 * segment, rows)
 
 
+def test_events_are_summed_up_in_the_places_of_the_last_of_them(log: Journal, place: str) -> None:
+    term = lead(log)
+    log.append(term, [record(A, 0), record(A, 1, "k"), record(B, 0), record(A, 2, time_s=5.0)])
+    log.append(term, [record(A, 3, time_s=7.0)])
+    parts = [replace(record(A, seq), kind="Summed", payload=f'"{seq}"') for seq in (1, 2)]
+    with pytest.raises(ConflictError, match="not all events 3 to 4 are there"):
+        log.sum_up(term, [record(A, 3), record(A, 4)])
+    assert len(list(log.read(A))) == 4
+    for _ in range(2):  # as when the answer to the first one is lost
+        log.sum_up(term, parts)
+        found = list(log.read(A))
+        assert [each.record for each in found] == [
+            replace(parts[0], time_s=0.0),
+            replace(parts[1], time_s=5.0),
+            record(A, 3, time_s=7.0),
+        ]
+        assert [each.position for each in found] == [2, 4, 5]
+    assert [each.record for each in log.read(B)] == [record(B, 0)]
+    assert log.briefs("") == {A: None, B: None}
+    log.release(term)
+    other = Journal.open(place)
+    after = other.take_lead(US, ttl_s=10)
+    assert after.last_time_s == 7.0
+    with pytest.raises(FencedError):
+        log.sum_up(term, parts)
+    other.append(after.term, [record(A, 4)])
+    other.close()
+
+
 def test_a_step_history_is_written_with_its_events_or_not_at_all(
     log: Journal, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

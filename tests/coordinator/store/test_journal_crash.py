@@ -22,6 +22,15 @@ log.append(term, [Record("a", 0, "K", 1, "{}", 0.0, 0.0)])
 log.append(term, [Record("a", 1, "K", 1, "{}", 0.0, 0.0), Record("a", 2, "K", 1, "{}", 0.0, 0.0)])
 """
 
+SUM_UP = """
+from stratagem.coordinator.store.journal.journal import Journal, Record
+from stratagem.coordinator.store.journal.lead_holder import Holder
+log = Journal.open(sys.argv[1])
+term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
+log.append(term, [Record("a", seq, "K", 1, "{}", 0.0, 0.0) for seq in range(6)])
+log.sum_up(term, [Record("a", seq, "S", 1, "{}", 0.0, 0.0) for seq in (3, 4)])
+"""
+
 LEADER = """
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead import FencedError
@@ -101,6 +110,22 @@ def test_a_crash_at_a_commit_leaves_all_or_nothing(
     log = Journal.open(place)
     assert [each.record.seq for each in events(log)] == list(range(num_events))
     assert log.take_lead(Holder.of_this_process(), ttl_s=60).term == 2
+    log.close()
+
+
+@OVER_BOTH
+@pytest.mark.parametrize(
+    ("failpoint", "kinds"),
+    [("coordinator.journal.before_commit", "KKKKKK"), ("coordinator.journal.after_commit", "SSK")],
+)
+def test_a_crash_while_events_are_summed_up_leaves_all_or_their_summary(
+    place: str, tmp_path: Path, failpoint: str, kinds: str
+) -> None:
+    (tmp_path / failpoint).write_text("1")
+    status, _ = run(SUM_UP, place, failpoints=tmp_path)
+    assert status == 137
+    log = Journal.open(place)
+    assert "".join(each.record.kind for each in events(log)) == kinds
     log.close()
 
 

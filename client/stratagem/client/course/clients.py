@@ -1,44 +1,14 @@
 """The clients of a federated run over all its rounds."""
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from stratagem.client.course.client_sums import ClientSums, FederatedClient
 from stratagem.client.course.payloads import party_of, undone_from
-from stratagem.client.course.rounds import ClientInRound, ClientState, Round, RoundsFolding
+from stratagem.client.course.rounds import RoundsFolding
 from stratagem.client.course.shapes import EventLike
-
-
-@dataclass(frozen=True, slots=True)
-class FederatedClient:
-    """One client over all rounds."""
-
-    client: int
-    worker_id: str
-    """Where it lives, or where it trained last."""
-    tags: tuple[str, ...]
-    num_selected: int
-    num_done: int
-    num_late: int
-    num_rejected: int
-    causes: Mapping[str, int]
-    """How often its updates were rejected, by cause."""
-    state: ClientState | None
-    """In the newest round that it was selected for; None: in none so far."""
-    reason: str
-    """Why it was rejected last."""
-    loss: float
-    """Of its newest update."""
-    num_samples: int
-    seconds: float
-    """That its updates took, in the mean; NaN: it has sent none."""
-    sent_bytes: int
-    """In all, with a codec."""
-    benched_until: int | None = None
-    """The round from which on it may take part again; None: it sits on no bench."""
 
 
 def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClient, ...]:
@@ -49,7 +19,7 @@ def clients(events: Iterable[EventLike], party: str = "") -> tuple[FederatedClie
         fold_benches(benches, event, party)
         if event.kind in ROSTER_KINDS and party_of(event) == party:
             roster |= homes(event)
-    return of_rounds(folding.rounds, roster, benches)
+    return of_sums(folding.sums, folding.number, roster, benches)
 
 
 ROSTER_KINDS: Final = ("RosterFormed", "ClientsJoined")
@@ -72,45 +42,24 @@ def fold_benches(benches: dict[int, int], event: EventLike, party: str) -> None:
         benches[event.payload["client"]] = event.payload["until_round"]
 
 
-def of_rounds(
-    found: Sequence[Round],
+def of_sums(
+    sums: ClientSums,
+    newest: int,
     roster: Mapping[int, Home],
     benches: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[FederatedClient, ...]:
-    """Return the clients of these rounds and of a roster. benches: as `fold_benches` has it."""
-    newest = found[-1].number if found else 0
-    sitting = {client: until for client, until in benches.items() if until > newest}
-    seen: dict[int, list[ClientInRound]] = {client: [] for client in roster}
-    for each in found:
-        for client in each.clients:
-            if not client.staleness:  # which was seen in its own round
-                seen.setdefault(client.client, []).append(client)
+    """Return the clients of rounds up to the newest, and of a roster. benches: as `fold_benches`
+    has it."""
     return tuple(
-        replace(_client(each, seen[each], roster.get(each)), benched_until=sitting.get(each))
-        for each in sorted(seen)
+        _at_home(sums.client(each), roster.get(each), benches.get(each, 0), newest)
+        for each in sorted(roster.keys() | sums.numbers)
     )
 
 
-def _client(number: int, seen: Sequence[ClientInRound], home: Home | None) -> FederatedClient:
-    states = Counter(each.state for each in seen)
-    trained = [each for each in seen if each.num_samples]
-    rejected = [each for each in seen if each.state is ClientState.REJECTED]
-    latest = trained[-1] if trained else None
-    worker = next((each.worker_id for each in reversed(seen) if each.worker_id), "")
-    times = [each.seconds for each in trained if not math.isnan(each.seconds)]
-    return FederatedClient(
-        client=number,
-        worker_id=home[0] if home else worker,
-        tags=home[1] if home else (),
-        num_selected=len(seen) - states[ClientState.EXCUSED],
-        num_done=states[ClientState.DONE],
-        num_late=states[ClientState.LATE],
-        num_rejected=states[ClientState.REJECTED],
-        causes=dict(Counter(each.cause for each in rejected)),
-        state=seen[-1].state if seen else None,
-        reason=rejected[-1].reason if rejected else "",
-        loss=latest.loss if latest else math.nan,
-        num_samples=latest.num_samples if latest else 0,
-        seconds=sum(times) / len(times) if times else math.nan,
-        sent_bytes=sum(each.sent_bytes for each in seen),
-    )
+def _at_home(
+    client: FederatedClient, home: Home | None, until: int, newest: int
+) -> FederatedClient:
+    """Return a client with where it lives, and the round until which it sits on a bench."""
+    worker_id, tags = (client.worker_id, ()) if home is None else home
+    benched_until = until if until > newest else None
+    return replace(client, worker_id=worker_id, tags=tags, benched_until=benched_until)

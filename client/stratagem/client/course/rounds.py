@@ -1,56 +1,22 @@
 """The rounds of a federated run: who was asked, who answered, who came late, and with what loss."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any, Final
 
+from stratagem.client.course.client_in_round import ClientInRound, ClientState, mean_loss
+from stratagem.client.course.client_sums import ClientSums
+from stratagem.client.course.packed_clients import Names, PackedClients, in_order
 from stratagem.client.course.payloads import number, numbers, party_of, undone_from
 from stratagem.client.course.shapes import EventLike
 
 TRAIN_LOSS: Final = "train.loss"
+KEPT_WHOLE: Final = 64
+"""Rounds, the newest ones, whose clients are kept as they are: what comes late is of one of these.
+Those of older ones are packed."""
 OUTSIDE_WINDOW: Final = "outside_window"
 """Cause of the answer of a client that is willing at another hour."""
-
-
-class ClientState(StrEnum):
-    """What has become of a client in a round."""
-
-    SELECTED = "selected"
-    """It was asked, and has not answered."""
-    DONE = "done"
-    """Its update counts, or will when the round closes."""
-    LATE = "late"
-    """The round was closed without it."""
-    REJECTED = "rejected"
-    EXCUSED = "excused"
-    """It could not be asked, or has left the round; it has not failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientInRound:
-    """One client in one round."""
-
-    client: int
-    state: ClientState
-    worker_id: str = ""
-    """Where it trains; empty while it waits for a worker."""
-    loss: float = math.nan
-    num_samples: int = 0
-    seconds: float = math.nan
-    sent_bytes: int = 0
-    """With a codec; 0 without."""
-    cause: str = ""
-    """Of a rejected update: one of few words, such as "not_finite"."""
-    reason: str = ""
-    """Why it was rejected or excused, as a sentence."""
-    staleness: int = 0
-    """How many rounds before this one the update was trained for."""
-    assigned_s: float | None = None
-    """Wall time at which it was given to its worker."""
-    answered_s: float | None = None
-    """Wall time of its update, or of its rejection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +26,7 @@ class Round:
     number: int
     began_s: float
     """Wall time of the selection."""
-    clients: tuple[ClientInRound, ...]
+    clients: Sequence[ClientInRound]
     """In order of client. An update of an earlier round that counts here has its staleness."""
     num_needed: int | None = None
     """The round closes with the first updates of this number; None: it waits for all."""
@@ -91,6 +57,19 @@ class Round:
         done = self.with_state(ClientState.DONE)
         return mean_loss(done) if any(each.num_samples for each in done) else None
 
+    @property
+    def num_selected(self) -> int:
+        """Return the number of clients but for those of earlier rounds."""
+        if isinstance(self.clients, PackedClients):
+            return self.clients.num_selected
+        return sum(not each.staleness for each in self.clients)
+
+    def count(self, state: ClientState) -> int:
+        """Return the number of clients in this state."""
+        if isinstance(self.clients, PackedClients):
+            return self.clients.count(state)
+        return len(self.with_state(state))
+
     def with_state(self, state: ClientState) -> tuple[ClientInRound, ...]:
         """Return the clients in this state."""
         return tuple(client for client in self.clients if client.state is state)
@@ -104,7 +83,7 @@ def rounds(events: Iterable[EventLike], party: str = "") -> tuple[Round, ...]:
     folding = RoundsFolding(party)
     for event in events:
         folding.fold(event)
-    return folding.rounds
+    return tuple(replace(each, clients=tuple(each.clients)) for each in folding.rounds)
 
 
 class RoundsFolding:
@@ -121,6 +100,9 @@ class RoundsFolding:
         """Of each round, the clients of earlier ones that count in it."""
         self._changed: set[int] = set()
         """Places of rounds whose clients have changed since."""
+        self._num_packed, self._names = 0, Names()
+        """The first rounds, whose clients are packed, and kept nowhere else."""
+        self._sums, self._are_sums_due = ClientSums(), False
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -129,6 +111,19 @@ class RoundsFolding:
             self._refresh(at)
         self._changed.clear()
         return tuple(self._found)
+
+    @property
+    def sums(self) -> ClientSums:
+        """Return what is known of the clients over all rounds so far, without unpacking old ones
+        again."""
+        if self._are_sums_due:
+            self._sums, self._are_sums_due = ClientSums(), False
+            for each in self._found[: self._num_packed]:
+                self._sums.add(each.clients)
+        found = self._sums.copy()
+        for each in self.rounds[self._num_packed :]:
+            found.add(each.clients)
+        return found
 
     @property
     def number(self) -> int:
@@ -145,9 +140,36 @@ class RoundsFolding:
         return self._found[last] if self._found else None
 
     def _refresh(self, at: int) -> None:
-        clients = (*self._own[at].values(), *self._stale[at])
-        in_order = tuple(sorted(clients, key=lambda each: each.client))
-        self._found[at] = replace(self._found[at], clients=in_order)
+        clients = in_order((*self._own[at].values(), *self._stale[at]))
+        self._found[at] = replace(self._found[at], clients=clients)
+
+    def _pack(self) -> None:
+        """Pack the clients of rounds that are long past."""
+        while self._num_packed < len(self._found) - KEPT_WHOLE:
+            at = self._num_packed
+            self._sums.add(in_order((*self._own[at].values(), *self._stale[at])))
+            self._num_packed += 1
+            self._put(at, self._own[at], self._stale[at])
+
+    def _clients(self, at: int) -> tuple[dict[int, ClientInRound], tuple[ClientInRound, ...]]:
+        """Return the clients that were selected for a round, and those of earlier ones."""
+        clients = self._found[at].clients
+        if isinstance(clients, PackedClients):
+            return clients.unpacked()
+        return self._own[at], self._stale[at]
+
+    def _put(
+        self, at: int, own: dict[int, ClientInRound], stale: tuple[ClientInRound, ...]
+    ) -> None:
+        """Keep the clients of a round: packed, where it is long past."""
+        if at < self._num_packed:
+            packed = PackedClients(own, stale, self._names)
+            self._found[at] = replace(self._found[at], clients=packed)
+            self._own[at], self._stale[at] = {}, ()
+            self._changed.discard(at)
+        else:
+            self._own[at], self._stale[at] = own, stale
+            self._changed.add(at)
 
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""
@@ -163,7 +185,7 @@ class RoundsFolding:
     def _leave(self, fact: Mapping[str, Any]) -> None:
         """Excuse a client that has left, where the newest round still expects something of it."""
         at = self._place(self.number)
-        left = None if at is None else self._own[at].get(fact["client"])
+        left = None if at is None else self._clients(at)[0].get(fact["client"])
         if left is not None and left.state is ClientState.SELECTED:
             why = {"state": ClientState.EXCUSED, "reason": str(fact["reason"])}
             self._change({"round_num": self.number}, left.client, **why)
@@ -210,6 +232,8 @@ class RoundsFolding:
         """Forget all rounds but the first ones."""
         del self._found[count:], self._own[count:], self._stale[count:]
         self._changed = {at for at in self._changed if at < count}
+        if count < self._num_packed:
+            self._num_packed, self._are_sums_due = count, True
 
     def _select(self, event: EventLike) -> None:
         fact = event.payload
@@ -220,7 +244,8 @@ class RoundsFolding:
             num_needed=fact.get("num_needed"),
             deadline_s=_deadline(event),
         )
-        known = self._own[-1] if self.number == begun.number and self._found[-1].is_open else {}
+        is_known = self.number == begun.number and self._found[-1].is_open
+        known = self._clients(len(self._found) - 1)[0] if is_known else {}
         if known:  # it goes on with other clients besides
             begun = replace(begun, began_s=self._found[-1].began_s)
         clients = {each: ClientInRound(each, ClientState.SELECTED) for each in fact["clients"]}
@@ -240,17 +265,24 @@ class RoundsFolding:
         if self._most is not None and len(self._found) > self._most:
             del self._found[0], self._own[0], self._stale[0]
             self._changed = {at - 1 for at in self._changed if at}
+            if self._num_packed:
+                self._num_packed, self._are_sums_due = self._num_packed - 1, True
+        self._pack()
 
     def _change(self, fact: Mapping[str, Any], client: int, **changes: Any) -> None:
         """Change what is known of a client in the round that the fact names."""
         at = self._place(fact["round_num"])
-        known = None if at is None else self._own[at].get(client)
-        if at is None or known is None:
+        if at is None:
+            return
+        own, stale = self._clients(at)
+        known = own.get(client)
+        if known is None:
             return
         if not self._found[at].is_open:  # it came after the close, which has said that it is late
             changes.pop("state", None)
-        self._own[at][client] = replace(known, **changes)
-        self._changed.add(at)
+        own[client] = replace(known, **changes)
+        self._put(at, own, stale)
+        self._are_sums_due |= at < self._num_packed
 
     def _close(self, event: EventLike) -> None:
         fact = event.payload
@@ -260,15 +292,15 @@ class RoundsFolding:
             at = len(self._found) - 1
         accepted = {each["client"]: each for each in fact["accepted"]}
         own = {
-            each.client: _closed(each, accepted.get(each.client)) for each in self._own[at].values()
+            each.client: _closed(each, accepted.get(each.client))
+            for each in self._clients(at)[0].values()
         }
-        self._own[at] = own
-        self._stale[at] = tuple(
+        stale = tuple(
             self._late(number, each) for number, each in accepted.items() if number not in own
         )
-        counted = [
-            each for each in (*own.values(), *self._stale[at]) if each.state is ClientState.DONE
-        ]
+        self._put(at, own, stale)
+        self._are_sums_due |= at < self._num_packed
+        counted = [each for each in (*own.values(), *stale) if each.state is ClientState.DONE]
         self._found[at] = replace(
             self._found[at],
             seconds=event.time_s - self._found[at].began_s,
@@ -277,13 +309,12 @@ class RoundsFolding:
             told_loss=numbers(fact.get("metrics")).get(TRAIN_LOSS),
             metrics=numbers(fact.get("metrics")),
         )
-        self._changed.add(at)
 
     def _late(self, client: int, accepted: Mapping[str, Any]) -> ClientInRound:
         """Return a client of an earlier round, whose update counts in the newest one."""
         staleness = accepted.get("staleness", 0)
         earlier = self._place(self._found[-1].number - staleness)
-        trained = None if earlier is None else self._own[earlier].get(client)
+        trained = None if earlier is None else self._clients(earlier)[0].get(client)
         trained = trained or ClientInRound(client, ClientState.DONE)
         samples = accepted["num_samples"]
         return replace(trained, state=ClientState.DONE, staleness=staleness, num_samples=samples)
@@ -317,10 +348,3 @@ def _closed(client: ClientInRound, accepted: Mapping[str, Any] | None) -> Client
     if client.state in (ClientState.REJECTED, ClientState.EXCUSED):
         return client
     return replace(client, state=ClientState.LATE)
-
-
-def mean_loss(clients: Iterable[ClientInRound]) -> float:
-    """Return the mean loss of updates, weighted by their samples; NaN of none."""
-    known = [(each.num_samples, each.loss) for each in clients if each.num_samples]
-    samples = sum(num for num, _ in known)
-    return sum(num * loss for num, loss in known) / samples if samples else math.nan

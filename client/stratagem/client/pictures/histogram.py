@@ -4,10 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from stratagem.client.pictures.drawing.frame import EDGE, Box, below, x_values
 from stratagem.client.pictures.drawing.scales import Axis, short, steps, whole_steps
 from stratagem.client.pictures.drawing.svg import SMALL, element, hint, label
 from stratagem.client.pictures.picture import NumberTable, Picture
+from stratagem.common.history.columns import Floats
 
 
 def histogram(
@@ -20,12 +23,11 @@ def histogram(
     height: int = 194,
 ) -> Picture:
     """Return a bar for each range of values; name: what they are. Those not finite are left out."""
-    finite = sorted(value for value in values if math.isfinite(value))
+    known = np.asarray(values, np.float64)  # there may be millions
+    finite = np.sort(known[np.isfinite(known)])
     edges = _edges(finite)
-    counts = [0] * (len(edges) - 1)
-    for value in finite:
-        place = sum(edge <= value for edge in edges[1:-1])
-        counts[place] += 1
+    places = np.searchsorted(np.array(edges[1:-1]), finite, "right")
+    counts = np.bincount(places, minlength=len(edges) - 1).tolist()
     box = Box(40, 14, width - EDGE, height - below(name))
     x = Axis(edges[0], edges[-1], box.left, box.right)
     most = max(counts, default=0) or 1
@@ -55,17 +57,17 @@ def histogram(
             )
     ticks = steps(edges[0], edges[-1], max(2, round((box.right - box.left) / 90)))
     parts += x_values(x, box, ticks, name, form)
-    middle = f"; half of them below {form(finite[len(finite) // 2])}" if finite else ""
+    middle = f"; half of them below {form(float(finite[len(finite) // 2]))}" if len(finite) else ""
     words = f"{len(finite)} values{middle}"
     table = NumberTable((name, "how many"), tuple(rows))
     return Picture(title, words, width, height, "".join(parts), table)
 
 
-def _edges(finite: Sequence[float]) -> list[float]:
+def _edges(finite: Floats) -> list[float]:
     """Return the ends of ranges of one round width that hold all values."""
-    if not finite:
+    if not len(finite):
         return [0.0, 1.0]
-    low, high = finite[0], finite[-1]
+    low, high = float(finite[0]), float(finite[-1])
     if low == high:
         return [low - (abs(low) * 0.05 or 0.5), low + (abs(low) * 0.05 or 0.5)]
     wanted = min(max(math.ceil(math.sqrt(len(finite))), 4), 24)

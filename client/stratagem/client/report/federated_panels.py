@@ -3,7 +3,8 @@
 import math
 from functools import partial
 
-from stratagem.client.course.rounds import ClientState, Round
+from stratagem.client.course.client_in_round import ClientState
+from stratagem.client.course.rounds import Round
 from stratagem.client.pictures.client_grid import ClientCell, client_grid
 from stratagem.client.pictures.drawing.scales import duration
 from stratagem.client.pictures.histogram import histogram
@@ -18,7 +19,7 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
     """Return clients, rounds, and how long clients took. quorum: as the strategy has it, a count or
     a share of the clients that were selected."""
     course = run.course.parties[party]
-    found, known = course.rounds, course.clients
+    found, known, times = course.rounds, course.clients, course.client_times
     cells = [
         ClientCell(
             *(str(each.client), each.state or "", each.loss, each.num_samples),
@@ -28,7 +29,6 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
         for each in known
     ]
     bars = [_bar(each, quorum) for each in found]
-    times = [c.seconds for each in found for c in each.clients if c.num_samples]
     panels: list[Panel] = []
     if cells:
         note = "Each client in the newest round that it was selected for."
@@ -54,10 +54,10 @@ def federated_panels(run: ReportedRun, party: str = "", quorum: float | None = N
 
 
 def _bar(found: Round, quorum: float | None) -> RoundBar:
-    counts = {str(state): len(found.with_state(state)) for state in ClientState}
+    counts = {str(state): found.count(state) for state in ClientState}
     needed = found.num_needed
     if needed is None and quorum is not None:
-        selected = sum(not each.staleness for each in found.clients)
+        selected = found.num_selected
         needed = quorum if isinstance(quorum, int) else math.ceil(quorum * selected - 1e-9)
         needed = max(1, min(needed, selected))
     return RoundBar(found.number, found.loss, counts, needed, found.seconds, found.deadline_s)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Final
 
-from stratagem.client.course.rounds import ClientInRound, ClientState, Round
+from stratagem.client.course.client_in_round import ClientInRound, ClientState
+from stratagem.client.course.rounds import Round
 from stratagem.client.pictures.members import Stay
 from stratagem.client.pictures.members import members as members_picture
 from stratagem.client.pictures.picture import Picture

@@ -8,13 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from stratagem.client.course.clients import (
-    FederatedClient,
-    Home,
-    fold_benches,
-    homes,
-    of_rounds,
-)
+from stratagem.client.course.client_sums import FederatedClient
+from stratagem.client.course.clients import Home, fold_benches, homes, of_sums
 from stratagem.client.course.members import MembersFolding
 from stratagem.client.course.outages import OutagesFolding
 from stratagem.client.course.payloads import party_of
@@ -73,7 +68,12 @@ class PartyCourse:
     @property
     def clients(self) -> tuple[FederatedClient, ...]:
         """Return the clients of a federation."""
-        return of_rounds(self.rounds, self._roster, self._benches)
+        return of_sums(self._rounds.sums, self._rounds.number, self._roster, self._benches)
+
+    @property
+    def client_times(self) -> Sequence[float]:
+        """Return the seconds that updates of the clients of a federation have taken."""
+        return self._rounds.sums.times
 
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import grpc
 
-from stratagem.client.course.clients import FederatedClient
+from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.clients import clients as course_clients
 from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.members import members as course_members

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stratagem.client.course.clients import FederatedClient
+from stratagem.client.course.client_sums import FederatedClient
 from stratagem.client.course.members import MemberInterval
 from stratagem.client.course.population import Population
 from stratagem.client.course.rounds import Round

@@ -13,7 +13,7 @@ from typing import Final
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from stratagem.client.course.rounds import ClientState
+from stratagem.client.course.client_in_round import ClientState
 from stratagem.client.sdk.views import Phase, Progress
 from stratagem.client.terminal.followed_run import FollowedRun
 from stratagem.client.terminal.wording import (

@@ -237,6 +237,8 @@ class App:
         if CLUSTER in changed:
             for link in self.links.drop_lost(self.loop.state):
                 self._chores.do(link.close(), f"close the link to {link.member.worker_id}")
+            if self.loop.cluster_is_long:
+                self._chores.do(self.loop.sum_up_cluster(), "sum up the facts of the cluster")
         runs = self.loop.state.runs
         self._forget_resting(changed & self.loop.state.ended.keys())
         due = (pending_of(runs[run_id]) for run_id in changed if run_id in runs)

@@ -89,7 +89,9 @@ class Backups:
         try:
             snapshot, state = await self._loop.snapshot()
             try:
-                digests = sorted(live_blobs(state) - state.holds.keys())
+                digests = await asyncio.to_thread(
+                    lambda: sorted(live_blobs(state) - state.holds.keys())
+                )
                 listed = await asyncio.to_thread(_write, self._blobs, digests)
                 until_s = self._loop.clock.now() + HOLD_S
                 await self._loop.submit(HoldBlobs(listed, until_s, by))

@@ -27,7 +27,7 @@ from stratagem.coordinator.core.facts import (
     UpdateReceived,
 )
 from stratagem.coordinator.core.state import RunPhase
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
+from stratagem.coordinator.core.state_machine.pending_effects import needed
 from stratagem.coordinator.observe.event_feed import Feed
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.tasks.chores import Chores
@@ -101,7 +101,7 @@ class Collector:
         if self.backups.is_fixing:  # it asks for a collection at its end
             return
         # Together: what is named from now on is not in `live`, and must not be settled yet.
-        live, named, self._named = live_blobs(self._loop.state) | held, self._named, []
+        live, named, self._named = needed(self._loop.state, *held), self._named, []
 
         def collect() -> None:
             for digest in named:

@@ -12,7 +12,7 @@ import structlog
 
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers
-from stratagem.coordinator.core.state import EndedRun
+from stratagem.coordinator.core.state import CoordinatorState, EndedRun
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.refused_workers import Refusals
 from stratagem.coordinator.observe.run_logs import RunLogs
@@ -78,8 +78,8 @@ class House:
         behind."""
         before_s = self._before(self.settings.keep_logs_for)
         for place in (self.logs, self.profiles):
-            for run_id in await asyncio.to_thread(place.run_ids):
-                if self._is_over(run_id, before_s):
+            for run_id in await asyncio.to_thread(self._all_over, place, before_s):
+                if self._is_over(self.loop.state, run_id, before_s):  # as before it was looked for
                     try:
                         place.delete(run_id)
                     except OSError as error:  # nothing waits for it, and it is tried again
@@ -114,9 +114,14 @@ class House:
         finally:
             self._merging.discard(run_id)
 
-    def _is_over(self, run_id: RunId, before_s: float) -> bool:
-        run = self.loop.state.find(run_id)
-        if run_id in self.loop.state.pinned:
+    def _all_over(self, place: RunLogs | Profiles, before_s: float) -> list[RunId]:
+        state = self.loop.state
+        return [run_id for run_id in place.run_ids() if self._is_over(state, run_id, before_s)]
+
+    @staticmethod
+    def _is_over(state: CoordinatorState, run_id: RunId, before_s: float) -> bool:
+        run = state.find(run_id)
+        if run_id in state.pinned:
             return False
         return run is None or (isinstance(run, EndedRun) and run.ended_s < before_s)
 

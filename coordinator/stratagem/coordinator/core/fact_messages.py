@@ -171,6 +171,7 @@ _SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "DataUploaded": lambda e: f"{e.owner} has uploaded {e.digest}",
     "RunPinned": lambda e: _by(f"{e.run_id} {'pinned' if e.is_pinned else 'unpinned'}", e),
     "BlobsHeld": lambda e: _by("a backup was begun", e),
+    "ClusterSummed": lambda e: f"the cluster as it was: {counted(len(e.workers), 'worker')}",
     "RunSubmitted": lambda e: _by("submitted", e),
     "RunCancelled": lambda e: e.reason,
     "RunResumed": lambda e: _by(_resumed(e), e),

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from stratagem.common.base.ids import NO_DIGEST, Digest, Party, RunId, WorkerId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics import numerics_rules
+from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.facts import Capability, ErrorRecord, Member
+from stratagem.coordinator.core.persistent_map import PersistentMap
 
 if TYPE_CHECKING:  # both are made of what stands here
     from stratagem.coordinator.core.strategy_contract import Strategy
@@ -139,6 +141,9 @@ class EndedRun:
     """Leader-clock time of its newest fact."""
     initial: Digest | None
     """The state that its job names to begin from."""
+    states: tuple[Digest, ...] = ()
+    """Of its blobs, those that it has committed, and its predictions: who may read runs may read
+    these."""
     owner: str = ""
     submission: str = ""
     """See RunSubmitted."""
@@ -160,12 +165,12 @@ class EndedRun:
 class CoordinatorState:
     strategies: "Strategies"
     """The strategies that runs can have; given with the first state, changed by no fact."""
-    workers: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)
+    workers: PersistentMap[WorkerId, WorkerRecord] = field(default_factory=PersistentMap)
     runs: Mapping[RunId, RunRecord] = field(default_factory=dict)
     """Active runs, and ended runs that are not archived yet."""
-    ended: Mapping[RunId, EndedRun] = field(default_factory=dict)
+    ended: EndedRuns = field(default_factory=EndedRuns)
     """Archived runs; no run is in both mappings."""
-    uploads: Mapping[str, tuple[Digest, ...]] = field(default_factory=dict)
+    uploads: PersistentMap[str, tuple[Digest, ...]] = field(default_factory=PersistentMap)
     """By owner: the newest blobs uploaded. Blobs that a run names belong to its owner, too."""
 
     pinned: frozenset[RunId] = frozenset()

@@ -312,7 +312,7 @@ def _phases(state: CoordinatorState) -> Mapping[RunId, RunPhase]:
 
 def _runs(phases: Mapping[RunId, RunPhase], state: CoordinatorState) -> Values:
     """Count the runs in each phase, phases without runs included."""
-    counts = Counter(phases.values()) + Counter(run.ended for run in state.ended.values())
+    counts = Counter(phases.values()) + Counter(state.ended.phases)
     return {(phase.value,): counts[phase] for phase in RunPhase}
 
 

@@ -28,7 +28,7 @@ from stratagem.common.base.ids import RunId
 from stratagem.common.observe.metric_definition import Durations
 from stratagem.coordinator.core.commands import Command, JournalEntry, Refusal, RefusalKind, Tick
 from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts import RunDeleted
+from stratagem.coordinator.core.facts import ClusterSummed, RunDeleted
 from stratagem.coordinator.core.secret_draws import shown
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord, World
 from stratagem.coordinator.core.state_machine.agenda import Agenda
@@ -51,6 +51,9 @@ MAX_BATCH = 64
 """Greatest number of commands in one transaction; bounds how long the first one waits."""
 
 SUMMED_UP_FACTS = 50_000
+SUMMED_UP_CLUSTER = 5000
+"""Facts of the cluster that are not summed up yet, from which on they are. A takeover reads that
+many, and one transaction deletes them."""
 SUMMED_UP_RUNS = 500
 """During replay, ended runs are summarized after every so many facts, or runs: a replay that is
 interrupted keeps what it has summarized."""
@@ -104,6 +107,10 @@ class Loop:
         """Held while a batch is decided and written."""
         self._has_ended = False
         self._num_of_cluster = 0
+        self._num_summed_up = 0
+        """Facts of the cluster up to its summary, which stands in the places of the last of
+        them."""
+        self._is_summing_up = False
         self._deadline: asyncio.TimerHandle | None = None
         self.facts: Counter[str] = Counter()
         """Facts journaled since the start, by kind."""
@@ -115,6 +122,25 @@ class Loop:
     def num_waiting(self) -> int:
         """Return the number of commands that wait to be decided."""
         return self._queue.qsize()
+
+    @property
+    def cluster_is_long(self) -> bool:
+        """Return True when the facts of the cluster are to be summed up, and are not being so."""
+        num_facts = self._num_of_cluster - self._num_summed_up
+        return num_facts >= SUMMED_UP_CLUSTER and not self._is_summing_up
+
+    async def sum_up_cluster(self) -> None:
+        """Replace the facts of the cluster, up to the newest durable one, by their summary. Commits
+        wait for the transaction, not for what is written to be made."""
+        if self._is_summing_up or not self._num_of_cluster:
+            return  # an older summary must not come after a newer one
+        self._is_summing_up = True
+        try:
+            state, num_facts = self.state, self._num_of_cluster
+            await self.recorded.sum_up_cluster(state, num_facts)
+            self._num_summed_up = num_facts
+        finally:
+            self._is_summing_up = False
 
     async def replay(
         self, show: Callable[[list[Committed]], None], renew_every_s: float = math.inf
@@ -133,6 +159,8 @@ class Loop:
             read |= {item.entry.run_id: item.wall_s for item in facts}
             num_facts, num_since = num_facts + len(facts), num_since + len(facts)
             show(facts)
+            if self._num_of_cluster - self._num_summed_up >= SUMMED_UP_FACTS:
+                await self.sum_up_cluster()
             if num_since >= SUMMED_UP_FACTS or len(read) > SUMMED_UP_RUNS:
                 last = facts[-1].entry.run_id  # there may be more of it
                 await self._sum_up(
@@ -142,6 +170,8 @@ class Loop:
             if time.monotonic() - self.renewed_s > renew_every_s:
                 await self.renew()
         await self._sum_up(read)
+        if self.cluster_is_long:
+            await self.sum_up_cluster()
         self._agenda = Agenda(self.state)
         self.world = self._agenda.world
         num_runs = len(self.state.runs) + len(self.state.ended)
@@ -158,6 +188,8 @@ class Loop:
                 self.state = apply(self.state, run_id, item.entry.fact, item.time_s)
             if run_id == CLUSTER:
                 self._num_of_cluster = item.index + 1
+                if isinstance(item.entry.fact, ClusterSummed):
+                    self._num_summed_up = self._num_of_cluster
             shown_index = _shown_index(before, self.state.find(run_id))
             folded.append(replace(item, shown_index=shown_index))
         self.world = world_of(self.state)

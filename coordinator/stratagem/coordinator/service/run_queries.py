@@ -1,8 +1,11 @@
 """Answers queries about runs: active ones from memory, those at rest from the journal."""
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from heapq import merge
+from itertools import islice
 from typing import Final
 
 from stratagem.common.base.errors import InvalidInputError, NotFoundError
@@ -21,6 +24,10 @@ MAX_PAGE_BYTES: Final = 2 * 2**20
 
 READ_AT_ONCE: Final = 16
 """Runs at rest that are read at once: a few KB each, but each may be as large as a job."""
+
+
+_FIRST: Final = (-math.inf, RunId(""))
+"""A place before those of all runs."""
 
 
 class Runs:
@@ -47,9 +54,9 @@ class Runs:
     async def watch(self) -> AsyncIterator[coordinator_pb2.WatchRunsResponse]:
         """Yield the briefs of all runs, newest first, and then of those that have changed."""
         with self._briefs.follower() as follower:
-            run_ids = [place[1] for place in self._places()]
-            for start in range(0, len(run_ids), READ_AT_ONCE):
-                views = await self._views(run_ids[start : start + READ_AT_ONCE])
+            run_ids = self._newest_first()
+            while at_once := list(islice(run_ids, READ_AT_ONCE)):
+                views = await self._views(at_once)
                 runs = [self._brief_of(view) for view in views]
                 yield coordinator_pb2.WatchRunsResponse(runs=runs, time_s=time.time())
             yield coordinator_pb2.WatchRunsResponse(is_complete=True, time_s=time.time())
@@ -80,12 +87,11 @@ class Runs:
 
         The token is the position of the last run of a page, so that deleting that run does no harm.
         """
-        behind = _place_in(page_token) if page_token else None
-        run_ids = [place[1] for place in self._places() if behind is None or place > behind]
+        run_ids = self._newest_first(_place_in(page_token) if page_token else _FIRST)
         response = coordinator_pb2.ListRunsResponse()
         num_bytes = 0
-        for start in range(0, len(run_ids), READ_AT_ONCE):
-            for view in await self._views(run_ids[start : start + READ_AT_ONCE]):
+        while at_once := list(islice(run_ids, READ_AT_ONCE)):
+            for view in await self._views(at_once):
                 info = self._info_of(view)
                 num_bytes += info.ByteSize()
                 if response.runs and num_bytes > MAX_PAGE_BYTES:
@@ -95,9 +101,12 @@ class Runs:
                 response.runs.append(info)
         return response
 
-    def _places(self) -> list[tuple[float, RunId]]:
-        """Return where each run is among all, newest first."""
-        return sorted((-run.submitted_wall_s, run.run_id) for run in self.app.loop.state.all_runs())
+    def _newest_first(self, behind: tuple[float, RunId] = _FIRST) -> Iterator[RunId]:
+        """Yield the runs that there are now behind a place among all, newest first."""
+        state = self.app.loop.state
+        active = sorted((-run.submitted_wall_s, run.run_id) for run in state.runs.values())
+        places = merge(active, state.ended.by_submission.behind(behind))
+        return (run_id for place, run_id in places if (place, run_id) > behind)
 
     async def _views(self, run_ids: Sequence[RunId]) -> list[RunView]:
         """Return those of the runs that exist, in this order; they may be deleted meanwhile."""
@@ -121,10 +130,10 @@ class Runs:
         return view.model_copy(update={"reason": reason})
 
 
-def _place_in(page_token: str) -> tuple[float, str]:
+def _place_in(page_token: str) -> tuple[float, RunId]:
     wall_s, _, run_id = page_token.partition(" ")
     try:
-        return -float(wall_s), check_run_id(run_id)
+        return -float(wall_s), RunId(check_run_id(run_id))
     except ValueError:
         text = f"{page_token[:80]!r} is not from an earlier answer"
         raise InvalidInputError.at("page_token", text) from None

@@ -239,23 +239,17 @@ def _check_privacy(app: App, job: JobSpec) -> None:
 async def _is_here(app: App, caller: Caller, digest: Digest | None, *, is_new: bool) -> bool:
     """Return True if the caller may name a blob that is stored here, which is then kept for a new
     run."""
-    if digest is None or not await may_name(app, caller, digest):
+    if digest is None or not may_name(app, caller, digest):
         return False
     return not is_new or await app.kept.keep(digest)
 
 
-async def may_name(app: App, caller: Caller, digest: Digest) -> bool:
+def may_name(app: App, caller: Caller, digest: Digest) -> bool:
     """Return True if a job of the caller may name a blob, wherever it is stored; see
     `core/state_machine/blob_owners.py`."""
     state = app.loop.state
-    if caller.is_admin or has_brought(state, caller.owner, digest) or is_shared(state, digest):
-        return True
-    views = await app.loop.recorded.views(resting_with(state, digest))
-    return any(
-        digest == view.predictions
-        or digest in {named for each in view.commits for named in (each.digest, each.average)}
-        for view in views.values()
-    )
+    is_theirs = caller.is_admin or has_brought(state, caller.owner, digest)
+    return is_theirs or is_shared(state, digest)
 
 
 async def rendezvous(

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 from stratagem.common.base.ids import Party
 from stratagem.coordinator.core.facts.cluster_facts import BlobsHeld as BlobsHeld
+from stratagem.coordinator.core.facts.cluster_facts import ClusterSummed as ClusterSummed
 from stratagem.coordinator.core.facts.cluster_facts import DataUploaded as DataUploaded
+from stratagem.coordinator.core.facts.cluster_facts import KnownWorker as KnownWorker
 from stratagem.coordinator.core.facts.cluster_facts import RunPinned as RunPinned
 from stratagem.coordinator.core.facts.cluster_facts import WorkerDraining as WorkerDraining
 from stratagem.coordinator.core.facts.cluster_facts import WorkerLeft as WorkerLeft
@@ -87,6 +89,7 @@ Fact = (
     | DataUploaded
     | RunPinned
     | BlobsHeld
+    | ClusterSummed
     | RunSubmitted
     | RunCancelled
     | RunResumed

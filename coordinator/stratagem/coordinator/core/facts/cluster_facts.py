@@ -1,4 +1,7 @@
-"""Facts of the cluster itself, under the empty run id: workers and uploaded data."""
+"""Facts of the cluster itself, under the empty run id: workers and uploaded data; and the summary
+that takes the place of those of the past."""
+
+from collections.abc import Mapping
 
 from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.coordinator.core.facts.fact_values import Capability, Member, Value
@@ -60,3 +63,28 @@ class BlobsHeld(Value):
     """The blob that lists them: there may be very many."""
     until_s: float
     by: str = ""
+
+
+class KnownWorker(Value):
+    """A worker as the facts of the past leave it; its fields are those of `state.WorkerRecord`."""
+
+    member: Member
+    address: str
+    capability: Capability
+    is_alive: bool = True
+    is_draining: bool = False
+    reason: str = ""
+    is_blameless: bool = False
+    lost_s: float = 0.0
+    registered_s: float = 0.0
+
+
+class ClusterSummed(Value):
+    """A part of the cluster's state, put in the place of facts that have led to it, which are
+    deleted. All parts together, which follow each other, are the state; nobody decides it, so it
+    is a fact of a journal, and never of a command."""
+
+    workers: tuple[KnownWorker, ...] = ()
+    uploads: Mapping[str, tuple[Digest, ...]] = {}
+    pinned: tuple[RunId, ...] = ()
+    holds: Mapping[Digest, float] = {}

@@ -8,12 +8,13 @@ fact comes to the same facts in the same order; the tests of the core compare th
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 
 from stratagem.common.base.ids import RunId, WorkerId
 from stratagem.coordinator.core.commands import JournalEntry
 from stratagem.coordinator.core.facts import Member
-from stratagem.coordinator.core.state import CoordinatorState, RunRecord, WorkerRecord, World
+from stratagem.coordinator.core.persistent_map import PersistentMap
+from stratagem.coordinator.core.state import CoordinatorState, RunRecord, World
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.decide import key_of, limited
 from stratagem.coordinator.core.state_machine.strategy_boundary import ask, deadline_of
@@ -25,7 +26,8 @@ class Agenda:
     def __init__(self, state: CoordinatorState) -> None:
         self.world = World(state.workers, {})
         """The same value as `decide.world_of` computes."""
-        self._load = Counter[WorkerId]()
+        self._workers = state.workers
+        self._load = PersistentMap[WorkerId, int]()
         self._burdened: dict[RunId, frozenset[WorkerId]] = {}
         """Workers that count as loaded, by active run."""
         self._touched: dict[RunId, frozenset[Member]] = {}
@@ -48,7 +50,7 @@ class Agenda:
     def note(self, state: CoordinatorState, run_id: RunId) -> None:
         """Take in that a fact of this run, or of the cluster, has been applied."""
         if run_id == CLUSTER:
-            changed = _changed(self.world.workers, state.workers)
+            changed = state.workers.changed_since(self._workers)
             for burdened_id in list(self._burdened):
                 self._carry(state, burdened_id, state.runs[burdened_id], changed)
             self._change_world(state)
@@ -112,15 +114,18 @@ class Agenda:
             self._burdened[run_id], self._touched[run_id] = after, run.touched
         if after is before or after == before:
             return False
-        self._load.update(after - before)
-        self._load.subtract(before - after)
+        for worker_id in after - before:
+            self._load = self._load.with_item(worker_id, self._load.get(worker_id, 0) + 1)
         for worker_id in before - after:
-            if not self._load[worker_id]:  # every change walks what is in it
-                del self._load[worker_id]
+            num = self._load[worker_id] - 1
+            self._load = (
+                self._load.with_item(worker_id, num) if num else self._load.without(worker_id)
+            )
         return True
 
     def _change_world(self, state: CoordinatorState) -> None:
-        self.world = World(state.workers, self._load.copy())
+        self._workers = state.workers
+        self.world = World(state.workers, self._load)
         self._due.update(self._burdened)
         for run_id in self._limited & state.runs.keys():
             self._set_deadline(state.runs[run_id])
@@ -131,13 +136,3 @@ class Agenda:
             self._deadlines.pop(run.run_id, None)
         else:
             self._deadlines[run.run_id] = deadline_s
-
-
-def _changed(
-    before: Mapping[WorkerId, WorkerRecord], now: Mapping[WorkerId, WorkerRecord]
-) -> set[WorkerId]:
-    """Return the workers that are not what they were, or not there."""
-    if before is now:
-        return set()
-    others = {worker_id for worker_id, worker in now.items() if before.get(worker_id) is not worker}
-    return others | (before.keys() - now.keys())

@@ -15,6 +15,7 @@ from stratagem.coordinator.core.facts import (
     BlobsHeld,
     ClientsJoined,
     ClientStateLost,
+    ClusterSummed,
     CommitUploaded,
     DataUploaded,
     Evaluated,
@@ -45,6 +46,7 @@ from stratagem.coordinator.core.facts import (
     WorkersForgotten,
 )
 from stratagem.coordinator.core.metric_course import resumed_metrics, with_course
+from stratagem.coordinator.core.persistent_map import PersistentMap
 from stratagem.coordinator.core.secret_draws import is_hidden
 from stratagem.coordinator.core.state import (
     CommittedState,
@@ -54,6 +56,7 @@ from stratagem.coordinator.core.state import (
     WorkerRecord,
     retained,
 )
+from stratagem.coordinator.core.state_machine.cluster_summary import with_summary
 from stratagem.coordinator.core.state_machine.rollback import returned
 from stratagem.coordinator.core.state_machine.strategy_boundary import Raised
 from stratagem.coordinator.core.strategy_table import Strategies
@@ -79,11 +82,13 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     if isinstance(fact, BlobsHeld):
         present = {each: until_s for each, until_s in state.holds.items() if until_s > time_s}
         return replace(state, holds={**present, fact.listed: fact.until_s})
+    if isinstance(fact, ClusterSummed):
+        return with_summary(state, fact)
     if run_id == CLUSTER:
         workers = _workers_after(state.workers, fact, time_s)
         return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
     if isinstance(fact, RunDeleted):
-        return replace(state, runs=without(state.runs, run_id), ended=without(state.ended, run_id))
+        return replace(state, runs=without(state.runs, run_id), ended=state.ended.without(run_id))
     if isinstance(fact, RunSubmitted):
         record = _submitted(state.strategies, run_id, fact)
     else:
@@ -102,15 +107,15 @@ def without(values: Mapping[K, T], left_out: K) -> Mapping[K, T]:
 
 
 def _uploads_after(
-    uploads: Mapping[str, tuple[Digest, ...]], fact: DataUploaded
-) -> Mapping[str, tuple[Digest, ...]]:
+    uploads: PersistentMap[str, tuple[Digest, ...]], fact: DataUploaded
+) -> PersistentMap[str, tuple[Digest, ...]]:
     before = uploads.get(fact.owner, ())
-    return {**uploads, fact.owner: (*before, fact.digest)[-MAX_UPLOADS:]}
+    return uploads.with_item(fact.owner, (*before, fact.digest)[-MAX_UPLOADS:])
 
 
 def _workers_after(
-    workers: Mapping[WorkerId, WorkerRecord], fact: Fact, time_s: float
-) -> Mapping[WorkerId, WorkerRecord]:
+    workers: PersistentMap[WorkerId, WorkerRecord], fact: Fact, time_s: float
+) -> PersistentMap[WorkerId, WorkerRecord]:
     match fact:
         case WorkerRegistered():
             record = WorkerRecord(fact.member, fact.address, fact.capability, registered_s=time_s)
@@ -127,12 +132,14 @@ def _workers_after(
             old = workers[fact.member.worker_id]
             record = replace(old, is_draining=True, reason="draining")
         case WorkerLeft():
-            return without(workers, fact.member.worker_id)
+            return workers.without(fact.member.worker_id)
         case WorkersForgotten():
-            return {name: worker for name, worker in workers.items() if name not in fact.names}
+            for name in fact.names:
+                workers = workers.without(name)
+            return workers
         case _:
             raise AssertionError(f"{type(fact).__name__} is no fact of the cluster")
-    return {**workers, record.member.worker_id: record}
+    return workers.with_item(record.member.worker_id, record)
 
 
 def _gone_with(state: CoordinatorState, fact: Fact) -> Member | None:

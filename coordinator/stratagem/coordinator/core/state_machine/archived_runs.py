@@ -7,7 +7,7 @@ beyond that is recalled, by folding the run's own facts again.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from stratagem.common.base.ids import RunId
+from stratagem.common.base.ids import Digest, RunId
 from stratagem.coordinator.core.commands import Command, ResumeRun, SubmitRun
 from stratagem.coordinator.core.facts import Fact
 from stratagem.coordinator.core.secret_draws import draws_in_secret
@@ -19,7 +19,7 @@ from stratagem.coordinator.core.state import (
     World,
     initial_of,
 )
-from stratagem.coordinator.core.state_machine.apply import apply, without
+from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of
 from stratagem.coordinator.core.state_machine.run_view import RunView, view_of
 from stratagem.coordinator.core.strategy_table import MISSING
@@ -48,11 +48,18 @@ def at_rest(world: World, run: RunRecord, last_wall_s: float) -> tuple[EndedRun,
         owner=run.owner,
         ended_s=run.changed_s,
         initial=initial_of(run),
+        states=tuple(sorted(_states_in(view))),
         submission=run.submission,
         num_hidden=run.num_hidden,
         draws_in_secret=draws_in_secret(run.job),
     )
     return ended, view
+
+
+def _states_in(view: RunView) -> set[Digest]:
+    """Return the states that a view shows, and the predictions."""
+    named = {digest for each in view.commits for digest in (each.digest, each.average)}
+    return {*named, view.predictions or Digest("")} - {Digest("")}
 
 
 def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> CoordinatorState:
@@ -61,7 +68,7 @@ def put_to_rest(state: CoordinatorState, runs: Iterable[EndedRun]) -> Coordinato
     if not ended:
         return state
     left = {run_id: run for run_id, run in state.runs.items() if run_id not in ended}
-    return replace(state, runs=left, ended={**state.ended, **ended})
+    return replace(state, runs=left, ended=state.ended.with_runs(ended.values()))
 
 
 def num_to_recall(state: CoordinatorState, command: Command) -> tuple[RunId, int] | None:
@@ -84,4 +91,4 @@ def recall(
     alone = CoordinatorState(state.strategies)
     for fact, time_s in facts:
         alone = apply(alone, run_id, fact, time_s)
-    return replace(state, runs={**state.runs, **alone.runs}, ended=without(state.ended, run_id))
+    return replace(state, runs={**state.runs, **alone.runs}, ended=state.ended.without(run_id))

@@ -18,15 +18,16 @@ def has_brought(state: CoordinatorState, owner: str, digest: Digest) -> bool:
     """Return True when the blob belongs to this owner: uploaded, or in use by a run of theirs."""
     if digest in state.uploads.get(owner, ()):
         return True
-    if any(run.owner == owner and digest in run.blobs for run in state.ended.values()):
+    if state.ended.has_brought(owner, digest):
         return True
     return any(run.owner == owner and digest in blobs_of(run) for run in state.runs.values())
 
 
 def is_shared(state: CoordinatorState, digest: Digest) -> bool:
-    """Return True for a state that a run has committed, or its predictions; see also
-    `resting_with`."""
-    return any(digest in states_of(run) for run in state.runs.values())
+    """Return True for a state that a run has committed, or its predictions."""
+    return state.ended.has_committed(digest) or any(
+        digest in states_of(run) for run in state.runs.values()
+    )
 
 
 def states_of(run: RunRecord) -> frozenset[Digest]:
@@ -36,9 +37,12 @@ def states_of(run: RunRecord) -> frozenset[Digest]:
 
 
 def resting_with(state: CoordinatorState, digest: Digest) -> list[RunId]:
-    """Return the archived runs that need the blob, as a state of theirs or as an input: only their
-    summaries say which of the two."""
-    return [run.run_id for run in state.ended.values() if digest in run.blobs]
+    """Return the archived runs that need the blob, as a state of theirs or as an input, the oldest
+    first."""
+    found = sorted(
+        state.ended.needing(digest).values(), key=lambda run: (run.submitted_wall_s, run.run_id)
+    )
+    return [run.run_id for run in found]
 
 
 def runs_with(state: CoordinatorState, digest: Digest, views: Mapping[RunId, RunView]) -> list[str]:

@@ -1,9 +1,12 @@
 """The effects that are due and the blobs that are still needed, both derived from the state."""
 
+from collections.abc import Container
+from dataclasses import dataclass
 from itertools import chain
 
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.core.effects import Effect, Release, UploadCommit
+from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.state import CoordinatorState, RunRecord, retained
 
 
@@ -29,8 +32,28 @@ def _last_uploads(run: RunRecord) -> frozenset[Effect]:
 
 def live_blobs(state: CoordinatorState) -> frozenset[Digest]:
     """Return the blobs that must be kept."""
+    return needed(state).all()
+
+
+@dataclass(frozen=True, slots=True)
+class Needed(Container[Digest]):
+    """Blobs that must be kept; of archived runs, whose blobs may be very many, without a copy."""
+
+    active: frozenset[Digest]
+    ended: EndedRuns
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self.active or digest in self.ended.blobs
+
+    def all(self) -> frozenset[Digest]:
+        """Return all of them, which takes long where runs are many."""
+        return frozenset(chain(self.active, self.ended.blobs))
+
+
+def needed(state: CoordinatorState, *more: Digest) -> Needed:
+    """Return the blobs that must be kept, and more of them."""
     active = (blobs_of(run) for run in state.runs.values())
-    return frozenset(chain(state.holds, *active, *(run.blobs for run in state.ended.values())))
+    return Needed(frozenset(chain(state.holds, more, *active)), state.ended)
 
 
 def blobs_of(run: RunRecord) -> frozenset[Digest]:

@@ -1,13 +1,20 @@
 """Retention limits: lost workers and ended runs are forgotten when they are too old or too many,
 and no run needs them."""
 
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, islice
 
 from stratagem.common.base.ids import WorkerId
 from stratagem.coordinator.core.commands import ExpireRuns, ForgetWorkers, JournalEntry
 from stratagem.coordinator.core.effects import slots
 from stratagem.coordinator.core.facts import RunExpired, WorkersForgotten
-from stratagem.coordinator.core.state import CoordinatorState, RunRecord, WorkerRecord, initial_of
+from stratagem.coordinator.core.state import (
+    CoordinatorState,
+    EndedRun,
+    RunRecord,
+    WorkerRecord,
+    initial_of,
+)
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.strategy_boundary import parties_of
 
@@ -66,18 +73,31 @@ def expire_runs(state: CoordinatorState, command: ExpireRuns) -> tuple[JournalEn
     """Return the facts that delete the runs beyond the limits. A run that is not archived stays,
     and so does one that another run has begun from. One that is pinned stays, too, and does not
     count."""
-    loose = (run for run in state.ended.values() if run.run_id not in state.pinned)
-    ended = sorted(loose, key=lambda run: (run.ended_s, run.run_id))
-    num_old = sum(run.ended_s < command.ended_before_s for run in ended)
-    old = ended[: max(num_old, len(ended) - command.num_kept)]
-    if not old:
-        return ()
-    named = {run.initial for run in state.ended.values()} | set(
-        map(initial_of, state.runs.values())
-    )
+    named = frozenset(map(initial_of, state.runs.values()))
     # What a run began from is the state of another run.
-    free = [run for run in old if not (frozenset(run.blobs) - {run.initial}) & named]
+    free = (
+        run
+        for run in _beyond(state, command)
+        if not any(
+            blob in named or state.ended.is_begun_from(blob)
+            for blob in run.blobs
+            if blob != run.initial
+        )
+    )
     return tuple(
         JournalEntry(run.run_id, RunExpired(reason=command.reason, submission=run.submission))
-        for run in free[: command.limit]
+        for run in islice(free, command.limit)
     )
+
+
+def _beyond(state: CoordinatorState, command: ExpireRuns) -> Iterator[EndedRun]:
+    """Yield the archived runs that are too old, or too many, the oldest first. Only these are
+    looked at, as there may be very many others."""
+    num_pinned = sum(run_id in state.ended for run_id in state.pinned)
+    num_beyond = len(state.ended) - num_pinned - command.num_kept
+    loose = (run_id for _, run_id in state.ended.by_end if run_id not in state.pinned)
+    for number, run_id in enumerate(loose):
+        run = state.ended[run_id]
+        if number >= num_beyond and run.ended_s >= command.ended_before_s:
+            return
+        yield run

@@ -7,7 +7,7 @@ methods may be called from any thread, and may block on a disk or a network.
 """
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Container
 from pathlib import Path
 from typing import Protocol
 
@@ -77,7 +77,7 @@ class BlobStore(Protocol):
         """Delete local copies of blobs that are stored elsewhere until the disk has some room for
         others."""
 
-    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+    def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them.
 
         Spared are blobs that this process wrote less than grace_s ago, and whose event has not

@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +150,7 @@ class DirectoryBlobs:
         """Return the path of the blob's file; "" when it is not in the store."""
         return str(self._path(digest).resolve()) if self.exists(digest) else ""
 
-    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+    def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; see BlobStore.
 
         Raises StaleError when another coordinator has opened the folder since.
@@ -158,7 +158,8 @@ class DirectoryBlobs:
         with self._lock:
             if self._present is None:
                 self._present = set(self.digests())
-            garbage = sorted(self._present - set(live))
+            present = self._present.copy()
+        garbage = sorted(digest for digest in present if digest not in live)
         return [digest for digest in garbage if self._delete(digest, grace_s)]
 
     def adopt(self, digest: Digest, file: DurableFile, temporary: Path, sums: Sums) -> None:

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -127,7 +127,7 @@ class SharedBlobs:
         """Drop local copies while the disk has little room."""
         self._cache.keep_room()
 
-    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+    def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; see BlobStore."""
         if not self._collecting.acquire(blocking=False):  # the next one will do
             return []

@@ -11,17 +11,18 @@ from typing import TypeVar
 
 from stratagem.common.base import limits
 from stratagem.common.base.ids import Party, RunId
-from stratagem.coordinator.core.commands import Command
+from stratagem.coordinator.core.commands import Command, JournalEntry
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunResumed
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunRecord
 from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.archived_runs import num_to_recall, recall
+from stratagem.coordinator.core.state_machine.cluster_summary import summary_of
 from stratagem.coordinator.core.state_machine.run_view import RunView
 from stratagem.coordinator.store.journal import fact_codec
 from stratagem.coordinator.store.journal.fact_codec import Committed
 from stratagem.coordinator.store.journal.history_rows import HistoryRow, one_row
-from stratagem.coordinator.store.journal.journal import Journal
+from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.snapshot import Snapshot
 from stratagem.coordinator.store.journal.step_histories import StepSpan
 
@@ -74,6 +75,22 @@ class Recorded:
         await self._in_thread(
             lambda: self._journal.append(self._term, records, summaries, histories, returns)
         )
+
+    async def sum_up_cluster(self, state: CoordinatorState, num_facts: int) -> None:
+        """Replace the facts of the cluster, the first ones so many, by a summary of the state that
+        they have led to; they are durable. Raises FencedError."""
+
+        def made() -> list[Record]:
+            parts = list(summary_of(state))
+            numbered = enumerate(parts, num_facts - len(parts))
+            # Times are those of the facts in whose places they stand.
+            return [
+                fact_codec.record(Committed(JournalEntry(CLUSTER, part), number, 0.0, 0.0))
+                for number, part in numbered
+            ]
+
+        records = await asyncio.to_thread(made)
+        await self._in_thread(lambda: self._journal.sum_up(self._term, records))
 
     async def snapshot(self) -> Snapshot:
         """Return the journal with what has been appended so far, and nothing that comes later."""

@@ -15,7 +15,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from sqlalchemy import Connection, Row, Select, delete, func, insert, select, tuple_, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    Select,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from stratagem.common.base.errors import ConflictError, InvalidInputError
@@ -88,6 +99,14 @@ _STORED: Final = tuple(
     event.c[each] for each in ("position", "term", *(each.name for each in fields(Record)))
 )
 """The columns of a stored record, in its order."""
+_REPLACED: Final = (
+    update(event)
+    .where(event.c.run_id == bindparam("of_run"), event.c.seq == bindparam("number"))
+    .values(
+        {each: bindparam(f"new_{each}") for each in ("term", "kind", "schema_version", "payload")}
+    )
+    .values(idem_key=None)
+)
 _PLACED: Final = insert(event).returning(event.c.position, sort_by_parameter_order=True)
 
 
@@ -231,6 +250,32 @@ class Journal:
                 return positions
         except ConstraintError as error:
             raise self._conflict(records) from error
+
+    def sum_up(self, term: int, records: Sequence[Record]) -> None:
+        """Put records in the places of events of their run, those of the same numbers, and delete
+        all events of it before them, which the records say again: all or nothing.
+
+        Places in the order of all events, and times, stay those of the events that are replaced.
+        Raises FencedError when `term` does not lead.
+        """
+        self._database.persist(lambda _: self._sum_up(term, records))
+        failpoint("coordinator.journal.after_commit")
+
+    def _sum_up(self, term: int, records: Sequence[Record]) -> None:
+        first, last = records[0], records[-1]
+        of_run = event.c.run_id == first.run_id
+        with leading(self._database, term) as connection:
+            places = select(func.count()).where(of_run, event.c.seq.between(first.seq, last.seq))
+            if connection.execute(places).scalar() != len(records):
+                raise ConflictError(f"not all events {first.seq} to {last.seq} are there")
+            connection.execute(delete(event).where(of_run, event.c.seq < first.seq))
+            for each in records:  # each may be large, and need not be in memory with all others
+                row = {"new_term": term, "new_kind": each.kind, "new_payload": each.payload}
+                place = {"of_run": each.run_id, "number": each.seq}
+                connection.execute(
+                    _REPLACED, {**place, **row, "new_schema_version": each.schema_version}
+                )
+            failpoint("coordinator.journal.before_commit")
 
     def briefs(self, version: str) -> dict[RunId, str | None]:
         """Return every run that has events, in the order of their first ones, with the brief of its

@@ -7,7 +7,7 @@ opens such a state reads the safetensors file that its leaves make.
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -163,7 +163,7 @@ class LeafBlobs:
         """Return the path of the blob's file; "" of a state in leaves, which has none."""
         return self._whole.location(digest)
 
-    def collect(self, live: Collection[Digest], grace_s: float) -> list[Digest]:
+    def collect(self, live: Container[Digest], grace_s: float) -> list[Digest]:
         """Delete the blobs that are not in `live`, and return them; then leaves that nothing needs
         any more. See BlobStore."""
         collected = self._whole.collect(live, grace_s) + self._lists.collect(live, grace_s)
