@@ -43,6 +43,7 @@ from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from stratagem.worker.host.device_faults import DeviceFault
+from stratagem.worker.host.stalls import StallLimits
 from stratagem.worker.host.torch_thread import TorchThread
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerServicer
@@ -55,6 +56,7 @@ from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
 from stratagem.worker.process.worker_security import WorkerSecurity, server_socket
 from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
 from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.service.watchdog import Watchdog
 from stratagem.worker.service.worker_diagnosis import say_mismatch
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
@@ -96,14 +98,16 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         tracing.start("worker", settings.worker_id)
         with output_capture.installed():
-            status = asyncio.run(run(settings, thread, site))
+            stop = asyncio.run(run(settings, thread, site))
     except StratagemError as error:
         log.error("worker cannot serve", reason=str(error))
         return 1
     finally:
         tracing.stop()
+    status = stop.status(is_launched=settings.rendezvous is not None)
     if not thread.stop(timeout_s=1.0):
-        log.warning("user code did not end in time")
+        why = stop.cause or stop.reason
+        log.warning("user code did not end: this process does", reason=why, exit_status=status)
         sys.stderr.flush()
         os._exit(status)  # an orderly exit would wait for it, or tear torch down under it
     return status
@@ -120,9 +124,9 @@ def keep_forks_away() -> None:
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 
 
-async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> int:
-    """Serve until a signal arrives, the work is done or the device is lost, then drain; return the
-    exit status. site: decides what is served.
+async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> Stop:
+    """Serve until a signal arrives, the work is done, the device is lost or the torch thread is
+    stuck, then drain; return why. site: decides what is served.
     """
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
@@ -182,15 +186,17 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
         if tunnel is not None:
             tasks.append(asyncio.create_task(tunnel.run()))
+        watchdog = Watchdog(host, sessions, _stall_limits(settings), partial(_stuck, stop))
+        tasks.append(asyncio.create_task(watchdog.run()))
         try:
             await _first_of(tasks, agent.is_registered, stop.told)
             if settings.ready_file is not None and not stop.told.is_set():
                 _write_ready(settings.ready_file, identity, health_server, metrics)
             await _first_of(tasks, stop.told)
             host.last_words.stopped()
-            if stop.is_replacement:
+            if stop.is_replacement and not stop.is_stuck:
                 await _tell_outcomes(settings, sessions)
-            await _drain(settings, agent, sessions, server, health_server)
+            await _drain(settings, agent, sessions, server, health_server, waits=not stop.is_stuck)
             await agent.leave(f"drained after {stop.reason}")
             log.info("drained")
         finally:
@@ -199,7 +205,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
             await asyncio.gather(*tasks, return_exceptions=True)
             host.blobs.clear()
             host.user_code.bundles.close()
-    return stop.status(is_launched=settings.rendezvous is not None)
+    return stop
 
 
 def _released(stop: Stop, run_id: str) -> None:
@@ -231,6 +237,16 @@ def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault
         sys.stderr.flush()
         os._exit(1)
     loop.call_soon_threadsafe(stop.replace, f"the device was lost: {fault.reason}")
+
+
+def _stuck(stop: Stop, cause: str) -> None:
+    """End this process, whose torch thread does not come back from a plan that was ended."""
+    log.error("torch thread lost: this process ends, to be started again", reason=cause)
+    stop.give_up(cause)
+
+
+def _stall_limits(settings: WorkerSettings) -> StallLimits:
+    return StallLimits(settings.stall_report_s, settings.abort_grace_s)
 
 
 def _tunnel(settings: WorkerSettings, agent: Agent, server_path: str) -> Tunnel:
@@ -278,7 +294,10 @@ async def _drain(
     sessions: Sessions,
     server: grpc.aio.Server,
     health_server: _Health | None,
+    *,
+    waits: bool,
 ) -> None:
+    """Take nothing new, say so, and stop serving. waits: what runs may finish its step before."""
     agent.drain()
     sessions.drain()
     log.info("draining", grace_s=settings.drain_grace_s)
@@ -286,7 +305,8 @@ async def _drain(
         await health_server.servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
         async with asyncio.timeout(settings.drain_grace_s):
-            await sessions.idle()
+            if waits:
+                await sessions.idle()
             await agent.until_drain_is_said()
             await sessions.until_uploaded(UPLOAD_BEGINS_S)
     except TimeoutError:
