@@ -60,12 +60,10 @@ def test_who_trains_in_secret_is_not_named() -> None:
     assert plans.sentence(RUN, is_secret=True) == HIDDEN
 
 
-@pytest.mark.parametrize("end", [None, worker_pb2.Stall()])
-def test_a_plan_that_comes_on_is_no_news_twice(end: worker_pb2.Stall | None) -> None:
+def test_a_plan_that_comes_on_is_not_spoken_of() -> None:
     plans = StalledPlans()
     assert plans.note(RUN, 1, "a", OWN)
-    assert plans.note(RUN, 1, "a", end)
-    assert not plans.note(RUN, 1, "a", end)
+    assert not plans.note(RUN, 1, "a", worker_pb2.Stall())
     assert plans.sentence(RUN) == ""
 
 

@@ -29,20 +29,18 @@ class StalledPlans:
 
     _of_run: dict[RunId, dict[Hashable, StalledPlan]] = field(default_factory=dict)
 
-    def note(
-        self, run_id: RunId, plan: Hashable, worker_id: str, stall: worker_pb2.Stall | None = None
-    ) -> bool:
-        """Take in what a worker reports of a plan; None, or no seconds: it comes on, or has ended.
-        Return whether that is news."""
+    def note(self, run_id: RunId, plan: Hashable, worker_id: str, stall: worker_pb2.Stall) -> bool:
+        """Take in what a worker reports of a plan; without seconds it comes on, or has ended.
+        Return whether it does not."""
         plans = self._of_run.setdefault(run_id, {})
-        had = plans.pop(plan, None)
-        is_stalled = stall is not None and 0 < stall.seconds < float("inf")
-        if stall is not None and is_stalled:
+        plans.pop(plan, None)
+        is_stalled = 0 < stall.seconds < float("inf")
+        if is_stalled:
             told = (stall.activity, stall.place, stall.awaits)
             plans[plan] = StalledPlan(worker_id, stall.seconds, *told)
         if not plans:
             del self._of_run[run_id]
-        return is_stalled or had is not None
+        return is_stalled
 
     def sentence(self, run_id: RunId, *, is_secret: bool = False) -> str:
         """Return the sentence about a run, "" where all plans come on. is_secret: nobody may read

@@ -125,9 +125,8 @@ def keep_forks_away() -> None:
 
 
 async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> Stop:
-    """Serve until a signal arrives, the work is done, the device is lost or the torch thread is
-    stuck, then drain; return why. site: decides what is served.
-    """
+    """Serve until a signal arrives, the work is done, or the device or the torch thread is lost,
+    then drain; return why. site: decides what is served."""
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
@@ -183,20 +182,19 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         agent.on_unknown = partial(_unknown, stop, settings.for_run)
         monitor.agent = agent
         tunnel = _tunnel(settings, agent, server_socket(sockets)) if settings.tunnel else None
-        tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
+        tasks = [
+            asyncio.create_task(_join_once_warm(agent, thread, tunnel)),
+            asyncio.create_task(_watchdog(settings, host, sessions, stop).run()),
+        ]
         if tunnel is not None:
             tasks.append(asyncio.create_task(tunnel.run()))
-        watchdog = Watchdog(host, sessions, _stall_limits(settings), partial(_stuck, stop))
-        tasks.append(asyncio.create_task(watchdog.run()))
         try:
             await _first_of(tasks, agent.is_registered, stop.told)
             if settings.ready_file is not None and not stop.told.is_set():
                 _write_ready(settings.ready_file, identity, health_server, metrics)
             await _first_of(tasks, stop.told)
             host.last_words.stopped()
-            if stop.is_replacement and not stop.is_stuck:
-                await _tell_outcomes(settings, sessions)
-            await _drain(settings, agent, sessions, server, health_server, waits=not stop.is_stuck)
+            await _drain(settings, agent, sessions, server, health_server, stop)
             await agent.leave(f"drained after {stop.reason}")
             log.info("drained")
         finally:
@@ -239,14 +237,16 @@ def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault
     loop.call_soon_threadsafe(stop.replace, f"the device was lost: {fault.reason}")
 
 
-def _stuck(stop: Stop, cause: str) -> None:
-    """End this process, whose torch thread does not come back from a plan that was ended."""
-    log.error("torch thread lost: this process ends, to be started again", reason=cause)
-    stop.give_up(cause)
+def _watchdog(settings: WorkerSettings, host: Host, sessions: Sessions, stop: Stop) -> Watchdog:
+    """Return what watches the torch thread, and ends this process where that does not come back
+    from a plan that was ended."""
 
+    def give_up(cause: str) -> None:
+        log.error("torch thread lost: this process ends, to be started again", reason=cause)
+        stop.give_up(cause)
 
-def _stall_limits(settings: WorkerSettings) -> StallLimits:
-    return StallLimits(settings.stall_report_s, settings.abort_grace_s)
+    limits = StallLimits(settings.stall_report_s, settings.abort_grace_s)
+    return Watchdog(host, sessions, limits, give_up)
 
 
 def _tunnel(settings: WorkerSettings, agent: Agent, server_path: str) -> Tunnel:
@@ -294,10 +294,12 @@ async def _drain(
     sessions: Sessions,
     server: grpc.aio.Server,
     health_server: _Health | None,
-    *,
-    waits: bool,
+    stop: Stop,
 ) -> None:
-    """Take nothing new, say so, and stop serving. waits: what runs may finish its step before."""
+    """Take nothing new, say so, and stop serving once what runs has finished its step, unless that
+    is stuck."""
+    if stop.is_replacement and not stop.is_stuck:
+        await _tell_outcomes(settings, sessions)
     agent.drain()
     sessions.drain()
     log.info("draining", grace_s=settings.drain_grace_s)
@@ -305,7 +307,7 @@ async def _drain(
         await health_server.servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
         async with asyncio.timeout(settings.drain_grace_s):
-            if waits:
+            if not stop.is_stuck:
                 await sessions.idle()
             await agent.until_drain_is_said()
             await sessions.until_uploaded(UPLOAD_BEGINS_S)

@@ -157,6 +157,7 @@ class _Attended:
     listener: PlanListener
     base: Digest | None
     is_accepted: bool = False
+    is_stalled: bool = False
     under_way: dict[Digest, bool] = field(default_factory=dict)
     """Blobs that the worker has asked for and that are not there yet: another request waits,
     too. True: to be sent once more after that, as the worker may have dropped what was sent."""
@@ -169,7 +170,8 @@ class _Attended:
         try:
             return await self._followed(link)
         finally:
-            self._see_stall(None)
+            if self.is_stalled:
+                self._see_stall(worker_pb2.Stall())
 
     async def _followed(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
@@ -243,12 +245,12 @@ class _Attended:
             case "log" if not self.plan.is_secret:
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
 
-    def _see_stall(self, stall: worker_pb2.Stall | None) -> None:
-        """Show in the run's status that its worker stays at one thing; None: no more."""
+    def _see_stall(self, stall: worker_pb2.Stall) -> None:
+        """Show in the run's status that its worker stays at one thing, or no more."""
         env, run_id, worker_id = self.env, RunId(self.request.session.run_id), self.member.worker_id
-        if env.stalled.note(run_id, id(self), worker_id, stall):
-            is_secret = env.draws_in_secret(run_id)
-            env.feed.set_stall(run_id, env.stalled.sentence(run_id, is_secret=is_secret))
+        self.is_stalled = env.stalled.note(run_id, id(self), worker_id, stall)
+        is_secret = env.draws_in_secret(run_id)
+        env.feed.set_stall(run_id, env.stalled.sentence(run_id, is_secret=is_secret))
 
 
 def _is_secret(env: EffectContext, request: worker_pb2.ExecuteRequest) -> bool:
