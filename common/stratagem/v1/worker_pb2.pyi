@@ -703,6 +703,7 @@ class ExecuteResponse(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
@@ -717,6 +718,8 @@ class ExecuteResponse(_message.Message):
     def profile(self) -> Global___Profile: ...
     @_builtins.property
     def history(self) -> Global___HistoryPart: ...
+    @_builtins.property
+    def stall(self) -> Global___Stall: ...
     def __init__(
         self,
         *,
@@ -727,16 +730,52 @@ class ExecuteResponse(_message.Message):
         result: Global___ExecuteResult | None = ...,
         profile: Global___Profile | None = ...,
         history: Global___HistoryPart | None = ...,
+        stall: Global___Stall | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "history", b"history", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "history", b"history", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result", "stall", b"stall"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "history", b"history", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "history", b"history", "log", b"log", "message", b"message", "need_blob", b"need_blob", "profile", b"profile", "progress", b"progress", "result", b"result", "stall", b"stall"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "need_blob", "progress", "log", "result", "profile", "history"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "need_blob", "progress", "log", "result", "profile", "history", "stall"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ExecuteResponse: _TypeAlias = ExecuteResponse  # noqa: Y015
+
+@_typing.final
+class Stall(_message.Message):
+    """The torch thread has been at one thing for longer than `--stall-report-s`. Like progress a latest
+    value; it comes again now and then while it lasts, and with 0 seconds once it is over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    AWAITS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    activity: _builtins.str
+    """What the thread is at, such as "training step 12"."""
+    place: _builtins.str
+    """The line of the user's code at which it is, if it is in any; a site does not tell it."""
+    awaits: _builtins.str
+    """Whom it waits for, such as "worker-1 in the exchange of a step"; empty: nobody."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        activity: _builtins.str = ...,
+        place: _builtins.str = ...,
+        awaits: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "awaits", b"awaits", "place", b"place", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stall: _TypeAlias = Stall  # noqa: Y015
 
 @_typing.final
 class HistoryPart(_message.Message):

@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from stratagem.common.base.errors import InvalidInputError, UnfitModelError
+from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.plans.federated.client_state import check_personal
 from stratagem.worker.site.disclosure import Disclosure
@@ -48,3 +49,11 @@ def test_code_of_the_job_cannot_say_it_in_their_place(
         module.load()
     told = SITE.error(caught.value, CodePlaces("", frozenset({"spilling_loader"})), "building")
     assert told.message.endswith(f"UnfitModelError at spilling_loader.py, line 4; {WITHHELD}")
+
+
+def test_of_a_thread_that_stays_at_one_thing_neither_line_nor_row_is_told() -> None:
+    stall = pb.Stall(
+        seconds=75, activity="fetching row 7 of data.train", place="a.py, line 4, in f"
+    )
+    assert SITE.stall(stall, "training") == pb.Stall(seconds=75, activity="training")
+    assert SITE.stall(pb.Stall(), "training") == pb.Stall()

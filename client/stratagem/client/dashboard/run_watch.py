@@ -142,7 +142,7 @@ class RunWatch:
             self._num_changes += 1
             self._followed.tell()
             return
-        if item.reason:  # the status says so, too
+        if item.reason or (self._latest and self._latest.reason):  # the status says so, too
             self._num_changes += 1
         self._latest = item
         if self._timer is None:

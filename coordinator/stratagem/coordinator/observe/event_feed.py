@@ -53,8 +53,8 @@ class SegmentProgress:
     bubble: float | None = None
     """Of a pipeline: the share of its latest steps in which its ranks did not compute."""
     reason: str = ""
-    """Why a run without workers waits, or why its work keeps failing; no other field is set
-    then."""
+    """Why a run without workers waits, why its work keeps failing, or which worker stays at one
+    thing; no other field is set then."""
 
 
 MAX_EVENTS: Final = 1024
@@ -80,6 +80,8 @@ class _Run:
     progress: SegmentProgress | None = None
     trouble: str = ""
     """The effect that keeps failing since the newest event, and the reason."""
+    stall: str = ""
+    """Which worker stays at one thing."""
     is_closed: bool = False
     changed: asyncio.Event | None = None
     """Set at the next change; made by the watcher that waits for it."""
@@ -123,10 +125,22 @@ class Feed:
             if is_news:
                 self.set_progress(run_id, SegmentProgress(reason=reason))
 
-    def trouble(self, run_id: RunId) -> str:
-        """Return what keeps failing, and why; "" where nothing does."""
+    def set_stall(self, run_id: RunId, reason: str) -> None:
+        """Set which worker stays at one thing; "" where none does any more. Watchers see it until
+        there is progress."""
         run = self._runs.get(run_id)
-        return run.trouble if run else ""
+        if run is None or run.stall == reason:
+            return
+        before, run.stall = run.stall, reason
+        shown = run.progress.reason if run.progress is not None else ""
+        if reason or (before and shown == before):
+            self.set_progress(run_id, SegmentProgress(reason=reason))
+
+    def trouble(self, run_id: RunId) -> str:
+        """Return what keeps failing, and why, or which worker stays at one thing; "" where all is
+        well."""
+        run = self._runs.get(run_id)
+        return (run.trouble or run.stall) if run else ""
 
     def progress(self, run_id: RunId) -> SegmentProgress | None:
         """Return the latest progress."""

@@ -94,6 +94,7 @@ class PlanExecution:
         self._phase = ExecutionPhase.ACTIVE
         self._membership = work.control.view.membership  # that a finished result is of
         self._num_followers = 0
+        self._ended_s: float | None = None  # when it was told to end now, by the loop's clock
         self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
         self._look: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
@@ -115,8 +116,23 @@ class PlanExecution:
         """True while it waits for its party or for a caller and leaves the torch thread free."""
         return self._can_go_on is not None
 
+    @property
+    def is_attended(self) -> bool:
+        """True while a call follows it."""
+        return self._num_followers > 0
+
+    @property
+    def is_deserted(self) -> bool:
+        """True if no call has followed it for a while."""
+        return self._work.control.is_deserted
+
+    @property
+    def ended_s(self) -> float | None:
+        """When it was told to end now, by the clock of the loop; None: it was not."""
+        return self._ended_s
+
     def start(self) -> None:
-        self._work.host.thread.submit(self._run)
+        self._work.host.thread.submit(self._run, self)
 
     async def follow(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
         """Yield the messages of this plan to one call that attends it, until its outcome."""
@@ -171,15 +187,19 @@ class PlanExecution:
 
     def abort(self) -> None:
         """End the plan; the state that the session holds is dropped with it."""
-        if self._phase is ExecutionPhase.ACTIVE:
-            self._work.control.interrupt(ABORTED)
-            self._unpark()
+        self._interrupt(ABORTED)
 
     def _close_window(self) -> None:
         """End the plan with the window of the site."""
-        if self._phase is ExecutionPhase.ACTIVE:
-            self._work.control.interrupt(CLOSED)
-            self._unpark()
+        self._interrupt(CLOSED)
+
+    def _interrupt(self, reason: str) -> None:
+        if self._phase is not ExecutionPhase.ACTIVE:
+            return
+        if self._ended_s is None:
+            self._ended_s = self._work.host.loop.time()
+        self._work.control.interrupt(reason)
+        self._unpark()
 
     def forget_outputs(self) -> None:
         """Free what a finished plan keeps of its evaluation in case that it is asked for again."""
@@ -214,7 +234,7 @@ class PlanExecution:
         return is_shared and self._membership < self._work.control.view.membership
 
     def _again(self) -> None:
-        self._phase = ExecutionPhase.ACTIVE
+        self._phase, self._ended_s = ExecutionPhase.ACTIVE, None
         self._look_later()
         self._work.outbox.reopen()
         self._work.control.reset()

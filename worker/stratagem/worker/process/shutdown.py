@@ -33,6 +33,10 @@ class Stop:
     """True where there is nothing that this process could be for: a person has to look at it."""
     is_replacement: bool = False
     """True where this process can compute no more and another one is to take its place."""
+    is_stuck: bool = False
+    """True where nothing that runs here will ever end."""
+    cause: str = ""
+    """What that is, for the log of this process alone."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     _first_s: float | None = None
 
@@ -54,6 +58,13 @@ class Stop:
         if not self.told.is_set():
             self.reason = reason
             self.told.set()
+
+    def give_up(self, cause: str) -> None:
+        """Take in that the torch thread does not come back: as `replace`, but nothing is waited
+        for. Who is to end already does so without it, with the status of before."""
+        if not self.told.is_set():
+            self.is_stuck, self.cause = True, cause
+            self.replace("the torch thread was lost")
 
     def note(self, number: signal.Signals, now_s: float) -> bool:
         """Take in a signal; True when the process has to end at once."""

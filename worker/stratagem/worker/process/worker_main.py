@@ -44,6 +44,7 @@ from stratagem.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from stratagem.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 from stratagem.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from stratagem.worker.host.device_faults import DeviceFault
+from stratagem.worker.host.stalls import StallLimits
 from stratagem.worker.host.torch_thread import TorchThread
 from stratagem.worker.mesh.backend_agreement import MeshOffer
 from stratagem.worker.mesh.peer_service import PeerServicer
@@ -56,6 +57,7 @@ from stratagem.worker.process.worker_metrics import WorkerMonitor, process_stats
 from stratagem.worker.process.worker_security import WorkerSecurity, server_socket
 from stratagem.worker.process.worker_settings import WorkerSettings, from_command_line
 from stratagem.worker.service.session_table import Sessions
+from stratagem.worker.service.watchdog import Watchdog
 from stratagem.worker.service.worker_diagnosis import say_mismatch
 from stratagem.worker.service.worker_service import WorkerLimits, WorkerServicer
 from stratagem.worker.session.context import Host
@@ -97,14 +99,16 @@ def main(arguments: list[str], malloc: str = "") -> int:
     try:
         tracing.start("worker", settings.worker_id)
         with output_capture.installed():
-            status = asyncio.run(run(settings, thread, site))
+            stop = asyncio.run(run(settings, thread, site))
     except StratagemError as error:
         log.error("worker cannot serve", reason=str(error))
         return 1
     finally:
         tracing.stop()
+    status = stop.status(is_launched=settings.rendezvous is not None)
     if not thread.stop(timeout_s=1.0):
-        log.warning("user code did not end in time")
+        why = stop.cause or stop.reason
+        log.warning("user code did not end: this process does", reason=why, exit_status=status)
         sys.stderr.flush()
         os._exit(status)  # an orderly exit would wait for it, or tear torch down under it
     return status
@@ -126,10 +130,9 @@ def keep_forks_away() -> None:
     multiprocessing.set_forkserver_preload(["torch", bundle_import.__name__])
 
 
-async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> int:
-    """Serve until a signal arrives, the work is done or the device is lost, then drain; return the
-    exit status. site: decides what is served.
-    """
+async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | None = None) -> Stop:
+    """Serve until a signal arrives, the work is done, or the device or the torch thread is lost,
+    then drain; return why. site: decides what is served."""
     stop = stop_by_signals(settings.preempt_signal)
     security = WorkerSecurity(settings)
     mesh = MeshOffer(security.mesh, torch.device(settings.device))
@@ -185,7 +188,10 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
         agent.on_unknown = partial(_unknown, stop, settings.for_run)
         monitor.agent = agent
         tunnel = _tunnel(settings, agent, server_socket(sockets)) if settings.tunnel else None
-        tasks = [asyncio.create_task(_join_once_warm(agent, thread, tunnel))]
+        tasks = [
+            asyncio.create_task(_join_once_warm(agent, thread, tunnel)),
+            asyncio.create_task(_watchdog(settings, host, sessions, stop).run()),
+        ]
         if tunnel is not None:
             tasks.append(asyncio.create_task(tunnel.run()))
         try:
@@ -194,9 +200,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
                 _write_ready(settings.ready_file, identity, health_server, metrics)
             await _first_of(tasks, stop.told)
             host.last_words.stopped()
-            if stop.is_replacement:
-                await _tell_outcomes(settings, sessions)
-            await _drain(settings, agent, sessions, server, health_server)
+            await _drain(settings, agent, sessions, server, health_server, stop)
             await agent.leave(f"drained after {stop.reason}")
             log.info("drained")
         finally:
@@ -205,7 +209,7 @@ async def run(settings: WorkerSettings, thread: TorchThread, site: SiteGate | No
             await asyncio.gather(*tasks, return_exceptions=True)
             host.blobs.clear()
             host.user_code.bundles.close()
-    return stop.status(is_launched=settings.rendezvous is not None)
+    return stop
 
 
 def _released(stop: Stop, run_id: str) -> None:
@@ -237,6 +241,18 @@ def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault
         sys.stderr.flush()
         os._exit(1)
     loop.call_soon_threadsafe(stop.replace, f"the device was lost: {fault.reason}")
+
+
+def _watchdog(settings: WorkerSettings, host: Host, sessions: Sessions, stop: Stop) -> Watchdog:
+    """Return what watches the torch thread, and ends this process where that does not come back
+    from a plan that was ended."""
+
+    def give_up(cause: str) -> None:
+        log.error("torch thread lost: this process ends, to be started again", reason=cause)
+        stop.give_up(cause)
+
+    limits = StallLimits(settings.stall_report_s, settings.abort_grace_s)
+    return Watchdog(host, sessions, limits, give_up)
 
 
 def _tunnel(settings: WorkerSettings, agent: Agent, server_path: str) -> Tunnel:
@@ -284,7 +300,12 @@ async def _drain(
     sessions: Sessions,
     server: grpc.aio.Server,
     health_server: _Health | None,
+    stop: Stop,
 ) -> None:
+    """Take nothing new, say so, and stop serving once what runs has finished its step, unless that
+    is stuck."""
+    if stop.is_replacement and not stop.is_stuck:
+        await _tell_outcomes(settings, sessions)
     agent.drain()
     sessions.drain()
     log.info("draining", grace_s=settings.drain_grace_s)
@@ -292,7 +313,8 @@ async def _drain(
         await health_server.servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
         async with asyncio.timeout(settings.drain_grace_s):
-            await sessions.idle()
+            if not stop.is_stuck:
+                await sessions.idle()
             await agent.until_drain_is_said()
             await sessions.until_uploaded(UPLOAD_BEGINS_S)
     except TimeoutError:

@@ -80,6 +80,12 @@ SESSIONS: Final = Metric("stratagem_worker_sessions", "gauge", "sessions of runs
 JOBS_WAITING: Final = Metric(
     "stratagem_worker_torch_queue", "gauge", "what waits for the torch thread"
 )
+STALL: Final = Metric(
+    "stratagem_worker_torch_stall_seconds",
+    "gauge",
+    "for how long the torch thread has been at one thing, once that is reported "
+    "(`--stall-report-s`); 0 before",
+)
 BLOB_BYTES: Final = Metric(
     "stratagem_worker_blob_memory_bytes", "gauge", "states and data of runs held in memory"
 )
@@ -114,6 +120,7 @@ METRICS: Final = (
     ENDED,
     SESSIONS,
     JOBS_WAITING,
+    STALL,
     BLOB_BYTES,
     DEVICE_BYTES,
     REGISTERED,
@@ -177,6 +184,7 @@ class WorkerMonitor:
         yield MESH_BYTES, {key: n for key, n in traffic.engine_bytes().items()}
         yield ENDED, {(outcome,): stats.ended[outcome] for outcome in OUTCOMES}
         yield JOBS_WAITING, one(self._host.thread.num_waiting)
+        yield STALL, one(stats.stalled_s)
         yield DEVICE_BYTES, _device_bytes(self._host.device)
         yield CLOCK_OFFSET, one(self._host.clock.offset.seconds)
         yield from self._process.readings()

@@ -259,6 +259,18 @@ class WorkerSettings(BaseSettings):
         description="added to that in jobs with compiled code: another member may be compiling",
     )
     drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
+    stall_report_s: float = Field(
+        60.0,
+        gt=0,
+        description="from when on the status of a run says that this worker stays at one thing, "
+        "and at which; nothing is ended for it",
+    )
+    abort_grace_s: float = Field(
+        30.0,
+        gt=0,
+        description="how long a plan that was ended, as the run was stopped, may stay at one thing; "
+        "then this process ends with a status at which supervisors start it again",
+    )
     preempt_signal: str = Field(
         "USR1",
         description="a signal that drains as SIGTERM does: what schedulers send before they end a "

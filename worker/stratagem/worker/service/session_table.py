@@ -308,6 +308,12 @@ class Sessions:
                 activity=work.outbox.activity,
             )
 
+    def awaiting_thread(self) -> Iterator[PlanExecution]:
+        """Yield the plans that run in the torch thread or wait for it."""
+        for execution in self._executions():
+            if execution.phase is ExecutionPhase.ACTIVE and not execution.is_parked:
+                yield execution
+
     def _executions(self) -> Iterator[PlanExecution]:
         for session in list(self._sessions.values()):
             yield from list(session.executions.values())

@@ -1,8 +1,8 @@
 """The messages of an execution to the calls attached to it, also to those that attach later.
 
-Owns the needed blobs, the latest progress, the parts of the step history, the waiting log lines and
-the outcome, and turns them into the messages of an Execute stream. Lives on the event loop. Knows
-nothing of plans.
+Owns the needed blobs, the latest progress and stall, the parts of the step history, the waiting log
+lines and the outcome, and turns them into the messages of an Execute stream. Lives on the event
+loop. Knows nothing of plans.
 """
 
 import asyncio
@@ -51,6 +51,7 @@ class Outbox:
         self._num_needs = 0
         self._progress: pb.Progress | None = None
         self._num_progress = 0
+        self._stall = pb.Stall()
         self._lines: deque[pb.LogLine] = deque()
         self._num_dropped = 0
         self._profiles: deque[pb.Profile] = deque()
@@ -81,6 +82,13 @@ class Outbox:
         self._progress = self._disclosure.progress(progress) if self._disclosure else progress
         self.step = progress.step
         self._num_progress += 1
+        self._wake()
+
+    def stall(self, stall: pb.Stall) -> None:
+        """Replace what is said of a thread that stays at one thing; without seconds it has moved
+        on."""
+        disclosure = self._disclosure
+        self._stall = disclosure.stall(stall, self.activity) if disclosure else stall
         self._wake()
 
     def log(self, line: pb.LogLine) -> None:
@@ -158,7 +166,7 @@ class Outbox:
             self._wake()
 
     async def _messages(self) -> AsyncGenerator[pb.ExecuteResponse, None]:
-        seen_progress, seen_needs = 0, 0
+        seen_progress, seen_needs, seen_stall = 0, 0, pb.Stall()
         parts = _Parts(self._history)
         while True:
             changed = self._changed
@@ -177,6 +185,9 @@ class Outbox:
             while self._progress is not None and self._num_progress > seen_progress:
                 seen_progress = self._num_progress
                 yield pb.ExecuteResponse(progress=self._progress)
+            if self._stall != seen_stall:
+                seen_stall = self._stall
+                yield pb.ExecuteResponse(stall=seen_stall)
             # What has come while something was taken goes before the outcome.
             if self._lines or self._profiles or parts.has_next_of(self._history):
                 continue

@@ -145,6 +145,11 @@ class Control:
         return self._is_draining
 
     @property
+    def is_deserted(self) -> bool:
+        """True if no call has followed the plan for a while."""
+        return self._is_deserted
+
+    @property
     def is_ending(self) -> bool:
         """True if the plan was asked to end: now, or after its present step."""
         return self._is_draining or self._interrupt is not None

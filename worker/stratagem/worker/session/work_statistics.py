@@ -30,7 +30,8 @@ STEP_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0
 class WorkStats:
     """Counts and durations of one worker's work.
 
-    ended: executions by outcome, see `ExecuteResult` in worker.proto.
+    ended: executions by outcome, see `ExecuteResult` in worker.proto. stalled_s: for how long the
+    torch thread has been at one thing, where that is reported.
     """
 
     step_seconds: Durations = field(default_factory=lambda: Durations(STEP_BOUNDS_S))
@@ -39,6 +40,7 @@ class WorkStats:
     num_skipped_steps: int = 0
     num_rows: int = 0
     exchange_wait_s: float = 0.0
+    stalled_s: float = 0.0
     ended: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, seconds: float, report: "StepReport") -> None:

@@ -41,6 +41,14 @@ class Disclosure:
         """Return how far the plan is; the loss of a step may be that of one row."""
         return pb.Progress(step=progress.step, to_step=progress.to_step)
 
+    def stall(self, stall: pb.Stall, activity: str) -> pb.Stall:
+        """Return that the plan stays at one thing, in our own word for what it does: which row it
+        reads, and where in which file it is, stands in the site's own log."""
+        is_over = not stall.seconds
+        return pb.Stall(
+            seconds=stall.seconds, activity="" if is_over else activity, awaits=stall.awaits
+        )
+
     def result(self, result: pb.ExecuteResult) -> pb.ExecuteResult:
         """Return the result without what the site keeps to itself."""
         match result.WhichOneof("outcome"):

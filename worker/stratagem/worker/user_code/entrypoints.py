@@ -32,6 +32,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import suggest
+from stratagem.worker.host import thread_activity
 from stratagem.worker.user_code import bundle_import
 from stratagem.worker.user_code.changed_modules import see_modules
 
@@ -192,21 +193,26 @@ def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
 
 
 class user_code:  # reads as a statement
-    """Runs the user's code: what it raises becomes one `UserCodeError`.
+    """Runs the user's code: what it raises becomes one `UserCodeError`, and whoever watches this
+    thread sees what it does.
 
     Everything is caught on purpose, `sys.exit()` too: this is the border between our program and
     the user's. Our own errors, raised by callbacks inside it, pass through. A class, because it is
     entered several times in each step.
     """
 
-    __slots__ = ("_activity",)
+    __slots__ = ("_activity", "_here", "_outer")
 
     def __init__(self, activity: str) -> None:
         self._activity = activity
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._here = thread_activity.here()
+        self._outer = self._here.text
+        self._here.move(self._activity)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._here.move(self._outer)
         if isinstance(error, StratagemError) or not isinstance(error, Exception | SystemExit):
             return
         raise user_error(error, self._activity) from error

@@ -122,6 +122,7 @@ export async function showRun(place, id, told, common) {
   await events.older();
   drawPictures().catch(() => undefined);
   log.newer().catch(() => undefined);
+  let saidWhy = "";
   const stream = new Stream(id, events.next(), {
     ...common,
     fact: (event) => {
@@ -130,6 +131,8 @@ export async function showRun(place, id, told, common) {
     },
     progress: (item) => {
       progress = item.reason ? null : item;
+      if (item.reason !== saidWhy) refresh(); // the status says it
+      saidWhy = item.reason;
       cancelAnimationFrame(drawing);
       drawing = requestAnimationFrame(drawNumbers);
     },

@@ -112,10 +112,11 @@ function line(run, row = newRow(run)) {
   const bar = /** @type {HTMLProgressElement} */ (el("progress", { max: 1, value: share(of), "aria-label": `progress of ${run.run_id}` }));
   const left = progress && progress.eta_s !== null ? `${progress.may_end_early ? "at most " : ""}${duration(progress.eta_s)} left`
     : run.ended_at_s ? `took ${duration(run.ended_at_s - run.submitted_at_s)}` : "";
+  const why = run.phase === "RUNNING" ? progress?.reason : run.phase === "COMPLETED" ? "" : run.reason;
   while (row.children.length > 1) row.lastElementChild?.remove();
   row.append(
     cell("Strategy", run.strategy),
-    cell("Phase", el("span", { class: "phase", "data-phase": run.phase }, run.phase.toLowerCase()), run.phase === "RUNNING" || run.phase === "COMPLETED" ? "" : el("span", { class: "quiet why" }, run.reason)),
+    cell("Phase", el("span", { class: "phase", "data-phase": run.phase }, run.phase.toLowerCase()), why ? el("span", { class: "quiet why" }, why) : ""),
     cell("Progress", run.num_steps || of.num_steps ? bar : "", of.num_steps ? el("span", { class: "quiet" }, exact(of.step), " of ", exact(of.num_steps), unit) : ""),
     cell("Metrics", measured({ ...run.metrics, ...(progress?.loss ? { "train.loss": progress.loss } : {}) })),
     cell("Time", left),

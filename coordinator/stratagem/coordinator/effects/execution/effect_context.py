@@ -34,6 +34,7 @@ from stratagem.coordinator.observe.event_feed import Feed
 from stratagem.coordinator.observe.live_history import LiveHistory
 from stratagem.coordinator.observe.profiles import Profiles
 from stratagem.coordinator.observe.run_logs import RunLogs
+from stratagem.coordinator.observe.stalled_plans import StalledPlans
 from stratagem.coordinator.runtime.broadcast import SharedFrames
 from stratagem.coordinator.runtime.loop import Loop
 from stratagem.coordinator.runtime.settings import Settings
@@ -98,6 +99,7 @@ class EffectContext:
     told: Told = field(default_factory=Told)
     together: Together = field(default_factory=Together)
     """Updates of a round that are being made durable."""
+    stalled: StalledPlans = field(default_factory=StalledPlans)
 
     @property
     def state(self) -> CoordinatorState:

@@ -157,6 +157,7 @@ class _Attended:
     listener: PlanListener
     base: Digest | None
     is_accepted: bool = False
+    is_stalled: bool = False
     under_way: dict[Digest, bool] = field(default_factory=dict)
     """Blobs that the worker has asked for and that are not there yet: another request waits,
     too. True: to be sent once more after that, as the worker may have dropped what was sent."""
@@ -166,6 +167,13 @@ class _Attended:
         return self.plan.request
 
     async def to_the_end(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
+        try:
+            return await self._followed(link)
+        finally:
+            if self.is_stalled:
+                self._see_stall(worker_pb2.Stall())
+
+    async def _followed(self, link: WorkerLink) -> worker_pb2.ExecuteResult:
         # Blobs are brought beside the stream: a worker that dies meanwhile must be seen at once.
         async with task_group() as pushes, aclosing(link.execute(self.request)) as messages:
             if self.base is not None:
@@ -232,8 +240,17 @@ class _Attended:
                 self.listener.progress(message.progress)
             case "history" if self.listener.history is not None:
                 self.listener.history(message.history)
+            case "stall":
+                self._see_stall(message.stall)
             case "log" if not self.plan.is_secret:
                 self.env.logs.add(RunId(self.request.session.run_id), _line(message.log))
+
+    def _see_stall(self, stall: worker_pb2.Stall) -> None:
+        """Show in the run's status that its worker stays at one thing, or no more."""
+        env, run_id, worker_id = self.env, RunId(self.request.session.run_id), self.member.worker_id
+        self.is_stalled = env.stalled.note(run_id, id(self), worker_id, stall)
+        is_secret = env.draws_in_secret(run_id)
+        env.feed.set_stall(run_id, env.stalled.sentence(run_id, is_secret=is_secret))
 
 
 def _is_secret(env: EffectContext, request: worker_pb2.ExecuteRequest) -> bool:
