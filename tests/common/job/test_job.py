@@ -187,7 +187,7 @@ def test_a_search_space_in_short_form_is_the_shared_one() -> None:
     ("given_range", "expected"),
     [
         ({"low": 1}, "x.high: missing; or give choices"),
-        ({"low": 1, "hihg": 2}, "x.high: missing; is it hihg?; x.hihg: unknown key"),
+        ({"low": 1, "hihg": 2}, "x.hihg: unknown key; did you mean high?"),
         ({"low": 1, "high": 2, "scale": "Log"}, "x.scale: 'Log' is not one of linear, log"),
         ({"low": 3, "high": 2}, "x.low: 3 is not below high, 2"),
         ({"choices": []}, "x.choices: [] is not allowed; must not be empty"),

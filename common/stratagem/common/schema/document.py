@@ -8,6 +8,7 @@ per wrong field, in our words. Knows no document.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, dataclass_transform
 
 import structlog
@@ -24,7 +25,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaSerializer, core_schema
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.json_text import JSON, check_json, join, suggest
+from stratagem.common.schema.json_text import JSON, check_json, in_order, join, suggest
+from stratagem.common.schema.rules import Partial, contradictions, partial_class
 from stratagem.common.schema.validation_errors import to_invalid_input
 
 _log = structlog.get_logger(__name__)
@@ -38,6 +40,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # and refused where they are written, not made null
         arbitrary_types_allowed=True,
     )
 
@@ -56,23 +59,40 @@ class Section(BaseModel):
         try:
             section = cls.model_validate(plain)
         except ValidationError as error:
-            raise to_invalid_input(error, cls) from None
+            found = to_invalid_input(error, cls).violations
+            raise InvalidInputError(violations=in_order(found, plain)) from None
         for key, hint in _ignored_keys(plain, section, ""):
             _log.warning(f"unknown key is ignored{hint}", key=key)
         return section
 
     def document(self) -> dict[str, JSON]:
         """The section as plain values: declared order, kwargs in key order, without what is
-        absent."""
-        return self.model_dump(mode="json")
+        absent. Raises InvalidInputError for a number that is not finite."""
+        written: dict[str, JSON] = check_json(self.model_dump(mode="json"))  # type: ignore[assignment]
+        return written
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Return a copy with fields set, checked as a whole."""
+        given = {name: vars(self)[name] for name in self.model_fields_set}
+        if isinstance(self, Partial):
+            made = copy(self)
+            made.__dict__.update(changes)
+            return made
+        return type(self)(**{**given, **changes})
 
     @model_validator(mode="wrap")
     @classmethod
     def _say_what_is_wrong(cls, value: object, read: Callable[[object], Self]) -> Self:
         try:
-            return read(value)
+            made = read(value)
         except ValidationError as error:
-            raise to_invalid_input(error, cls) from None
+            raise to_invalid_input(error, cls, value) from None
+        is_new = made is not value and not isinstance(made, Partial)
+        if is_new and (violations := [*contradictions(made)]):
+            wrong = InvalidInputError(violations=violations)
+            wrong.readable = partial_class(cls).model_construct(made.model_fields_set, **vars(made))
+            raise wrong
+        return made
 
     @model_serializer(mode="wrap")
     def _without_what_is_absent(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
@@ -111,9 +131,16 @@ class DocumentValue(metaclass=_MadeInCode):
             cls.__annotations__ = {tag: Literal[name], **cls.__annotations__}
             setattr(cls, tag, dataclasses.field(default=name, kw_only=True, repr=False))
         config = ConfigDict(
-            strict=True, allow_inf_nan=False, extra="forbid" if is_extras else "ignore"
+            strict=True,
+            allow_inf_nan=False,
+            ser_json_inf_nan="constants",
+            extra="forbid" if is_extras else "ignore",
         )
         pydantic_dataclass(frozen=True, config=config)(cls)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self, Partial):
+            refuse([*contradictions(self)])
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -137,7 +164,7 @@ class DocumentValue(metaclass=_MadeInCode):
         try:
             return read(value)
         except ValidationError as error:
-            raise to_invalid_input(error, cls) from None
+            raise to_invalid_input(error, cls, value) from None
 
     @classmethod
     def _write(cls, made: Self, write: Callable[[Self], dict[str, JSON]]) -> dict[str, JSON]:
@@ -181,12 +208,13 @@ class NoOptions(DocumentValue, is_extras=True):
     """The options of what has none."""
 
 
-def one_of(section: BaseModel, names: Sequence[str]) -> None:
-    """Refuse the section unless exactly one of the named fields is set."""
+def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
+    """Return the violation unless exactly one of the named fields is set."""
     present = [name for name in names if getattr(section, name) is not None]
-    if len(present) != 1:
-        has = " and ".join(present) or "none"
-        raise InvalidInputError(f"needs exactly one of {', '.join(names)}; has {has}")
+    if len(present) == 1:
+        return []
+    has = " and ".join(present) or "none"
+    return [Violation("", f"needs exactly one of {', '.join(names)}; has {has}")]
 
 
 def only_with(section: BaseModel, name: str, owner: str) -> list[Violation]:

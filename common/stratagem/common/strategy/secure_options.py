@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import Positive
+from stratagem.common.schema.rules import rule
 from stratagem.common.secure_aggregation.neighbourhoods import AUTO, MIN_CLIENTS
 from stratagem.common.secure_aggregation.quantisation import Quantisation
 
@@ -70,12 +71,13 @@ class SecureAggregation(DocumentValue, is_extras=True):
     max_rows: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = None
     degree: Annotated[int | str, PlainValidator(_check_degree)] = AUTO
 
-    def __post_init__(self) -> None:
+    @rule
+    def _weights(self) -> Iterator[Violation]:
         if self.weights == "rows" and self.max_rows is None:
             text = 'missing; with weights "rows" it says how much one client may count'
-            raise InvalidInputError.at("max_rows", text)
+            yield Violation("max_rows", text)
         if self.weights == "uniform" and self.max_rows is not None:
-            raise InvalidInputError.at("max_rows", 'has a meaning only with weights "rows"')
+            yield Violation("max_rows", 'has a meaning only with weights "rows"')
 
     @property
     def max_weight(self) -> int:

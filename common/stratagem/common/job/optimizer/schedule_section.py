@@ -5,13 +5,13 @@ Checks itself; the curves are computed by the worker (`engine/optim/learning_rat
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.evaluation.followed_metric import Mode
-from stratagem.common.schema.document import Section, one_of, only_with, refuse
+from stratagem.common.schema.document import Section, one_of, only_with
 from stratagem.common.schema.field_types import (
     Count,
     EntrypointName,
@@ -23,6 +23,7 @@ from stratagem.common.schema.field_types import (
     Whole,
     ZeroToOne,
 )
+from stratagem.common.schema.rules import rule
 
 MAX_PARTS: Final = 64
 _NEEDED: Final = {
@@ -112,15 +113,18 @@ class ScheduleSpec(Section):
             return {"entrypoint" if ":" in value else "name": value}
         return value
 
-    @model_validator(mode="after")
-    def _fields_fit_the_name(self) -> Self:
-        one_of(self, ("name", "entrypoint"))
-        refuse(only_with(self, "kwargs", "entrypoint"))
-        if self.entrypoint is not None:
-            refuse([*self._of_names()])
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("name", "entrypoint"))
+        yield from only_with(self, "kwargs", "entrypoint")
+
+    @rule
+    def _fields_fit_the_name(self) -> Iterator[Violation]:
+        if self.name is None:
+            yield from self._of_names()
         else:
-            refuse([*self._misplaced(), *self._in_parts()])
-        return self
+            yield from self._misplaced()
+            yield from self._in_parts()
 
     @property
     def num_tolerated(self) -> int:
