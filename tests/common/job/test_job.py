@@ -564,7 +564,7 @@ def test_accumulation_that_cannot_be_is_refused(changes: dict[str, Any], expecte
 def test_accumulation_without_a_batch_size_is_told_that_it_is_missing() -> None:
     document = {**MINIMAL, "accumulation": {"steps": 2}}
     del document["batch_size"]
-    assert wrong(document) == ["batch_size: missing"]
+    assert wrong(document) == ["batch_size: missing; for example batch_size: 32"]
 
 
 def test_accumulation_may_repeat_what_the_pipeline_says() -> None:

@@ -8,7 +8,6 @@ per wrong field, in our words. Knows no document.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, dataclass_transform
 
 import structlog
@@ -72,13 +71,32 @@ class Section(BaseModel):
         return written
 
     def with_changes(self, **changes: Any) -> Self:
-        """Return a copy with fields set, checked as a whole."""
-        given = {name: vars(self)[name] for name in self.model_fields_set}
+        """Return a copy with fields set, checked as a whole; None takes a field away."""
         if isinstance(self, Partial):
-            made = copy(self)
-            made.__dict__.update(changes)
-            return made
-        return type(self)(**{**given, **changes})
+            return self.altered(**changes)
+        given = {name: vars(self)[name] for name in self.model_fields_set}
+        fields = {**given, **changes}
+        return type(self)(**{name: value for name, value in fields.items() if value is not None})
+
+    def altered(self, **changes: Any) -> Self:
+        """Return a copy with fields set, each checked by itself and none against the others: for
+        what is tried in place of the section, and is no document."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        try:
+            read = partial_class(type(self)).model_validate(given)
+        except ValidationError as error:
+            raise to_invalid_input(error, type(self)) from None
+        fields = type(self).model_fields
+        return super().model_copy(
+            update={
+                name: vars(read)[name] if name in given else fields[name].get_default()
+                for name in changes
+            }
+        )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy as pydantic does, but for what is set in it, which is checked."""
+        return self.with_changes(**update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -8,6 +8,7 @@ has all. Knows no document.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, Final, TypeVar
 
@@ -101,4 +102,8 @@ def partial_class(cls: Any) -> Any:
         if info.is_required():
             namespace[name].default = UNREAD
     namespace |= {"__annotations__": annotations, "__module__": cls.__module__}
-    return type(cls)(cls.__name__, (Partial, cls), namespace)
+    bases = (cls,) if issubclass(cls, Partial) else (Partial, cls)
+    made = type(cls)(cls.__name__, bases, namespace)
+    if is_dataclass(cls):  # what rules ask of the fields
+        made.__dataclass_fields__ = cls.__dataclass_fields__
+    return made

@@ -52,6 +52,7 @@ def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> 
     details = error.errors(include_url=False)[:MAX_VIOLATIONS]
     cause = details[0].get("ctx", {}).get("error")
     if isinstance(cause, InvalidInputError) and not details[0]["loc"] and cause.violations:
+        cause.readable = cause.readable or partial(cls, value, {})
         return cause  # the class has said all about itself
     violations = [each for one in _first_causes(details, cls) for each in _violations(one, cls)]
     readable = partial(cls, value, _wrong_fields(details, cls))

@@ -169,9 +169,7 @@ class GroupedRule:
         its groups have."""
         (lr, kwargs), rule = self.groups[name], self.rule
         whole = FrozenDict({**(rule.kwargs if with_shared else {}), **kwargs})
-        return UpdateRuleSpec.model_construct(
-            name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole
-        )
+        return UpdateRuleSpec(name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole)
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:

@@ -118,10 +118,10 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
 def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
     """Return an optimizer with the rates that a plateau has left, in place of it."""
     groups = spec.groups and tuple(
-        group.model_copy(update=_lower(group, plateau, num_reductions)) for group in spec.groups
+        group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
     )
     lower = {**_lower(spec, plateau, num_reductions), "groups": groups, "schedule": None}
-    return spec.model_copy(update=lower).document()
+    return spec.with_changes(**lower).document()
 
 
 def _lower(
@@ -133,7 +133,7 @@ def _lower(
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)
     own = spec.optimizer if isinstance(spec, GroupSpec) else None
     if own is not None:
-        lower["optimizer"] = own.model_copy(update=_lower(own, plateau, num_reductions))
+        lower["optimizer"] = own.with_changes(**_lower(own, plateau, num_reductions))
     return lower
 
 
