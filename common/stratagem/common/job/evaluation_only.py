@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stratagem.common.job.spec import JobSpec
 
 _WHY: Final = "execution.gradient is None, so nothing is trained"
-_EXAMPLE: Final = "evaluation: {split: test, metrics: [accuracy]}"
+_EXAMPLE: Final = "evaluation: {split: test}"
 _OF_TRAINING: Final = {
     "optimizer": "there is nothing to update",
     "weight_average": "there are no updates to average over",

@@ -47,4 +47,6 @@ class OrderSpec(Section):
                 yield Violation(name, f"has a meaning only with by: {owner}")
         for owner, name in (("weighted", "weights"), ("bucketed", "lengths")):
             if self.by == owner and getattr(self, name) is None:
-                yield Violation(name, f"missing; by: {owner} needs it")
+                yield Violation(
+                    name, f"missing; by: {owner} needs it, for example {name}: my_module:{name}"
+                )

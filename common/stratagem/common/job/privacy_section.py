@@ -70,8 +70,8 @@ class PrivacySpec(Section):
     @rule
     def _says_how_much(self) -> Iterator[Violation]:
         if self.noise_multiplier is None and self.target.epsilon is None:
-            text = "missing; without it, noise_multiplier says how much noise there is"
-            yield Violation("target.epsilon", text)
+            text = "missing; without it, noise_multiplier says how much noise there is, for "
+            yield Violation("target.epsilon", f"{text}example epsilon: 8")
 
     def sampling_rate(self, strategy: Federated) -> float:
         """Return the probability that the accountant may count on; 1 where there is no secret."""

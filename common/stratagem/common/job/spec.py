@@ -35,6 +35,7 @@ from stratagem.common.job.sections import (
     PartitionSpec,
     RecordingSpec,
 )
+from stratagem.common.job.submission.strategy_rules import check_submitted
 from stratagem.common.job.whole_job_rules import violations_of
 from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import (
@@ -46,7 +47,7 @@ from stratagem.common.schema.field_types import (
     NonEmptyItems,
 )
 from stratagem.common.schema.json_text import dump_json, load_json
-from stratagem.common.schema.rules import found_by, further, rule
+from stratagem.common.schema.rules import Partial, found_by, further, rule
 from stratagem.common.strategy import Federated, Local, PopulationBased, local_steps_of
 from stratagem.common.strategy.kinds import StrategyField
 
@@ -137,9 +138,11 @@ class JobSpec(Section):
     @rule
     def _of_several_sections(self) -> Iterator[Violation]:
         settling = (JobSpec._settle_strategy, JobSpec._settle_interval)
-        unsettled = [*found_by(settling, self)]
-        yield from unsettled
-        yield from further(violations_of(self), unsettled)
+        found = [*found_by(settling, self)]
+        found += further(violations_of(self), found)
+        yield from found
+        if found or isinstance(self, Partial):  # else who runs it asks
+            yield from further(check_submitted(self), found)
         if self.only_evaluates and self.evaluation is not None:
             self.__dict__["batch_size"] = self.evaluation.batch_size
 

@@ -4,8 +4,8 @@ Each section checks what is its own; what several say together is checked here o
 read, so that all that is wrong is told at once.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import check_accumulation
@@ -35,7 +35,7 @@ from stratagem.common.job.optimizer.weight_average_section import (
 from stratagem.common.job.phases_section import reason_against
 from stratagem.common.job.privacy_section import check_privacy
 from stratagem.common.job.stream_rules import against_streams, says_stream
-from stratagem.common.schema.rules import found_by
+from stratagem.common.schema.rules import UnreadFieldError, found_by
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
     Custom,
@@ -50,10 +50,17 @@ if TYPE_CHECKING:
     from stratagem.common.job.spec import JobSpec
 
 
+_Rules: TypeAlias = tuple[Callable[["JobSpec"], Iterable[Violation]], ...]
+
+
 def violations_of(job: "JobSpec") -> Iterator[Violation]:
     """Yield what is wrong with a job beyond what each section says by itself; of a job of which
     some fields are wrong, what the others say together."""
-    yield from found_by(_OF_EVALUATION if job.only_evaluates else _OF_TRAINING, job)
+    try:
+        rules: _Rules = _OF_EVALUATION if job.only_evaluates else _OF_TRAINING
+    except UnreadFieldError:
+        rules = tuple(each for each in _OF_TRAINING if each in _OF_EVALUATION)
+    yield from found_by(rules, job)
 
 
 def _schedule(job: "JobSpec") -> Iterator[Violation]:

@@ -17,12 +17,7 @@ from stratagem.common.schema.json_text import JSON
 def for_example(name: str, info: FieldInfo) -> str:
     """Return what may stand in a field, as the end of a sentence: its choices, and a line."""
     choices = ", ".join(map(str, _choices(info)))
-    return f"; {choices and f'one of {choices}, '}for example {line(name, _of_field(info))}"
-
-
-def line(name: str, value: JSON) -> str:
-    """Return a field and its value as a line of YAML."""
-    return f"{name}: {_written(value)}"
+    return f"; {choices and f'one of {choices}, '}for example {name}: {written(_of_field(info))}"
 
 
 def metadata_of(info: FieldInfo) -> Iterator[Any]:
@@ -65,7 +60,7 @@ def _of_type(annotation: Any, info: FieldInfo) -> JSON:
     annotation = _plain(annotation)
     inside = get_args(annotation)
     if hasattr(annotation, "__pydantic_fields__"):
-        return _of_class(annotation)
+        return example_of(annotation)
     if get_origin(annotation) in (Union, UnionType):
         return _of_type(inside[0], info)
     if get_origin(annotation) is Literal:
@@ -77,7 +72,7 @@ def _of_type(annotation: Any, info: FieldInfo) -> JSON:
     return True if annotation is bool else "NAME" if annotation is str else {}
 
 
-def _of_class(cls: Any) -> dict[str, JSON]:
+def example_of(cls: Any) -> dict[str, JSON]:
     """Return the mapping of a class: its name, where it has one, and the fields that it needs."""
     fields: Mapping[str, FieldInfo] = cls.__pydantic_fields__
     tags = {name: info.default for name, info in fields.items() if info.kw_only}
@@ -104,13 +99,16 @@ def _plain(annotation: Any) -> Any:
     return annotation
 
 
-def _written(value: JSON) -> str:
+def written(value: JSON) -> str:
+    """Return a value as YAML writes it in one line."""
     match value:
         case dict():
-            return f"{{{', '.join(line(key, item) for key, item in value.items())}}}"
+            return f"{{{', '.join(f'{key}: {written(item)}' for key, item in value.items())}}}"
         case list():
-            return f"[{', '.join(map(_written, value))}]"
+            return f"[{', '.join(map(written, value))}]"
         case bool():
             return str(value).lower()
+        case str() if value[:1].isdigit():
+            return f"'{value}'"
         case _:
             return str(value)

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, Violation
-from stratagem.common.schema.examples import for_example, metadata_of
+from stratagem.common.schema.examples import example_of, for_example, metadata_of, written
 from stratagem.common.schema.json_text import (
     closest,
     join,
@@ -163,10 +163,15 @@ def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
     value, context = details["input"], details.get("ctx", {})
     names = re.findall(r"'([^']*)'", context.get("expected_tags", "")) or _tags(info, str(tag))
     if not isinstance(value, Mapping):
-        example = f"{{{tag}: {names[0]}}}"
+        name = closest(value, names) if isinstance(value, str) else None
+        kinds = {
+            each.__pydantic_fields__[str(tag)].default: each for each in _classes(info.annotation)
+        }
+        example = written(example_of(kinds[name or names[0]]))
         return Violation(path, f"{_short(value)} is not a mapping such as {example}")
     if tag not in value:
-        return Violation(join(path, str(tag)), f"missing; one of {', '.join(names)}")
+        text = f"missing; one of {', '.join(names)}, for example {tag}: {names[0]}"
+        return Violation(join(path, str(tag)), text)
     return Violation(join(path, str(tag)), not_one_of(value[tag], names))
 
 

@@ -80,8 +80,8 @@ TARGET: Final = OneKey({"Tag": Tag, "WorkerId": WorkerIdTarget})
 class Partition(DocumentValue):
     """The nodes of the model that one worker owns."""
 
-    node_ids: NonEmptyItems[str]
-    target: Annotated[RemoteTarget, TARGET]
+    node_ids: Annotated[NonEmptyItems[str], Field(examples=[["0", "1"]])]
+    target: Annotated[RemoteTarget, TARGET, Field(examples=[{"WorkerId": "worker-0"}])]
 
 
 class DataStore(DocumentValue, tag="protocol"):

@@ -115,7 +115,7 @@ class FederatedOptions(DocumentValue, is_extras=True):
     @rule
     def _deadline(self) -> Iterator[Violation]:
         if self.round_deadline_s is not None and self.quorum is None:
-            text = "missing; round_deadline_s says when to settle for it, such as quorum: 0.5"
+            text = "missing; round_deadline_s says when to settle for it, for example quorum: 0.5"
             yield Violation("quorum", text)
 
     @rule

@@ -233,7 +233,10 @@ class ModelParallel(DocumentValue, tag="type"):
     """The nodes of the model are spread over workers."""
 
     partitions: NonEmptyItems[Partition]
-    communication: Annotated[CommunicationProtocol, Field(discriminator="protocol")]
+    communication: Annotated[
+        CommunicationProtocol,
+        Field(discriminator="protocol", examples=[{"protocol": "Pipeline", "micro_batch_size": 8}]),
+    ]
     options: ModelParallelOptions = ModelParallelOptions()
 
     @rule

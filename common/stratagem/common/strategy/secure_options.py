@@ -74,8 +74,8 @@ class SecureAggregation(DocumentValue, is_extras=True):
     @rule
     def _weights(self) -> Iterator[Violation]:
         if self.weights == "rows" and self.max_rows is None:
-            text = 'missing; with weights "rows" it says how much one client may count'
-            yield Violation("max_rows", text)
+            text = 'missing; with weights "rows" it says how much one client may count, for '
+            yield Violation("max_rows", f"{text}example max_rows: 1000")
         if self.weights == "uniform" and self.max_rows is not None:
             yield Violation("max_rows", 'has a meaning only with weights "rows"')
 

@@ -87,7 +87,7 @@ def check_schedule(job: _Job, num_steps: int | None) -> Iterator[Violation]:
         yield Violation(name, f"is not possible with strategy {kind}, which decides by itself")
         return
     if num_steps is None:
-        yield Violation("steps", f"missing; {name} counts in steps")
+        yield Violation("steps", f"missing; {name} counts in steps, for example steps: 1000")
         return
     if job.initial is not None and job.initial.resume:
         yield Violation("initial.resume", f"is not possible with {name}, which begins at step 0")

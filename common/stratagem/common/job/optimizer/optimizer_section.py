@@ -93,7 +93,9 @@ class GroupSpec(Section):
     @rule
     def _says_which(self) -> Iterator[Violation]:
         if not self.match and self.max_dims is None:
-            yield Violation("match", "missing; a group needs match or max_dims")
+            yield Violation(
+                "match", "missing; a group needs match or max_dims, for example match: ['*.bias']"
+            )
 
     @rule
     def _is_not_the_default(self) -> Iterator[Violation]:

@@ -27,12 +27,13 @@ from stratagem.common.schema.rules import rule
 
 MAX_PARTS: Final = 64
 _NEEDED: Final = {
-    "step": "step_size_steps",
-    "multistep": "milestones",
-    "exponential": "gamma",
-    "restarts": "period_steps",
-    "chain": "parts",
+    "step": "step_size_steps: 100",
+    "multistep": "milestones: [100, 200]",
+    "exponential": "gamma: 0.99",
+    "restarts": "period_steps: 100",
+    "chain": "parts: [{name: linear, steps: 100}, cosine]",
 }
+"""What a curve is not one without, as a line."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
 """Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""
@@ -147,10 +148,13 @@ class ScheduleSpec(Section):
                 yield Violation(field, "belongs to a schedule by name; the entry point has its own")
 
     def _misplaced(self) -> Iterator[Violation]:
-        needed = _NEEDED.get(self.name or "")
+        line = _NEEDED.get(self.name or "", "")
+        needed, _, _ = line.partition(":")
         # A document that was written out names every field.
         if needed and (needed not in self.model_fields_set or not getattr(self, needed)):
-            yield Violation(needed, f"missing; the {self.name} schedule needs it")
+            yield Violation(
+                needed, f"missing; the {self.name} schedule needs it, for example {line}"
+            )
         for field, name in _ONLY_IN.items():
             if name != self.name and getattr(self, field) is not None:
                 yield Violation(field, f"belongs to the {name} schedule only")
