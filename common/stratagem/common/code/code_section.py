@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Annotated, Final, TypeAlias
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest, check_digest
@@ -34,7 +34,7 @@ class CodeSpec(Section):
     exclude: and none that match one of these. signature: of the bundle, by `stratagem code sign`.
     """
 
-    path: NonEmptyText | None = None
+    path: Annotated[NonEmptyText, Field(examples=["src"])] | None = None
     include: NonEmptyItems[NonEmptyText] | None = None
     exclude: NonEmptyItems[NonEmptyText] | None = None
     digest: Annotated[Digest, AfterValidator(check_digest)] | None = None

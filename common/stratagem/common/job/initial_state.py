@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest, check_digest, check_run_id
@@ -51,7 +51,10 @@ class InitialSpec(Section):
     commit, of a digest; the client finds them, too.
     """
 
-    digest: Annotated[Digest, AfterValidator(check_digest)] | None = None
+    digest: (
+        Annotated[Digest, AfterValidator(check_digest), Field(examples=["0123456789abcdef" * 4])]
+        | None
+    ) = None
     run: Annotated[str, AfterValidator(check_run_id)] | None = None
     which: Annotated[str, AfterValidator(_check_which)] | None = None
     file: Annotated[str, AfterValidator(check_tensor_file)] | None = None

@@ -105,7 +105,9 @@ class LossSpec(Section):
     language models, else `labels` where they are integers, else `rows`.
     """
 
-    name: Annotated[Name, AfterValidator(check_loss_name)] | None = None
+    name: (
+        Annotated[Name, AfterValidator(check_loss_name), Field(examples=["cross_entropy"])] | None
+    ) = None
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
     weight: Literal["rows", "labels", "shifted_labels"] | None = None

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaSerializer, core_schema
 
 from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.schema.examples import for_example
 from stratagem.common.schema.json_text import JSON, check_json, in_order, join, suggest
 from stratagem.common.schema.rules import Partial, contradictions, partial_class
 from stratagem.common.schema.validation_errors import to_invalid_input
@@ -231,7 +232,8 @@ def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
     present = [name for name in names if getattr(section, name) is not None]
     if len(present) == 1:
         return []
-    has = " and ".join(present) or "none"
+    first = type(section).__pydantic_fields__[names[0]]
+    has = " and ".join(present) or f"none{for_example(names[0], first, is_choice=False)}"
     return [Violation("", f"needs exactly one of {', '.join(names)}; has {has}")]
 
 

@@ -5,7 +5,7 @@ A field says its own example where the least value of its type would teach nothi
 document.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from stratagem.common.schema.json_text import JSON
 
 
-def for_example(name: str, info: FieldInfo) -> str:
+def for_example(name: str, info: FieldInfo, *, is_choice: bool = True) -> str:
     """Return what may stand in a field, as the end of a sentence: its choices, and a line."""
-    choices = ", ".join(map(str, _choices(info)))
+    choices = ", ".join(map(str, _choices(info))) if is_choice else ""
     return f"; {choices and f'one of {choices}, '}for example {name}: {written(_of_field(info))}"
 
 
@@ -47,17 +47,28 @@ def _choices(info: FieldInfo) -> Iterator[JSON]:
 
 
 def _of_field(info: FieldInfo) -> JSON:
-    for part in (info, *metadata_of(info)):
+    if info.examples:
+        example: JSON = info.examples[0]
+        return example
+    return _said_by(info.metadata) or _of_type(info.annotation, info)
+
+
+def _said_by(metadata: Sequence[Any]) -> JSON:
+    """Return the outermost example among what is declared beside a type; None without one."""
+    for part in reversed(metadata):
         if isinstance(part, FieldInfo) and part.examples:
             example: JSON = part.examples[0]
             return example
         if hasattr(part, "forms"):
             return str(part.forms()[0])
-    return _of_type(info.annotation, info)
+    return None
 
 
 def _of_type(annotation: Any, info: FieldInfo) -> JSON:
-    annotation = _plain(annotation)
+    while get_origin(annotation) is Annotated:
+        if example := _said_by(annotation.__metadata__):
+            return example
+        annotation = get_args(annotation)[0]
     inside = get_args(annotation)
     if hasattr(annotation, "__pydantic_fields__"):
         return example_of(annotation)

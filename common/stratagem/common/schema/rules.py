@@ -64,6 +64,14 @@ def further(found: Iterable[Violation], known: Iterable[Violation]) -> list[Viol
     return [each for each in found if each.field not in fields]
 
 
+def differing(made: object, default: object, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of the names whose fields are right and not as in another value."""
+    for name in names:
+        value = vars(made)[name]
+        if value is not UNREAD and value != getattr(default, name):
+            yield name
+
+
 @cache
 def _rules_of(cls: Any) -> tuple[str, ...]:
     classes = reversed(cls.__mro__)

@@ -5,7 +5,7 @@ valid. The fields as declared are the JSON form that is shared with the Rust pro
 alone stands under `options`. Does not know how any strategy is carried out.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Final, Literal, TypeAlias, assert_never
 
@@ -23,7 +23,7 @@ from stratagem.common.schema.field_types import (
     UpTo,
     ZeroToBelowOne,
 )
-from stratagem.common.schema.rules import rule
+from stratagem.common.schema.rules import differing, rule
 from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
@@ -57,7 +57,7 @@ from stratagem.common.strategy.nested_regions import check_nested
 from stratagem.common.strategy.regions import check_regions
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
-from stratagem.common.strategy.secure_options import against_secure_aggregation
+from stratagem.common.strategy.secure_options import against_secure_aggregation, wrong_numbers
 from stratagem.common.strategy.weighing import check_weighing
 
 MAX_REPLICAS: Final = 16_384
@@ -177,7 +177,7 @@ class DataParallel(DocumentValue, tag="type"):
     def _only_with_local_steps(self) -> Iterator[Violation]:
         if self.options.local_steps is None:
             names = ("outer", "outer_bits", "fragments", "overlap_steps", "mix", "upload_every")
-            for name in _set_among(names, self.options):
+            for name in differing(self.options, DataParallelOptions(), names):
                 text = "has a meaning only together with local_steps"
                 yield Violation(f"options.{name}", text)
 
@@ -212,15 +212,10 @@ class DataParallel(DocumentValue, tag="type"):
             )
             yield Violation("options.overlap_steps", text)
         elif isinstance(self.aggregation, ParameterServer):
-            for name in _set_among(("fragments", "overlap_steps"), options):
+            names = ("fragments", "overlap_steps")
+            for name in differing(options, DataParallelOptions(), names):
                 text = "ParameterServer sums all parameters in one step; AllReduce has fragments"
                 yield Violation(f"options.{name}", text)
-
-
-def _set_among(names: Iterable[str], options: DataParallelOptions) -> Iterator[str]:
-    """Yield the options among these that are not as they are without being set."""
-    default = DataParallelOptions()
-    return (name for name in names if getattr(options, name) != getattr(default, name))
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
@@ -306,10 +301,10 @@ class Federated(DocumentValue, tag="type"):
 
     @rule
     def _secure_aggregation(self) -> Iterator[Violation]:
-        numbers = self.num_clients, self._num_selected()
-        yield from against_secure_aggregation(
-            self.options.secure_aggregation, self.options, *numbers
-        )
+        spec = self.options.secure_aggregation
+        if spec is not None:
+            yield from against_secure_aggregation(self.options)
+            yield from wrong_numbers(spec, self.num_clients, self._num_selected())
 
     def _num_selected(self) -> int:
         """Return the clients of a round; at most, where their tags decide."""

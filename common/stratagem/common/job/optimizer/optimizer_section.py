@@ -49,7 +49,9 @@ class UpdateRuleSpec(Section):
     """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
     keyword arguments, kept in `kwargs`."""
 
-    name: Annotated[Name, AfterValidator(_check_optimizer_name)] | None = None
+    name: Annotated[Name, AfterValidator(_check_optimizer_name), Field(examples=["sgd"])] | None = (
+        None
+    )
     entrypoint: EntrypointName | None = None
     lr: Annotated[Positive, Field(examples=[0.1])]
     kwargs: Kwargs = FrozenDict()

@@ -91,8 +91,8 @@ def check_replicas(job: SubmittedJob) -> Iterator[Violation]:
 def _replica(job: SubmittedJob, strategy: DataParallel) -> Iterator[Violation]:
     """A replica is one worker, or a pipeline whose gradients are summed stage by stage."""
     inner = strategy.options.inner
-    if inner is None or isinstance(inner, Local):
-        return
+    if isinstance(inner, Local | DataParallel | None):
+        return  # groups of replicas are replicas, or why not has been said
     if not isinstance(inner, ModelParallel):
         text = f"{describe(inner)} cannot be a replica, which takes part in every step; Local, "
         yield Violation(_INNER, f"{text}ModelParallel and DataParallel can")
