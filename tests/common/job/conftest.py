@@ -1,4 +1,4 @@
-"""Has every job that a test here sees refused refused once more, with other faults beside: one
+"""Every job that a test here sees refused is refused once more, with other faults beside: one
 answer must have all of them."""
 
 from __future__ import annotations

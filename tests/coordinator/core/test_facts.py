@@ -70,7 +70,7 @@ def test_metrics_that_are_not_finite_come_back() -> None:
 
 
 def test_a_plain_value_that_is_not_finite_is_refused_where_it_is_told_of() -> None:
-    """As text it would be in the journal, and so after a replay; before that it is a number."""
+    """It would be a number until a replay makes the text of it that stands in the journal."""
     with pytest.raises(ValueError, match=r"scores\[1\]: nan is not a finite number"):
         Noted(party=ROOT, kind="chosen", data={"scores": [0.5, math.nan]})
     noted = Noted(party=ROOT, kind="chosen", data={}, metrics={"test.loss": math.nan})

@@ -126,10 +126,11 @@ def _length(job: "JobSpec") -> list[Violation]:
     kind = type(job.strategy).__name__
     match job.strategy:
         case Federated():
-            text = "has no meaning under Federated; strategy.rounds and options.local_epochs have"
+            text = "has no meaning under Federated; strategy.rounds and options.local_epochs have; "
+            text += "leave it out"
             return [Violation(name, text) for name in given]
         case PopulationBased():
-            text = "has no meaning under PopulationBased; steps_per_generation has"
+            text = "has no meaning under PopulationBased; steps_per_generation has; leave it out"
             return [Violation(name, text) for name in given]
         case Custom() if not given:
             return []  # the plug-in may count in units of its own

@@ -50,7 +50,7 @@ class Section(BaseModel):
             try:
                 super().__init__(**data)
             except ValidationError as error:
-                raise to_invalid_input(error, type(self)) from None
+                raise _said(error, type(self)) from None
 
     @classmethod
     def parse(cls, value: object) -> Self:
@@ -59,8 +59,7 @@ class Section(BaseModel):
         try:
             section = cls.model_validate(plain)
         except ValidationError as error:
-            found = to_invalid_input(error, cls).violations
-            raise InvalidInputError(violations=in_order(found, plain)) from None
+            raise _said(error, cls, plain) from None
         for key, hint in _ignored_keys(plain, section, ""):
             _log.warning(f"unknown key is ignored{hint}", key=key)
         return section
@@ -86,7 +85,7 @@ class Section(BaseModel):
         try:
             read = partial_class(type(self)).model_validate(given)
         except ValidationError as error:
-            raise to_invalid_input(error, type(self)) from None
+            raise _said(error, type(self)) from None
         fields = type(self).model_fields
         return super().model_copy(
             update={
@@ -127,7 +126,7 @@ class _MadeInCode(type):
             try:
                 return super().__call__(*args, **kwargs)
             except ValidationError as error:
-                raise to_invalid_input(error, cls) from None
+                raise _said(error, cls) from None
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -196,6 +195,12 @@ class DocumentValue(metaclass=_MadeInCode):
             if not (has_nothing_left or (is_extras and is_default and not info.kw_only)):
                 written[name] = plain
         return written
+
+
+def _said(error: ValidationError, cls: type, document: JSON = None) -> InvalidInputError:
+    """Return what is wrong, in the order of a document, without what else can be read of it."""
+    found = to_invalid_input(error, cls).violations
+    return InvalidInputError(violations=in_order(found, document))
 
 
 def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from stratagem.common.base.errors import Violation
 
 UNREAD: Final = object()
-"""In place of a field that is wrong."""
+"""Stands for a field that is wrong."""
 _MARK: Final = "is_rule_of_document"
 _Made = TypeVar("_Made")
 _Rule = TypeVar("_Rule", bound=Callable[[Any], Iterable[Violation]])

@@ -33,7 +33,7 @@ _NEEDED: Final = {
     "restarts": "period_steps: 100",
     "chain": "parts: [{name: linear, steps: 100}, cosine]",
 }
-"""What a curve is not one without, as a line."""
+"""The field that a curve needs, as a line."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
 """Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""

@@ -1,4 +1,4 @@
-"""What a strategy asks of the job that is submitted with it, beside what every job must be.
+"""The rules that a strategy has for the job that is submitted with it, beside those of every job.
 
 Jobs of before may lack it, and so may those of members and clients that are made from a job; where
 they run, the coordinator asks again. A job that is refused is told of this in the same answer.
