@@ -101,7 +101,8 @@ def check_schedule(job: _Job, num_steps: int | None) -> Iterator[Violation]:
     if schedule.last_step is not None and schedule.last_step > num_steps:
         text = f"{schedule.last_step} is more than the {num_steps} steps of the job"
         yield Violation(f"{name}.last_step", text)
-    yield from _uncommitted(job, schedule, num_steps)
+    else:
+        yield from _uncommitted(job, schedule, num_steps)
 
 
 def _uncommitted(
