@@ -18,11 +18,12 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, entry_points, member_job, with_fields
 from stratagem.common.schema.field_types import Kwargs
 from stratagem.common.schema.frozen import FrozenDict, FrozenList, frozen, thawed
-from stratagem.common.strategy import Custom, Strategy, describe
+from stratagem.common.strategy import Custom, Strategy, describe, dump_strategy
 from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.strategies.population.evolution import draw, explored, stream
 from stratagem.coordinator.strategies.population.population_run import space_of, spec_of
+from tests.common.job.documents import MINIMAL
 from tests.common.strategy.strategies import json_values
 
 pytestmark = pytest.mark.core
@@ -321,3 +322,40 @@ def test_a_member_has_only_its_own_hyperparameters() -> None:
     assert parsed() == JobSpec.parse(DOCUMENT)
     assert describe(spec.strategy) == "PopulationBased/Truncation"
     assert isinstance(spec.strategy, Strategy)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_no_way_to_change_a_copy_lets_a_number_in_that_is_not_finite(number: float) -> None:
+    job = JobSpec.parse({**MINIMAL, "weight_average": {"decay": 0.5}})
+    assert job.weight_average is not None
+    for change in (job.with_changes, job.altered, lambda **each: job.model_copy(update=each)):
+        with pytest.raises(InvalidInputError, match=f"^placement_timeout_s: {number} is not"):
+            change(placement_timeout_s=number)
+        assert change(placement_timeout_s=2.5).canonical_json() != job.canonical_json()
+    with pytest.raises(InvalidInputError, match=f"^decay: {number} is not"):
+        job.weight_average.model_copy(update={"decay": number})
+
+
+def test_a_copy_is_checked_as_a_whole_unless_it_is_no_document() -> None:
+    job = JobSpec.parse(MINIMAL)
+    with pytest.raises(InvalidInputError, match=r"^steps: epochs is set already"):
+        job.model_copy(update={"steps": 3})
+    assert job.with_changes(steps=3, epochs=None) == with_fields(job, {"steps": 3, "epochs": None})
+    assert job.altered(steps=3).steps == 3
+    with pytest.raises(InvalidInputError, match=r"^batch_size: 0 is not allowed"):
+        job.altered(steps=3, batch_size=0)
+
+
+def test_what_is_not_finite_is_refused_with_its_path_where_it_is_written() -> None:
+    strategy = {"type": "Federated", "num_clients": 4, "rounds": 3}
+    strategy |= {"aggregation": {"method": "FedProx", "mu": 0.5}}
+    strategy |= {"client_selection": {"method": "All"}}
+    job = JobSpec.parse({**MINIMAL, "epochs": None, "strategy": strategy})
+    vars(cast(Any, job.strategy).aggregation)["mu"] = float("inf")  # past all that checks
+    with pytest.raises(InvalidInputError, match=r"^strategy\.aggregation\.mu: inf is not a finite"):
+        job.canonical_json()
+    with pytest.raises(InvalidInputError, match=r"^strategy\.aggregation\.mu: inf is not a finite"):
+        dump_strategy(job.strategy)
+    vars(job.optimizer)["lr"] = float("nan")
+    with pytest.raises(InvalidInputError, match=r"^optimizer\.lr: nan is not a finite"):
+        job.document()

@@ -187,7 +187,7 @@ def test_a_search_space_in_short_form_is_the_shared_one() -> None:
     ("given_range", "expected"),
     [
         ({"low": 1}, "x.high: missing; or give choices"),
-        ({"low": 1, "hihg": 2}, "x.high: missing; is it hihg?; x.hihg: unknown key"),
+        ({"low": 1, "hihg": 2}, "x.hihg: unknown key; did you mean high?"),
         ({"low": 1, "high": 2, "scale": "Log"}, "x.scale: 'Log' is not one of linear, log"),
         ({"low": 3, "high": 2}, "x.low: 3 is not below high, 2"),
         ({"choices": []}, "x.choices: [] is not allowed; must not be empty"),
@@ -564,7 +564,7 @@ def test_accumulation_that_cannot_be_is_refused(changes: dict[str, Any], expecte
 def test_accumulation_without_a_batch_size_is_told_that_it_is_missing() -> None:
     document = {**MINIMAL, "accumulation": {"steps": 2}}
     del document["batch_size"]
-    assert wrong(document) == ["batch_size: missing"]
+    assert wrong(document) == ["batch_size: missing; for example batch_size: 32"]
 
 
 def test_accumulation_may_repeat_what_the_pipeline_says() -> None:

@@ -185,7 +185,7 @@ def test_groups_that_are_no_flat_strategy_are_refused(
     strategy: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        flattened(strategy)
+        JobSpec.parse({**MINIMAL, "batch_size": 256, "strategy": strategy})
     assert str(caught.value) == expected
 
 

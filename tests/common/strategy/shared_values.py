@@ -8,13 +8,15 @@ strategies are made of, so that a change to that which the other programs could 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import DocumentValue, Section
 from stratagem.common.schema.field_types import MAX_UNSIGNED, FrozenJSON, Items, OneKey
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import RemoteTarget
 from stratagem.common.strategy.choices import TARGET
 
@@ -33,10 +35,11 @@ class Numbers(DocumentValue):
     values: Items[float]
     shape: Items[Annotated[int, Field(ge=0, le=MAX_UNSIGNED)]]
 
-    def __post_init__(self) -> None:
+    @rule
+    def _shape_fits(self) -> Iterator[Violation]:
         if math.prod(self.shape) != len(self.values):
             text = f"{list(self.shape)} does not hold {len(self.values)} values"
-            raise InvalidInputError.at("shape", text)
+            yield Violation("shape", text)
 
 
 class Tensor(DocumentValue, tag="type"):

@@ -262,7 +262,9 @@ def test_no_key_of_another_form_is_taken_for_an_ignored_one(
 
 def test_a_missing_key_points_at_one_that_is_nearly_it() -> None:
     document = {"type": "DataParallel", "num_replica": 2, "aggregation": {"method": "AllReduce"}}
-    assert wrong(document) == ["strategy.num_replicas: missing; is it num_replica?"]
+    assert wrong(document) == [
+        "strategy.num_replicas: missing; is it num_replica?; for example num_replicas: 2"
+    ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -10,6 +10,7 @@ from stratagem.common.base.ids import Digest
 from stratagem.coordinator.core.facts import (
     ROOT,
     Evaluated,
+    Noted,
     RunCancelled,
     SegmentCommitted,
     fact_serialization,
@@ -66,6 +67,19 @@ def test_metrics_that_are_not_finite_come_back() -> None:
         "test.gap": "-inf",
         "a": "0.1",
     }
+
+
+def test_a_plain_value_that_is_not_finite_is_refused_where_it_is_told_of() -> None:
+    """It would be a number until a replay makes the text of it that stands in the journal."""
+    with pytest.raises(ValueError, match=r"scores\[1\]: nan is not a finite number"):
+        Noted(party=ROOT, kind="chosen", data={"scores": [0.5, math.nan]})
+    noted = Noted(party=ROOT, kind="chosen", data={}, metrics={"test.loss": math.nan})
+    with pytest.raises(ValueError, match="rate: inf is not a finite number"):
+        noted.model_copy(update={"data": {"rate": math.inf}})
+    with pytest.raises(ValueError, match="segment"):
+        noted.model_copy(update={"segment": "first"})
+    kind, payload = encode(noted.model_copy(update={"data": {"rate": 0.5}}))
+    assert str(decode(kind, 1, payload)) == str(noted.model_copy(update={"data": {"rate": 0.5}}))
 
 
 def test_a_journal_that_holds_null_for_them_can_be_read() -> None:

@@ -1,16 +1,17 @@
 """Looks for faults of a job before it is submitted: in its document, its code, its data, and what
 a cluster has for it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.client.sdk.torch_process import ask
 from stratagem.client.sdk.views import Worker
-from stratagem.common.base.errors import InvalidInputError, UnavailableError
+from stratagem.common.base.errors import InvalidInputError, UnavailableError, Violation
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
+from stratagem.common.job.submission.strategy_rules import check_submitted
 from stratagem.common.strategy import ModelParallel, Partition, RemoteTarget, Strategy, Tag
 
 _CHECK: Final = "check"
@@ -35,7 +36,8 @@ def check_job(
         spec = job() if callable(job) else parse_job(job)
     except InvalidInputError as error:
         return list(_document_faults(error))
-    findings = [Finding("document", spec.name, Level.OK, "all fields are valid")]
+    findings = [*_refused(check_submitted(spec))]
+    findings = findings or [Finding("document", spec.name, Level.OK, "all fields are valid")]
     try:
         answer = ask(_CHECK, spec, import_path=import_path, device=device)
         findings += [
@@ -50,12 +52,16 @@ def check_job(
 
 
 def _document_faults(error: InvalidInputError) -> Iterator[Finding]:
-    for violation in error.violations:
-        yield Finding("document", violation.field, Level.FAIL, violation.message)
+    yield from _refused(error.violations)
     if not error.violations:
         yield Finding("document", "", Level.FAIL, str(error))
     advice = "mend the document first, and check again"
     yield Finding("code", "", Level.WARN, "code, model and data are not checked", advice)
+
+
+def _refused(violations: Iterable[Violation]) -> Iterator[Finding]:
+    for violation in violations:
+        yield Finding("document", violation.field, Level.FAIL, violation.message)
 
 
 def _of_cluster(spec: JobSpec, workers: Sequence[Worker]) -> Iterator[Finding]:

@@ -126,7 +126,7 @@ def resolve_parallelism(
         case DataParallel(number):  # needs no look at the model
             strategy = strategies.DataParallel(number, strategies.AllReduce())
             execution = job.execution.with_changes(parallelism="None")
-            changed = job.model_copy(update={"strategy": strategy, "execution": execution})
+            changed = job.with_changes(strategy=strategy, execution=execution)
             return changed, f"DataParallel over {number} workers, as asked for"
         case "Automatic" if job.only_evaluates:
             return _over_all(job, sum(worker.is_alive for worker in workers))
@@ -157,7 +157,7 @@ def _over_all(job: JobSpec, num_workers: int) -> tuple[JobSpec, str]:
         chosen = strategies.DataParallel(num_workers, strategies.AllReduce())
         reason = f"DataParallel over {num_workers} workers: nothing is exchanged in an evaluation"
     execution = job.execution.with_changes(parallelism="None")
-    return job.model_copy(update={"strategy": chosen, "execution": execution}), reason
+    return job.with_changes(strategy=chosen, execution=execution), reason
 
 
 def _to_estimate(answer: Mapping[str, Any]) -> MemoryEstimate:

@@ -93,7 +93,7 @@ async def resolve_code(connection: Connection, job: JobSpec) -> JobSpec:
     manifest = manifest_of(archive)
     await send(connection, manifest, [memoryview(archive)])
     sent = CodeSpec(digest=Digest(manifest.digest), signature=code.signature)
-    return job.model_copy(update={"code": sent})
+    return job.with_changes(code=sent)
 
 
 def _named(data: InlineData) -> Iterator[tuple[str, Any]]:

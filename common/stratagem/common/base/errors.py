@@ -55,6 +55,8 @@ class InvalidInputError(StratagemError, ValueError):
     """Wrong input. `violations` names every wrong field, not just the first one, to an end."""
 
     violations: tuple[Violation, ...]
+    readable: object = None
+    """What can be read of a document's value in spite of them; None where nothing can."""
 
     def __init__(self, message: str = "", *, violations: Iterable[Violation] = ()) -> None:
         self.violations = tuple(islice(violations, MAX_VIOLATIONS))

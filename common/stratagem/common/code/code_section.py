@@ -5,15 +5,17 @@ that by its digest.
 """
 
 import re
-from typing import Annotated, Final, Self, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Final, TypeAlias
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest, check_digest
-from stratagem.common.schema.document import Section, one_of, refuse
+from stratagem.common.schema.document import Section, one_of, only_with
 from stratagem.common.schema.field_types import NonEmptyItems, NonEmptyText
+from stratagem.common.schema.rules import rule
 
 _MAX_CHARS: Final = 256
 _SIGNATURE: Final = re.compile("[0-9a-f]{128}")
@@ -32,7 +34,7 @@ class CodeSpec(Section):
     exclude: and none that match one of these. signature: of the bundle, by `stratagem code sign`.
     """
 
-    path: NonEmptyText | None = None
+    path: Annotated[NonEmptyText, Field(examples=["src"])] | None = None
     include: NonEmptyItems[NonEmptyText] | None = None
     exclude: NonEmptyItems[NonEmptyText] | None = None
     digest: Annotated[Digest, AfterValidator(check_digest)] | None = None
@@ -43,13 +45,11 @@ class CodeSpec(Section):
     def _from_text(cls, value: object) -> object:
         return {"path": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("path", "digest"))
-        text = "has a meaning only together with path"
-        given = (name for name in ("include", "exclude") if getattr(self, name) is not None)
-        refuse([] if self.path is not None else [Violation(name, text) for name in given])
-        return self
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("path", "digest"))
+        for name in ("include", "exclude"):
+            yield from only_with(self, name, "path")
 
 
 def check_requirement(value: str) -> str:

@@ -6,14 +6,13 @@ divided once by their total weight, so the cut changes memory and rounding, but 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import model_validator
-
-from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.base.errors import Violation
 from stratagem.common.numerics.batch_shards import split_rows
 from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Count
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import ModelParallel, Pipeline
 
 if TYPE_CHECKING:
@@ -31,12 +30,10 @@ class AccumulationSpec(Section):
     normalize: Literal["mean", "sum"] = "mean"
     non_finite: Literal["fail", "skip_step"] = "fail"
 
-    @model_validator(mode="after")
-    def _one_way_to_cut(self) -> Self:
+    @rule
+    def _one_way_to_cut(self) -> Iterator[Violation]:
         if self.micro_batch_size is not None and self.steps is not None:
-            text = "micro_batch_size is set already; only one of the two may be"
-            raise InvalidInputError.at("steps", text)
-        return self
+            yield Violation("steps", "micro_batch_size is set already; only one of the two may be")
 
     @property
     def must_divide(self) -> bool:

@@ -5,13 +5,14 @@ honour. What a codec does is `stratagem.common.compression`.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Count, Whole
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
     DataParallel,
@@ -66,28 +67,24 @@ class CompressionSpec(Section):
     def _from_text(cls, value: object) -> object:
         return {"codec": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _options_fit_the_codec(self) -> Self:
-        violations = [
-            Violation(
-                name, f"belongs to codec {' or '.join(owners)} only; the codec is {self.codec}"
-            )
-            for name, owners in _OWNERS.items()
-            if self.codec not in owners
-            and getattr(self, name) != CompressionSpec.model_fields[name].default
-        ]
+    @rule
+    def _options_fit_the_codec(self) -> Iterator[Violation]:
+        for name, owners in _OWNERS.items():
+            default = CompressionSpec.model_fields[name].default
+            if self.codec not in owners and getattr(self, name) != default:
+                text = f"belongs to codec {' or '.join(owners)} only; the codec is {self.codec}"
+                yield Violation(name, text)
         if self.error_feedback and self.codec == "none":
-            violations.append(Violation("error_feedback", "has no meaning with codec none"))
+            yield Violation("error_feedback", "has no meaning with codec none")
+
+    @rule
+    def _options_go_together(self) -> Iterator[Violation]:
         if self.error_feedback and self.stochastic:
-            text = (
-                "does not go together with stochastic, which is unbiased: the residual would grow"
-            )
-            violations.append(Violation("error_feedback", text))
+            text = "does not go together with stochastic, which is unbiased: the residual would "
+            yield Violation("error_feedback", f"{text}grow")
         if self.stochastic and self.block is not None:
             text = "does not go together with block, whose levels are rounded to the nearest"
-            violations.append(Violation("stochastic", text))
-        refuse(violations)
-        return self
+            yield Violation("stochastic", text)
 
     @property
     def has_feedback(self) -> bool:

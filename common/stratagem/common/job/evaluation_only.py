@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stratagem.common.job.spec import JobSpec
 
 _WHY: Final = "execution.gradient is None, so nothing is trained"
+_EXAMPLE: Final = "evaluation: {split: test}"
 _OF_TRAINING: Final = {
     "optimizer": "there is nothing to update",
     "weight_average": "there are no updates to average over",
@@ -53,7 +54,12 @@ def check_evaluating(job: "JobSpec") -> list[Violation]:
 def _evaluation(job: "JobSpec") -> list[Violation]:
     own = job.evaluation
     if own is None:
-        return [Violation("evaluation", f"missing; {_WHY}, and it says what is evaluated")]
+        return [
+            Violation(
+                "evaluation",
+                f"missing; {_WHY}, and it says what is evaluated, for example {_EXAMPLE}",
+            )
+        ]
     violations = []
     if own.best is not None:
         violations.append(Violation("evaluation.best", f"{_WHY}: there is one state; leave it out"))

@@ -6,14 +6,15 @@ sections which mean the same are equal.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import Violation
 from stratagem.common.schema.document import DocumentValue, Section
 from stratagem.common.schema.field_types import Count, OneKey
+from stratagem.common.schema.rules import rule
 
 MAX_LOCAL_WORKERS: Final = 8
 """What `Automatic` counts as, at most, before it has been resolved."""
@@ -166,18 +167,15 @@ class ExecutionSpec(Section):
             return value  # what is wrong with it is found field by field
         return {**PRESETS[name], **{key: item for key, item in value.items() if key != "preset"}}
 
-    @model_validator(mode="after")
-    def _sixteen_bits(self) -> Self:
+    @rule
+    def _sixteen_bits(self) -> Iterator[Violation]:
         if self.amp_dtype is not None and self.precision not in ("Mixed", "Half"):
             text = f"belongs to precision Mixed and Half; it is {self.precision or 'not set'}"
-            raise InvalidInputError.at("amp_dtype", text)
-        return self
+            yield Violation("amp_dtype", text)
 
     def with_changes(self, **changes: Any) -> Self:
         """A copy with fields set, checked as a whole; a preset sets the fields it names."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        preset = PRESETS.get(changes.get("preset", ""), {})
-        return type(self)(**{**fields, **preset, **changes})
+        return super().with_changes(**{**PRESETS.get(changes.get("preset", ""), {}), **changes})
 
     @property
     def computes_gradients(self) -> bool:

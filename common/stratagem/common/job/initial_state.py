@@ -7,15 +7,16 @@ began from then stands in its job, whatever happens to the run or the file later
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.base.ids import Digest, check_digest, check_run_id
 from stratagem.common.job.sections import check_tensor_file
-from stratagem.common.schema.document import Section, one_of, refuse
+from stratagem.common.schema.document import Section, one_of, only_with
 from stratagem.common.schema.field_types import Kwargs, Whole
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import (
     Custom,
     FedAvg,
@@ -50,7 +51,10 @@ class InitialSpec(Section):
     commit, of a digest; the client finds them, too.
     """
 
-    digest: Annotated[Digest, AfterValidator(check_digest)] | None = None
+    digest: (
+        Annotated[Digest, AfterValidator(check_digest), Field(examples=["0123456789abcdef" * 4])]
+        | None
+    ) = None
     run: Annotated[str, AfterValidator(check_run_id)] | None = None
     which: Annotated[str, AfterValidator(_check_which)] | None = None
     file: Annotated[str, AfterValidator(check_tensor_file)] | None = None
@@ -60,16 +64,13 @@ class InitialSpec(Section):
     metrics: Annotated[Kwargs, AfterValidator(_check_numbers)] | None = None
     average: Annotated[Digest, AfterValidator(check_digest)] | None = None
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("digest", "run", "file"))
-        if self.which is not None and self.run is None:
-            refuse([Violation("which", "has a meaning only together with run")])
-        if self.trained_with is not None and self.digest is None:
-            refuse([Violation("trained_with", "has a meaning only together with digest")])
-        refuse([*self._wrong_to_resume()])
-        return self
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("digest", "run", "file"))
+        yield from only_with(self, "which", "run")
+        yield from only_with(self, "trained_with", "digest")
 
+    @rule
     def _wrong_to_resume(self) -> Iterator[Violation]:
         if self.resume is not None and self.file is not None:
             yield Violation("resume", "is not possible from a file, only from a run")

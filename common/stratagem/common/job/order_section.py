@@ -1,13 +1,14 @@
 """The section `data.order`: in which order a run passes the training rows."""
 
-from collections.abc import Mapping
-from typing import Literal, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 from pydantic import model_validator
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.schema.document import Section, one_of, refuse
+from stratagem.common.schema.document import Section, one_of
 from stratagem.common.schema.field_types import Count, EntrypointName
+from stratagem.common.schema.rules import rule
 
 _OWNERS = {
     "weights": "weighted",
@@ -35,16 +36,17 @@ class OrderSpec(Section):
             return {"entrypoint" if ":" in value else "by": value}
         return dict(value) if isinstance(value, Mapping) else value
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        one_of(self, ("by", "entrypoint"))
-        violations = [
-            Violation(name, f"has a meaning only with by: {owner}")
-            for name, owner in _OWNERS.items()
-            if getattr(self, name) is not None and self.by != owner
-        ]
+    @rule
+    def _one_source(self) -> Iterable[Violation]:
+        return one_of(self, ("by", "entrypoint"))
+
+    @rule
+    def _goes_together(self) -> Iterator[Violation]:
+        for name, owner in _OWNERS.items():
+            if getattr(self, name) is not None and self.by != owner:
+                yield Violation(name, f"has a meaning only with by: {owner}")
         for owner, name in (("weighted", "weights"), ("bucketed", "lengths")):
             if self.by == owner and getattr(self, name) is None:
-                violations.append(Violation(name, f"missing; by: {owner} needs it"))
-        refuse(violations)
-        return self
+                yield Violation(
+                    name, f"missing; by: {owner} needs it, for example {name}: my_module:{name}"
+                )

@@ -4,13 +4,15 @@ A cycle is `full_steps` exact steps, then `predict_steps` predicted ones with on
 correction) after every `correct_every` of them. Checks itself; knows no torch and no strategy.
 """
 
-from typing import Annotated, Final, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Count, Whole
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import (
     AllReduce,
     Custom,
@@ -49,19 +51,11 @@ class PredictorSpec(Section):
     damping: Annotated[float, Field(ge=0, le=1)] = 0.9
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.9
 
-    @model_validator(mode="after")
-    def _settings_fit_the_kind(self) -> Self:
-        refuse(
-            [
-                Violation(name, f"belongs to kind {kind} only")
-                for name, kind in _ONLY_WITH.items()
-                if kind != self.kind
-                and name in self.model_fields_set
-                # A document that was written out names every field.
-                and getattr(self, name) != PredictorSpec.model_fields[name].default
-            ]
-        )
-        return self
+    @rule
+    def _settings_fit_the_kind(self) -> Iterator[Violation]:
+        for name, kind in _ONLY_WITH.items():
+            if kind != self.kind and getattr(self, name) != type(self).model_fields[name].default:
+                yield Violation(name, f"belongs to kind {kind} only")
 
 
 class AdaptationSpec(Section):
@@ -117,21 +111,18 @@ class PhasesSpec(Section):
         least = -(-self.predict_steps // 4) if low is None else low
         return least, 2 * self.predict_steps if high is None else high
 
-    @model_validator(mode="after")
-    def _lengths_lie_within_their_limits(self) -> Self:
-        violations: list[Violation] = []
+    @rule
+    def _lengths_lie_within_their_limits(self) -> Iterator[Violation]:
         for name, value, (least, most) in (
             ("full_steps", self.full_steps, self.full_limits),
             ("predict_steps", self.predict_steps, self.predict_limits),
         ):
             if value < least:
                 text = f"{least} is more than {name}, {value}"
-                violations.append(Violation(f"adaptive.min_{name}", text))
+                yield Violation(f"adaptive.min_{name}", text)
             if value > most:
                 text = f"{most} is less than {name}, {value}"
-                violations.append(Violation(f"adaptive.max_{name}", text))
-        refuse(violations)
-        return self
+                yield Violation(f"adaptive.max_{name}", text)
 
 
 def reason_against(strategy: Strategy) -> str | None:

@@ -4,15 +4,16 @@ Checks itself, and what a job with it may not say besides. Knows no accountant a
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.privacy.row_rules import check_rows_protected
 from stratagem.common.privacy.adaptive_clipping import sum_noise_multiplier
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Positive
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import ByCapability, Federated, Random
 
 if TYPE_CHECKING:  # which has this section
@@ -66,12 +67,11 @@ class PrivacySpec(Section):
     sampling: Literal["poisson", "fixed"] = "poisson"
     noise: Literal["secret", "seeded"] = "secret"
 
-    @model_validator(mode="after")
-    def _says_how_much(self) -> Self:
+    @rule
+    def _says_how_much(self) -> Iterator[Violation]:
         if self.noise_multiplier is None and self.target.epsilon is None:
-            text = "missing; without it, noise_multiplier says how much noise there is"
-            refuse([Violation("target.epsilon", text)])
-        return self
+            text = "missing; without it, noise_multiplier says how much noise there is, for "
+            yield Violation("target.epsilon", f"{text}example epsilon: 8")
 
     def sampling_rate(self, strategy: Federated) -> float:
         """Return the probability that the accountant may count on; 1 where there is no secret."""

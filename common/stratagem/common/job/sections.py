@@ -4,7 +4,8 @@ Each section checks itself; what concerns several sections at once is checked by
 User code is only named here (an entry point is text), never imported.
 """
 
-from typing import Annotated, Final, Literal, Self
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -21,7 +22,7 @@ from stratagem.common.job.objective.built_in_names import (
 )
 from stratagem.common.job.order_section import OrderSpec
 from stratagem.common.model.graph import GraphSpec
-from stratagem.common.schema.document import Section, one_of, only_with, refuse
+from stratagem.common.schema.document import Section, one_of, only_with
 from stratagem.common.schema.field_types import (
     Count,
     EntrypointName,
@@ -33,6 +34,7 @@ from stratagem.common.schema.field_types import (
     Whole,
 )
 from stratagem.common.schema.frozen import FrozenDict
+from stratagem.common.schema.rules import rule
 
 MAX_METRICS: Final = 64
 MAX_READERS: Final = 256
@@ -50,11 +52,10 @@ class ModelSpec(Section):
     graph: GraphSpec | None = None
     freeze: Items[NonEmptyText] | None = None
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("entrypoint", "graph"))
-        refuse(only_with(self, "kwargs", "entrypoint"))
-        return self
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("entrypoint", "graph"))
+        yield from only_with(self, "kwargs", "entrypoint")
 
 
 def check_tensor_file(value: str) -> str:
@@ -86,14 +87,15 @@ class DataSpec(Section):
     inline: Annotated[Digest, AfterValidator(check_digest)] | None = None
     worker_local: Name | None = None
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("entrypoint", "path", "inline", "worker_local"))
-        refuse(only_with(self, "kwargs", "entrypoint"))
-        refuse(only_with(self, "prefetch", "readers"))
-        for name in ("collate", "readers", "streams", "shuffle_rows"):
-            refuse(only_with(self, name, "entrypoint"))
-        return self
+    @rule
+    def _one_source(self) -> Iterable[Violation]:
+        return one_of(self, ("entrypoint", "path", "inline", "worker_local"))
+
+    @rule
+    def _goes_together(self) -> Iterator[Violation]:
+        yield from only_with(self, "prefetch", "readers")
+        for name in ("kwargs", "collate", "readers", "streams", "shuffle_rows"):
+            yield from only_with(self, name, "entrypoint")
 
 
 class LossSpec(Section):
@@ -103,7 +105,9 @@ class LossSpec(Section):
     language models, else `labels` where they are integers, else `rows`.
     """
 
-    name: Annotated[Name, AfterValidator(check_loss_name)] | None = None
+    name: (
+        Annotated[Name, AfterValidator(check_loss_name), Field(examples=["cross_entropy"])] | None
+    ) = None
     entrypoint: EntrypointName | None = None
     kwargs: Kwargs = FrozenDict()
     weight: Literal["rows", "labels", "shifted_labels"] | None = None
@@ -115,15 +119,14 @@ class LossSpec(Section):
             return {"entrypoint" if ":" in value else "name": value}
         return value
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("name", "entrypoint"))
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("name", "entrypoint"))
         if self.name is not None and limits.are_checked():
-            refuse([*check_loss_kwargs(self.name, self.kwargs)])
+            yield from check_loss_kwargs(self.name, self.kwargs)
         if self.weight is not None and self.name != RETURNED:
             text = "belongs to the loss `model` only; a loss of your own may return (mean, weight)"
-            raise InvalidInputError.at("weight", text)
-        return self
+            yield Violation("weight", text)
 
 
 def _not_too_many(metrics: object) -> object:
@@ -161,23 +164,21 @@ class EvaluationSpec(Section):
     stop: StopSpec | None = None
     of: Literal["live", "average"] | None = None
 
-    @model_validator(mode="after")
-    def _best_is_measured(self) -> Self:
-        violations = [
-            Violation(f"metrics[{i}]", f"{name!r} is in the list already")
-            for i, name in enumerate(self.metrics)
-            if name in self.metrics[:i]
-        ]
+    @rule
+    def _best_is_measured(self) -> Iterator[Violation]:
+        for i, name in enumerate(self.metrics):
+            if name in self.metrics[:i]:
+                yield Violation(f"metrics[{i}]", f"{name!r} is in the list already")
         if self.best is not None and (problem := self.why_not_measured(self.best)):
-            violations.append(Violation("best", problem))
+            yield Violation("best", problem)
+
+    @rule
+    def _of_own_metrics(self) -> Iterator[Violation]:
         if not any(":" in name for name in self.metrics):
-            violations += [
-                Violation(name, "is for metrics of your own; evaluation.metrics names none")
-                for name in ("keep", "max_bytes")
-                if getattr(self, name) is not None
-            ]
-        refuse(violations)
-        return self
+            for name in ("keep", "max_bytes"):
+                if getattr(self, name) is not None:
+                    text = "is for metrics of your own; evaluation.metrics names none"
+                    yield Violation(name, text)
 
     def why_not_measured(self, metric: str) -> str:
         """Return why no evaluation gives a value of this name; "" where it does."""
@@ -226,17 +227,17 @@ class PartitionSpec(Section):
     num_clients: Count | None = None
     seed: Whole | None = None
 
-    @model_validator(mode="after")
-    def _settings_fit_the_method(self) -> Self:
-        violations = []
+    @rule
+    def _settings_fit_the_method(self) -> Iterator[Violation]:
         if self.method != "by_label" and self.labels_per_client is not None:
-            violations.append(Violation("labels_per_client", "belongs to method by_label only"))
+            yield Violation("labels_per_client", "belongs to method by_label only")
         if self.method != "dirichlet" and self.alpha != PartitionSpec.model_fields["alpha"].default:
-            violations.append(Violation("alpha", "belongs to method dirichlet only"))
+            yield Violation("alpha", "belongs to method dirichlet only")
+
+    @rule
+    def _one_of_several(self) -> Iterator[Violation]:
         if (self.client is None) != (self.num_clients is None):
-            violations.append(Violation("client", "goes together with num_clients"))
+            yield Violation("client", "goes together with num_clients")
         elif self.client is not None and self.client >= (self.num_clients or 0):
             text = f"{self.client} must be below num_clients, {self.num_clients}"
-            violations.append(Violation("client", text))
-        refuse(violations)
-        return self
+            yield Violation("client", text)

@@ -4,13 +4,14 @@
 job back. Does not know whether this installation can carry the job out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, WrapSerializer, model_validator
+from pydantic import Field, WrapSerializer
 
 from stratagem.common.base import limits
+from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.code.code_section import CodeSpec, RequirementText
 from stratagem.common.job.accumulation import AccumulationSpec
 from stratagem.common.job.compression_section import CompressionSpec
@@ -34,9 +35,10 @@ from stratagem.common.job.sections import (
     PartitionSpec,
     RecordingSpec,
 )
+from stratagem.common.job.submission.strategy_rules import check_submitted
 from stratagem.common.job.whole_job_rules import violations_of
 from stratagem.common.numerics.numerics_rules import KEEPS_DTYPES
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import (
     MAX_COUNT,
     Count,
@@ -46,6 +48,7 @@ from stratagem.common.schema.field_types import (
     NonEmptyItems,
 )
 from stratagem.common.schema.json_text import dump_json, load_json
+from stratagem.common.schema.rules import Partial, found_by, further, rule
 from stratagem.common.strategy import Federated, Local, PopulationBased, local_steps_of
 from stratagem.common.strategy.kinds import StrategyField
 
@@ -74,9 +77,9 @@ class JobSpec(Section):
     set.
     """
 
-    name: Name
-    model: ModelSpec
-    data: DataSpec
+    name: Annotated[Name, Field(examples=["my-run"])]
+    model: Annotated[ModelSpec, Field(examples=[{"entrypoint": "my_module:build_model"}])]
+    data: Annotated[DataSpec, Field(examples=[{"entrypoint": "my_module:load_data"}])]
     code: CodeSpec | None = None
     requires: NonEmptyItems[RequirementText] | None = None
     # Code that computes a loss of the model's output need not ask whether the job has one.
@@ -109,28 +112,40 @@ class JobSpec(Section):
     recording: RecordingSpec | None = None
     placement_timeout_s: Annotated[float, Field(gt=0)] | None = None
 
-    @model_validator(mode="after")
-    def _settle(self) -> Self:
-        """Fill in what depends on another section, then check what concerns several."""
-        own = self.model.graph.training_strategy if self.model.graph else None
-        if own is not None and "strategy" not in self.model_fields_set:
-            self.__dict__["strategy"] = own
-        self.__dict__["strategy"] = flat(self.strategy)
-        if self.model.graph is not None:
-            self.__dict__["strategy"] = effective(self.strategy, self.model.graph)
+    def _settle_strategy(self) -> Iterator[Violation]:
+        """Fill in what the model's graph says about the strategy, and say why it cannot be."""
+        graph = self.model.graph
+        try:
+            if graph is not None and "strategy" not in self.model_fields_set:
+                self.__dict__["strategy"] = graph.training_strategy or self.strategy
+            self.__dict__["strategy"] = flat(self.strategy)
+            if graph is not None:
+                self.__dict__["strategy"] = effective(self.strategy, graph)
+        except InvalidInputError as error:
+            yield from error.violations
+
+    def _settle_interval(self) -> Iterable[Violation]:
+        """Fill in what an evaluation counts in, by the strategy."""
         evaluation = self.evaluation
         if evaluation and "every" not in evaluation.model_fields_set:
             local_steps = local_steps_of(self.strategy)
-            every = Every(1, _UNITS.get(type(self.strategy), "epoch"))
+            units = (unit for kind, unit in _UNITS.items() if isinstance(self.strategy, kind))
+            every = Every(1, next(units, "epoch"))
             if local_steps is not None:
                 every = Every(local_steps, "step")
-            settled = evaluation.model_copy(update={"every": every})
-            self.__dict__["evaluation"] = settled
-        refuse(violations_of(self))
-        if self.only_evaluates:
-            assert self.evaluation is not None
+            self.__dict__["evaluation"] = evaluation.with_changes(every=every)
+        return ()
+
+    @rule
+    def _of_several_sections(self) -> Iterator[Violation]:
+        settling = (JobSpec._settle_strategy, JobSpec._settle_interval)
+        found = [*found_by(settling, self)]
+        found += further(violations_of(self), found)
+        yield from found
+        if found or isinstance(self, Partial):  # else who runs it asks
+            yield from further(check_submitted(self), found)
+        if self.only_evaluates and self.evaluation is not None:
             self.__dict__["batch_size"] = self.evaluation.batch_size
-        return self
 
     @property
     def only_evaluates(self) -> bool:
@@ -142,7 +157,7 @@ class JobSpec(Section):
         """Return how the gradient of a step is accumulated: as the section says, or the default
         without it; `execution.gradient: {Accumulated: n}` is another way to set its `steps`."""
         own, steps = self.accumulation or _AT_ONCE, self.execution.accumulation_steps
-        return own if steps is None else own.model_copy(update={"steps": steps})
+        return own if steps is None else own.with_changes(steps=steps)
 
     def optimizers(self) -> dict[str, OptimizerSpec]:
         """Return the optimizers of the job by their paths: one, or that of each turn."""

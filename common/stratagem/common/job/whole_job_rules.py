@@ -4,8 +4,8 @@ Each section checks what is its own; what several say together is checked here o
 read, so that all that is wrong is told at once.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.accumulation import check_accumulation
@@ -35,6 +35,7 @@ from stratagem.common.job.optimizer.weight_average_section import (
 from stratagem.common.job.phases_section import reason_against
 from stratagem.common.job.privacy_section import check_privacy
 from stratagem.common.job.stream_rules import against_streams, says_stream
+from stratagem.common.schema.rules import UnreadFieldError, found_by
 from stratagem.common.strategy import (
     DIRECT_ALL_REDUCE,
     Custom,
@@ -49,47 +50,43 @@ if TYPE_CHECKING:
     from stratagem.common.job.spec import JobSpec
 
 
-def violations_of(job: "JobSpec") -> list[Violation]:
-    """Return what is wrong with a job whose sections are right, each by itself."""
-    if job.only_evaluates:
-        return [
-            *check_objective(job),
-            *check_evaluating(job),
-            *_federated_only(job),
-            *_execution(job),
-        ]
-    return [
-        *_missing(job),
-        *check_objective(job),
-        *check_turns(job),
-        *_length(job),
-        *_federated_only(job),
-        *_population_only(job),
-        *_units(job),
-        *_recording(job),
-        *check_schedule(job, _num_steps(job)),
-        *check_resumed(job.initial, job.strategy, _num_steps(job)),
-        *check_followed(job.strategy, job.evaluation, _plateau(job)),
-        *_graph_strategy(job),
-        *_order_of_sums(job),
-        *_compression(job),
-        *check_accumulation(job),
-        *_execution(job),
-        *_phases(job),
-        *_weight_average(job),
-        *_local_steps(job),
-        *_partition(job),
-        *check_privacy(job),
-        *_weighing(job),
-        *check_client_state(
-            job.strategy,
-            is_at_workers=job.data.worker_local is not None,
-            is_private=job.privacy is not None,
-            is_evaluated=job.evaluation is not None,
-        ),
-        *_secure_aggregation(job),
-        *(against_streams(job) if says_stream(job) else ()),
-    ]
+_Rules: TypeAlias = tuple[Callable[["JobSpec"], Iterable[Violation]], ...]
+
+
+def violations_of(job: "JobSpec") -> Iterator[Violation]:
+    """Yield what is wrong with a job beyond what each section says by itself; of a job of which
+    some fields are wrong, what the others say together."""
+    try:
+        rules: _Rules = _OF_EVALUATION if job.only_evaluates else _OF_TRAINING
+    except UnreadFieldError:
+        rules = tuple(each for each in _OF_TRAINING if each in _OF_EVALUATION)
+    yield from found_by(rules, job)
+
+
+def _schedule(job: "JobSpec") -> Iterator[Violation]:
+    return check_schedule(job, _num_steps(job))
+
+
+def _resumed(job: "JobSpec") -> Iterator[Violation]:
+    return check_resumed(job.initial, job.strategy, _num_steps(job))
+
+
+def _followed(job: "JobSpec") -> Iterator[Violation]:
+    return check_followed(job.strategy, job.evaluation, _plateau(job))
+
+
+def _client_state(job: "JobSpec") -> Iterator[Violation]:
+    return check_client_state(
+        job.strategy,
+        is_at_workers=job.data.worker_local is not None,
+        is_private=job.privacy is not None,
+        is_evaluated=job.evaluation is not None,
+    )
+
+
+def _streams(job: "JobSpec") -> Iterator[Violation]:
+    if says_stream(job):
+        yield from against_streams(job)
 
 
 def _weighing(job: "JobSpec") -> Iterator[Violation]:
@@ -114,8 +111,14 @@ def _num_steps(job: "JobSpec") -> int | None:
 
 
 def _missing(job: "JobSpec") -> list[Violation]:
-    needed = ("batch_size",) if job.turns is not None else ("optimizer", "batch_size")
-    return [Violation(name, "missing") for name in needed if getattr(job, name) is None]
+    needed = {"batch_size": "batch_size: 32"}
+    if job.turns is None:
+        needed = {"optimizer": "optimizer: {name: sgd, lr: 0.1}", **needed}
+    return [
+        Violation(name, f"missing; for example {line}")
+        for name, line in needed.items()
+        if getattr(job, name) is None
+    ]
 
 
 def _length(job: "JobSpec") -> list[Violation]:
@@ -123,15 +126,18 @@ def _length(job: "JobSpec") -> list[Violation]:
     kind = type(job.strategy).__name__
     match job.strategy:
         case Federated():
-            text = "has no meaning under Federated; strategy.rounds and options.local_epochs have"
+            text = "has no meaning under Federated; strategy.rounds and options.local_epochs have; "
+            text += "leave it out"
             return [Violation(name, text) for name in given]
         case PopulationBased():
-            text = "has no meaning under PopulationBased; steps_per_generation has"
+            text = "has no meaning under PopulationBased; steps_per_generation has; leave it out"
             return [Violation(name, text) for name in given]
         case Custom() if not given:
             return []  # the plug-in may count in units of its own
         case _ if not given:
-            return [Violation("epochs", f"missing; {kind} needs epochs or steps")]
+            return [
+                Violation("epochs", f"missing; {kind} needs epochs or steps, for example epochs: 5")
+            ]
         case _ if len(given) == 2:
             return [Violation("steps", "epochs is set already; only one of the two may be")]
         case _:
@@ -177,13 +183,17 @@ def _population_only(job: "JobSpec") -> list[Violation]:
 def _population_needs(job: "JobSpec") -> list[Violation]:
     violations = []
     if job.search_space is None or not job.search_space.dimensions:
-        text = "missing; PopulationBased needs hyperparameters to explore"
+        text = "missing; PopulationBased needs hyperparameters to explore, for example "
+        text += "search_space: {optimizer.lr: {low: 0.001, high: 0.1, scale: log}}"
         violations.append(Violation("search_space", text))
     if job.steps_per_generation is None:
-        text = "missing; the optimizer steps of one generation"
+        text = (
+            "missing; the optimizer steps of one generation, for example steps_per_generation: 50"
+        )
         violations.append(Violation("steps_per_generation", text))
     if job.evaluation is None or job.evaluation.best is None:
-        text = "missing; PopulationBased needs a metric to compare members by"
+        line = "best: loss" if job.evaluation else "evaluation: {best: loss, mode: min}"
+        text = f"missing; PopulationBased needs a metric to compare members by, for example {line}"
         violations.append(Violation("evaluation.best", text))
     if job.checkpoint.every is not None:
         text = "is not allowed; members are committed after every generation"
@@ -325,3 +335,14 @@ def _graph_strategy(job: "JobSpec") -> list[Violation]:
     if effective(flat(own), job.model.graph) == job.strategy:
         return []
     return [Violation("model.graph.training_strategy", "differs from strategy; set one of the two")]
+
+
+_OF_EVALUATION: Final = (check_objective, check_evaluating, _federated_only, _execution)
+_OF_TRAINING: Final = (
+    *(_missing, check_objective, check_turns, _length, _federated_only, _population_only, _units),
+    *(_recording, _schedule, _resumed, _followed, _graph_strategy, _order_of_sums, _compression),
+    *(check_accumulation, _execution, _phases, _weight_average, _local_steps, _partition),
+    *(check_privacy, _weighing, _client_state, _secure_aggregation, _streams),
+)
+"""Each reads what it needs of a job, and says nothing further once it asks for a field that is
+wrong."""

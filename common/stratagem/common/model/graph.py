@@ -9,15 +9,16 @@ of a subgraph `<subgraph id>.<node id>.<name>`.
 import re
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import Annotated, Final, Self, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, NotFoundError, Violation
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Items, Kwargs, Whole
 from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import suggest
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import Local, Strategy
 from stratagem.common.strategy.kinds import StrategyField
 
@@ -77,10 +78,9 @@ class GraphSpec(Section):
     outputs: Items[NodeId] = ()
     training_strategy: StrategyField | None = None
 
-    @model_validator(mode="after")
-    def _is_sound(self) -> Self:
-        refuse(graph_violations(self))
-        return self
+    @rule
+    def _is_sound(self) -> list[Violation]:
+        return graph_violations(self)
 
     def node_ids(self) -> list[str]:
         """The ids of the nodes, then of the subgraphs, as declared."""

@@ -24,7 +24,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaSerializer, core_schema
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.json_text import JSON, check_json, join, suggest
+from stratagem.common.schema.examples import for_example
+from stratagem.common.schema.json_text import JSON, check_json, in_order, join, suggest
+from stratagem.common.schema.rules import Partial, contradictions, partial_class
 from stratagem.common.schema.validation_errors import to_invalid_input
 
 _log = structlog.get_logger(__name__)
@@ -38,6 +40,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # and refused where they are written, not made null
         arbitrary_types_allowed=True,
     )
 
@@ -47,7 +50,7 @@ class Section(BaseModel):
             try:
                 super().__init__(**data)
             except ValidationError as error:
-                raise to_invalid_input(error, type(self)) from None
+                raise _said(error, type(self)) from None
 
     @classmethod
     def parse(cls, value: object) -> Self:
@@ -56,23 +59,58 @@ class Section(BaseModel):
         try:
             section = cls.model_validate(plain)
         except ValidationError as error:
-            raise to_invalid_input(error, cls) from None
+            raise _said(error, cls, plain) from None
         for key, hint in _ignored_keys(plain, section, ""):
             _log.warning(f"unknown key is ignored{hint}", key=key)
         return section
 
     def document(self) -> dict[str, JSON]:
         """The section as plain values: declared order, kwargs in key order, without what is
-        absent."""
-        return self.model_dump(mode="json")
+        absent. Raises InvalidInputError for a number that is not finite."""
+        written: dict[str, JSON] = check_json(self.model_dump(mode="json"))  # type: ignore[assignment]
+        return written
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Return a copy with fields set, checked as a whole; None takes a field away."""
+        if isinstance(self, Partial):
+            return self.altered(**changes)
+        given = {name: vars(self)[name] for name in self.model_fields_set}
+        fields = {**given, **changes}
+        return type(self)(**{name: value for name, value in fields.items() if value is not None})
+
+    def altered(self, **changes: Any) -> Self:
+        """Return a copy with fields set, each checked by itself and none against the others: for
+        what is tried in place of the section, and is no document."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        try:
+            read = partial_class(type(self)).model_validate(given)
+        except ValidationError as error:
+            raise _said(error, type(self)) from None
+        fields = type(self).model_fields
+        return super().model_copy(
+            update={
+                name: vars(read)[name] if name in given else fields[name].get_default()
+                for name in changes
+            }
+        )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy as pydantic does, but for what is set in it, which is checked."""
+        return self.with_changes(**update) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="wrap")
     @classmethod
     def _say_what_is_wrong(cls, value: object, read: Callable[[object], Self]) -> Self:
         try:
-            return read(value)
+            made = read(value)
         except ValidationError as error:
-            raise to_invalid_input(error, cls) from None
+            raise to_invalid_input(error, cls, value) from None
+        is_new = made is not value and not isinstance(made, Partial)
+        if is_new and (violations := [*contradictions(made)]):
+            wrong = InvalidInputError(violations=violations)
+            wrong.readable = partial_class(cls).model_construct(made.model_fields_set, **vars(made))
+            raise wrong
+        return made
 
     @model_serializer(mode="wrap")
     def _without_what_is_absent(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
@@ -88,7 +126,7 @@ class _MadeInCode(type):
             try:
                 return super().__call__(*args, **kwargs)
             except ValidationError as error:
-                raise to_invalid_input(error, cls) from None
+                raise _said(error, cls) from None
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -111,9 +149,16 @@ class DocumentValue(metaclass=_MadeInCode):
             cls.__annotations__ = {tag: Literal[name], **cls.__annotations__}
             setattr(cls, tag, dataclasses.field(default=name, kw_only=True, repr=False))
         config = ConfigDict(
-            strict=True, allow_inf_nan=False, extra="forbid" if is_extras else "ignore"
+            strict=True,
+            allow_inf_nan=False,
+            ser_json_inf_nan="constants",
+            extra="forbid" if is_extras else "ignore",
         )
         pydantic_dataclass(frozen=True, config=config)(cls)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self, Partial):
+            refuse([*contradictions(self)])
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -137,7 +182,7 @@ class DocumentValue(metaclass=_MadeInCode):
         try:
             return read(value)
         except ValidationError as error:
-            raise to_invalid_input(error, cls) from None
+            raise to_invalid_input(error, cls, value) from None
 
     @classmethod
     def _write(cls, made: Self, write: Callable[[Self], dict[str, JSON]]) -> dict[str, JSON]:
@@ -150,6 +195,12 @@ class DocumentValue(metaclass=_MadeInCode):
             if not (has_nothing_left or (is_extras and is_default and not info.kw_only)):
                 written[name] = plain
         return written
+
+
+def _said(error: ValidationError, cls: type, document: JSON = None) -> InvalidInputError:
+    """Return what is wrong, in the order of a document, without what else can be read of it."""
+    found = to_invalid_input(error, cls).violations
+    return InvalidInputError(violations=in_order(found, document))
 
 
 def _ignored_keys(value: object, made: object, path: str) -> Iterator[tuple[str, str]]:
@@ -181,12 +232,14 @@ class NoOptions(DocumentValue, is_extras=True):
     """The options of what has none."""
 
 
-def one_of(section: BaseModel, names: Sequence[str]) -> None:
-    """Refuse the section unless exactly one of the named fields is set."""
+def one_of(section: BaseModel, names: Sequence[str]) -> list[Violation]:
+    """Return the violation unless exactly one of the named fields is set."""
     present = [name for name in names if getattr(section, name) is not None]
-    if len(present) != 1:
-        has = " and ".join(present) or "none"
-        raise InvalidInputError(f"needs exactly one of {', '.join(names)}; has {has}")
+    if len(present) == 1:
+        return []
+    first = type(section).__pydantic_fields__[names[0]]
+    has = " and ".join(present) or f"none{for_example(names[0], first, is_choice=False)}"
+    return [Violation("", f"needs exactly one of {', '.join(names)}; has {has}")]
 
 
 def only_with(section: BaseModel, name: str, owner: str) -> list[Violation]:

@@ -85,8 +85,10 @@ def _check_name(value: str) -> str:
     return value
 
 
-EntrypointName: TypeAlias = Annotated[str, AfterValidator(_check_entrypoint)]
-Name: TypeAlias = Annotated[str, AfterValidator(_check_name)]
+EntrypointName: TypeAlias = Annotated[
+    str, AfterValidator(_check_entrypoint), Field(examples=["my_module:my_function"])
+]
+Name: TypeAlias = Annotated[str, AfterValidator(_check_name), Field(examples=["my-name"])]
 MetricName: TypeAlias = Annotated[
     str, AfterValidator(lambda value: (_check_entrypoint if ":" in value else _check_name)(value))
 ]

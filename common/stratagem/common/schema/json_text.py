@@ -7,7 +7,7 @@ that suggests a name for a misspelt one. Knows nothing of what a document means.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, TypeAlias
 
@@ -150,11 +150,41 @@ def _name(item: dict[str, JSON]) -> JSON:
     return item.get("name")
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" if a known name is close to the word, else ""."""
+def in_order(violations: Iterable[Violation], document: JSON) -> list[Violation]:
+    """Return violations in the order in which a document has their fields; what is missing in a
+    mapping comes after what is there."""
+    return sorted(violations, key=lambda violation: tuple(_places(violation.field, document)))
+
+
+def _places(path: str, value: JSON) -> Iterator[int]:
+    """Yield the place, among its neighbours, of each part of a path that a document has; and of a
+    last part that it has not."""
+    while path and isinstance(value, dict | list):
+        if isinstance(value, list):
+            number, _, path = path.removeprefix("[").partition("]")
+            place = int(number) if number.isdecimal() else len(value)
+            inside = value[place] if place < len(value) else None
+        else:
+            # A key may hold a dot, and the document may hold its beginning as another key.
+            keys = [key for key in value if path == key or path.startswith((f"{key}.", f"{key}["))]
+            key = max(keys, key=len, default=path)
+            place = list(value).index(key) if keys else len(value)
+            inside, path = value.get(key), path.removeprefix(key)
+        yield place
+        path, value = path.removeprefix("."), inside
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is close to a word; None where there is none."""
     by_lower = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+    return by_lower[close[0]] if close else None
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" if a known name is close to the word, else ""."""
+    name = closest(word, known)
+    return "" if name is None else f"; did you mean {name}?"
 
 
 def not_one_of(value: object, known: Iterable[str]) -> str:

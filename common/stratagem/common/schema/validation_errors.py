@@ -14,7 +14,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from stratagem.common.base.errors import MAX_VIOLATIONS, InvalidInputError, Violation
-from stratagem.common.schema.json_text import join, not_one_of, suggest, under, unknown_key
+from stratagem.common.schema.examples import example_of, for_example, metadata_of, written
+from stratagem.common.schema.json_text import (
+    closest,
+    join,
+    not_one_of,
+    suggest,
+    under,
+    unknown_key,
+)
+from stratagem.common.schema.rules import UNREAD, contradictions, further, partial
 
 BOUNDS: Final[Mapping[str, str]] = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 """The constraints of a number, and the sign of each."""
@@ -37,37 +46,57 @@ _NOT_A: Final[Mapping[str, str]] = {
 }
 
 
-def to_invalid_input(error: ValidationError, cls: Any) -> InvalidInputError:
-    """Pydantic's findings about the fields of `cls`, one class of a document."""
-    violations: list[Violation] = []
-    for details in _first_causes(error.errors(include_url=False)[:MAX_VIOLATIONS]):
-        violations += _violations(details, cls)
-    return InvalidInputError(violations=violations)
+def to_invalid_input(error: ValidationError, cls: Any, value: object = None) -> InvalidInputError:
+    """Return pydantic's findings about the fields of `cls`, one class of a document, and what its
+    rules find in the other ones of the value."""
+    details = error.errors(include_url=False)[:MAX_VIOLATIONS]
+    cause = details[0].get("ctx", {}).get("error")
+    if isinstance(cause, InvalidInputError) and not details[0]["loc"] and cause.violations:
+        cause.readable = cause.readable or partial(cls, value, {})
+        return cause  # the class has said all about itself
+    violations = [each for one in _first_causes(details, cls) for each in _violations(one, cls)]
+    readable = partial(cls, value, _wrong_fields(details, cls))
+    if readable is not None:
+        violations += further(contradictions(readable), violations)
+    invalid = InvalidInputError(violations=violations)
+    invalid.readable = readable
+    return invalid
 
 
-def _first_causes(found: list[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Yield what was found, without lists that seem too short because an item of theirs is wrong:
-    pydantic counts the right ones only."""
-    holders = {each["loc"][:i] for each in found for i in range(len(each["loc"]))}
+def _wrong_fields(found: Iterable[ErrorDetails], cls: Any) -> dict[str, Any]:
+    """Return the fields of a class that are wrong, each with what can be read of it, or UNREAD; and
+    those that an unknown key is meant for."""
+    wrong: dict[str, Any] = {}
     for each in found:
-        if each["type"] != "too_short" or each["loc"] not in holders:
+        name = _meant(each, cls) if each["loc"] else None
+        if name is not None:
+            cause = each.get("ctx", {}).get("error")
+            is_item = any(isinstance(part, int) for part in each["loc"])
+            readable = getattr(cause, "readable", None)
+            is_whole = readable is not None and not is_item and name not in wrong
+            wrong[name] = readable if is_whole else UNREAD
+    return wrong
+
+
+def _first_causes(found: list[ErrorDetails], cls: Any) -> Iterator[ErrorDetails]:
+    """Yield what was found, without fields that are missing because their key is misspelt, and
+    without lists that seem too short because an item of theirs is wrong: pydantic counts the right
+    ones only."""
+    holders = {each["loc"][:i] for each in found for i in range(len(each["loc"]))}
+    meant = {_meant(each, cls) for each in found if each["type"] == "extra_forbidden"}
+    for each in found:
+        is_short = each["type"] == "too_short" and each["loc"] in holders
+        if not is_short and not (each["type"] == "missing" and each["loc"][0] in meant):
             yield each
 
 
-def metadata_of(info: FieldInfo) -> Iterator[Any]:
-    """Yield what a field declares beside its type, that of the items of a list and of the types
-    of a union included."""
-    yield info
-    yield from info.metadata
-    yield from _metadata_inside(info.annotation)
-
-
-def _metadata_inside(annotation: Any) -> Iterator[Any]:
-    for part in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
-        if isinstance(part, FieldInfo):
-            yield part
-            yield from part.metadata
-        yield from _metadata_inside(part)
+def _meant(details: ErrorDetails, cls: Any) -> str | None:
+    """Return the field of the class that is wrong, or that a key is meant for which it has not."""
+    key, fields = str(details["loc"][0]), cls.__pydantic_fields__
+    if key in fields:
+        return key
+    is_elsewhere = any(path.endswith(f".{key}") for path in _elsewhere(key, fields))
+    return None if is_elsewhere else closest(key, fields)
 
 
 def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
@@ -82,7 +111,7 @@ def _violations(details: ErrorDetails, cls: Any) -> Iterable[Violation]:
     if kind == "missing":
         unknown = [key for key in value if key not in fields] if isinstance(value, Mapping) else []
         hint = suggest(path, unknown).replace("did you mean", "is it")
-        return [Violation(path, f"missing{hint}")]
+        return [Violation(path, f"missing{hint}{for_example(path, info) if info else ''}")]
     if kind in ("model_type", "model_attributes_type", "dataclass_type") and not path:
         keys = ", ".join(fields)
         return [Violation("", f"{_short(value)} is not a mapping{keys and ' of '}{keys}")]
@@ -134,10 +163,15 @@ def _wrong_tag(details: ErrorDetails, path: str, info: FieldInfo) -> Violation:
     value, context = details["input"], details.get("ctx", {})
     names = re.findall(r"'([^']*)'", context.get("expected_tags", "")) or _tags(info, str(tag))
     if not isinstance(value, Mapping):
-        example = f"{{{tag}: {names[0]}}}"
+        name = closest(value, names) if isinstance(value, str) else None
+        kinds = {
+            each.__pydantic_fields__[str(tag)].default: each for each in _classes(info.annotation)
+        }
+        example = written(example_of(kinds[name or names[0]]))
         return Violation(path, f"{_short(value)} is not a mapping such as {example}")
     if tag not in value:
-        return Violation(join(path, str(tag)), f"missing; one of {', '.join(names)}")
+        text = f"missing; one of {', '.join(names)}, for example {tag}: {names[0]}"
+        return Violation(join(path, str(tag)), text)
     return Violation(join(path, str(tag)), not_one_of(value[tag], names))
 
 

@@ -52,7 +52,7 @@ class ParameterServer(DocumentValue, tag="method"):
 class Decentralized(DocumentValue, tag="method"):
     """Gossip: each replica averages its parameters with its neighbours in the topology."""
 
-    topology: Annotated[str, AfterValidator(_check_topology)]
+    topology: Annotated[str, AfterValidator(_check_topology), Field(examples=["ring"])]
 
 
 GradientAggregation: TypeAlias = AllReduce | ParameterServer | Decentralized
@@ -80,8 +80,8 @@ TARGET: Final = OneKey({"Tag": Tag, "WorkerId": WorkerIdTarget})
 class Partition(DocumentValue):
     """The nodes of the model that one worker owns."""
 
-    node_ids: NonEmptyItems[str]
-    target: Annotated[RemoteTarget, TARGET]
+    node_ids: Annotated[NonEmptyItems[str], Field(examples=[["0", "1"]])]
+    target: Annotated[RemoteTarget, TARGET, Field(examples=[{"WorkerId": "worker-0"}])]
 
 
 class DataStore(DocumentValue, tag="protocol"):
@@ -96,7 +96,7 @@ class Pipeline(DocumentValue, tag="protocol"):
     """Activations are streamed as with Direct, with several micro-batches of this many rows in
     flight."""
 
-    micro_batch_size: SharedCount
+    micro_batch_size: Annotated[SharedCount, Field(examples=[8])]
 
 
 CommunicationProtocol: TypeAlias = DataStore | Direct | Pipeline
@@ -112,15 +112,15 @@ class FedAvg(DocumentValue, tag="method"):
 class FedProx(DocumentValue, tag="method"):
     """FedAvg with mu/2 · ‖w − w_global‖² in each client's loss (https://arxiv.org/abs/1812.06127)."""
 
-    mu: NotNegative
+    mu: Annotated[NotNegative, Field(examples=[0.01])]
 
 
 class FedYogi(DocumentValue, tag="method"):
     """Adaptive server optimizer (https://arxiv.org/abs/2003.00295, Algorithm 2)."""
 
-    beta1: ZeroToBelowOne
-    beta2: ZeroToBelowOne
-    tau: Positive
+    beta1: Annotated[ZeroToBelowOne, Field(examples=[0.9])]
+    beta2: Annotated[ZeroToBelowOne, Field(examples=[0.99])]
+    tau: Annotated[Positive, Field(examples=[0.001])]
 
 
 FederatedAggregation: TypeAlias = FedAvg | FedProx | FedYogi
@@ -210,7 +210,7 @@ ExploitStrategy: TypeAlias = Truncation | Binary
 class Perturbation(DocumentValue, tag="method"):
     """Each hyperparameter is multiplied by a random factor in [1 − factor, 1 + factor]."""
 
-    factor: ZeroToOne
+    factor: Annotated[ZeroToOne, Field(examples=[0.2])]
 
 
 class Resample(DocumentValue, tag="method"):

@@ -3,12 +3,12 @@
 A new option is one line of `FederatedOptions`; a section is a class in a module of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import (
     MAX_UNSIGNED,
@@ -18,6 +18,7 @@ from stratagem.common.schema.field_types import (
     Positive,
     SharedCount,
 )
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy.choices import Discount, ServerOptimizer
 from stratagem.common.strategy.ditto import Ditto
 from stratagem.common.strategy.membership_options import Roster, Strikes
@@ -111,50 +112,56 @@ class FederatedOptions(DocumentValue, is_extras=True):
     regions: Regions = None
     secure_aggregation: SecureAggregation | None = None
 
-    def __post_init__(self) -> None:
+    @rule
+    def _deadline(self) -> Iterator[Violation]:
         if self.round_deadline_s is not None and self.quorum is None:
-            raise InvalidInputError.at(
-                "quorum", "missing; round_deadline_s says when to settle for it"
-            )
-        if self.late_updates == REFUSE and self.max_staleness != DEFAULT_MAX_STALENESS:
-            text = 'late_updates is "refuse", so no update is stale; give it a discount'
-            raise InvalidInputError.at("max_staleness", text)
-        has_late_ones = self.round_deadline_s is not None or self.over_select
-        if self.late_updates != REFUSE and not has_late_ones:
-            text = "no client is ever late without round_deadline_s or over_select; set one"
-            raise InvalidInputError.at("late_updates", text)
-        if self.late_updates != REFUSE and self.robust is not None:
+            text = "missing; round_deadline_s says when to settle for it, for example quorum: 0.5"
+            yield Violation("quorum", text)
+
+    @rule
+    def _late_updates(self) -> Iterator[Violation]:
+        if self.late_updates == REFUSE:
+            if self.max_staleness != DEFAULT_MAX_STALENESS:
+                text = 'late_updates is "refuse", so no update is stale; give it a discount'
+                yield Violation("max_staleness", text)
+        elif self.robust is not None:
             text = "robust compares updates that began from one state, and late ones did not"
-            raise InvalidInputError.at("late_updates", text)
+            yield Violation("late_updates", text)
+        elif self.round_deadline_s is None and not self.over_select:
+            text = "no client is ever late without round_deadline_s or over_select; set one"
+            yield Violation("late_updates", text)
+
+    @rule
+    def _strikes(self) -> Iterator[Violation]:
         if self.strikes is not None and self.on_client_error == "fail":
             text = 'no client fails twice: on_client_error is "fail"; use "reject"'
-            raise InvalidInputError.at("strikes", text)
-        self._check_client_state()
-        self._check_open_roster()
+            yield Violation("strikes", text)
 
-    def _check_client_state(self) -> None:
+    @rule
+    def _client_state(self) -> Iterator[Violation]:
         for name in ("personal", "ditto", "control"):
             if getattr(self, name) is not None and self.inner is not None:
                 text = "a silo trains on several workers, and what a client keeps lies on one"
-                raise InvalidInputError.at(name, f"{text}; leave inner out")
+                yield Violation(name, f"{text}; leave inner out")
         if self.personal is not None and self.ditto is not None:
             text = "keeps a whole model at each client already; leave personal or it out"
-            raise InvalidInputError.at("ditto", text)
+            yield Violation("ditto", text)
 
-    def _check_open_roster(self) -> None:
-        roster = self.roster
-        if roster is None or not roster.open:
+    @rule
+    def _open_roster(self) -> Iterator[Violation]:
+        roster = self.open_roster
+        if roster is None:
             return
         if self.inner is not None:
             text = "a silo is several workers, and who joins an open roster is one; leave one out"
-            raise InvalidInputError.at("roster.open", text)
+            yield Violation("roster.open", text)
         if type(self.quorum) is int and self.quorum > roster.min_clients:
             text = f"{self.quorum} is more than roster.min_clients, {roster.min_clients}"
-            raise InvalidInputError.at("quorum", f"{text}: a round could not close")
+            yield Violation("quorum", f"{text}: a round could not close")
         fewest = fewest_updates(self.robust)
         if fewest > roster.min_clients:
             text = f"{roster.min_clients} is less than the {fewest} updates that robust needs"
-            raise InvalidInputError.at("roster.min_clients", text)
+            yield Violation("roster.min_clients", text)
 
     @property
     def has_client_state(self) -> bool:

@@ -5,14 +5,15 @@ valid. The fields as declared are the JSON form that is shared with the Rust pro
 alone stands under `options`. Does not know how any strategy is carried out.
 """
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Final, Literal, TypeAlias, assert_never
 
 from pydantic import Field
 from pydantic.dataclasses import rebuild_dataclass
 
-from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.document import DocumentValue, NoOptions, refuse
+from stratagem.common.base.errors import Violation
+from stratagem.common.schema.document import DocumentValue, NoOptions
 from stratagem.common.schema.field_types import (
     MAX_UNSIGNED,
     FrozenJSON,
@@ -22,6 +23,7 @@ from stratagem.common.schema.field_types import (
     UpTo,
     ZeroToBelowOne,
 )
+from stratagem.common.schema.rules import differing, rule
 from stratagem.common.strategy.choices import (
     AllReduce,
     ClientSelection,
@@ -55,7 +57,7 @@ from stratagem.common.strategy.nested_regions import check_nested
 from stratagem.common.strategy.regions import check_regions
 from stratagem.common.strategy.robust import too_few
 from stratagem.common.strategy.schedule_names import AUTO, ScheduleName
-from stratagem.common.strategy.secure_options import against_secure_aggregation
+from stratagem.common.strategy.secure_options import against_secure_aggregation, wrong_numbers
 from stratagem.common.strategy.weighing import check_weighing
 
 MAX_REPLICAS: Final = 16_384
@@ -129,31 +131,33 @@ class DataParallelOptions(DocumentValue, is_extras=True):
 class DataParallel(DocumentValue, tag="type"):
     """The model is replicated, each batch is split, gradients are combined every step."""
 
-    num_replicas: Annotated[SharedCount, UpTo(MAX_REPLICAS)]
+    num_replicas: Annotated[SharedCount, UpTo(MAX_REPLICAS), Field(examples=[2])]
     aggregation: Annotated[GradientAggregation, Field(discriminator="method")]
     options: DataParallelOptions = field(default_factory=DataParallelOptions)
 
-    def __post_init__(self) -> None:
+    @rule
+    def _number(self) -> Iterator[Violation]:
         if self.options.min_replicas > self.num_replicas:
-            raise InvalidInputError.at(
-                "options.min_replicas",
-                f"{self.options.min_replicas} is more than num_replicas, {self.num_replicas}",
-            )
-        has_all_reduce = isinstance(self.aggregation, AllReduce)
-        if not has_all_reduce and self.options.all_reduce != DIRECT_ALL_REDUCE:
-            kind = type(self.aggregation).__name__
-            raise InvalidInputError.at("options.all_reduce", f"{kind} has none; AllReduce has")
-        is_gossip = isinstance(self.aggregation, Decentralized)
-        if not is_gossip and self.options.consensus_every is not None:
-            kind = type(self.aggregation).__name__
+            text = f"{self.options.min_replicas} is more than num_replicas, {self.num_replicas}"
+            yield Violation("options.min_replicas", text)
+
+    @rule
+    def _aggregation(self) -> Iterator[Violation]:
+        kind = type(self.aggregation).__name__
+        if kind != "AllReduce" and self.options.all_reduce != DIRECT_ALL_REDUCE:
+            yield Violation("options.all_reduce", f"{kind} has none; AllReduce has")
+        if kind != "Decentralized" and self.options.consensus_every is not None:
             text = f"{kind} keeps all replicas equal; Decentralized does not"
-            raise InvalidInputError.at("options.consensus_every", text)
-        self._check_local_steps(is_gossip=is_gossip)
-        if self.options.partition_state != WHOLE_STATE and (reason := self._why_not_partitioned()):
-            raise InvalidInputError.at("options.partition_state", reason)
-        if self.options.mirror is not None and self.options.partition_state == WHOLE_STATE:
-            text = "each worker has the whole state already; belongs to partition_state"
-            raise InvalidInputError.at("options.mirror", f"{text}: optimizer or full")
+            yield Violation("options.consensus_every", text)
+
+    @rule
+    def _slices(self) -> Iterator[Violation]:
+        if self.options.partition_state == WHOLE_STATE:
+            if self.options.mirror is not None:
+                text = "each worker has the whole state already; belongs to partition_state"
+                yield Violation("options.mirror", f"{text}: optimizer or full")
+        elif reason := self._why_not_partitioned():
+            yield Violation("options.partition_state", reason)
 
     def _why_not_partitioned(self) -> str:
         """Return why workers cannot keep slices of one state; "" where they can."""
@@ -169,47 +173,49 @@ class DataParallel(DocumentValue, tag="type"):
             return f"{describe(options.inner)} keeps a part of the state on each worker already"
         return ""
 
-    def _check_local_steps(self, *, is_gossip: bool) -> None:
-        """What goes together with local steps, and what only with them."""
+    @rule
+    def _only_with_local_steps(self) -> Iterator[Violation]:
+        if self.options.local_steps is None:
+            names = ("outer", "outer_bits", "fragments", "overlap_steps", "mix", "upload_every")
+            for name in differing(self.options, DataParallelOptions(), names):
+                text = "has a meaning only together with local_steps"
+                yield Violation(f"options.{name}", text)
+
+    @rule
+    def _local_steps(self) -> Iterator[Violation]:
         options = self.options
         if options.local_steps is None:
-            for name in (
-                *("outer", "outer_bits", "fragments", "overlap_steps", "mix"),
-                "upload_every",
-            ):
-                if getattr(options, name) != getattr(DataParallelOptions(), name):
-                    text = "has a meaning only together with local_steps"
-                    raise InvalidInputError.at(f"options.{name}", text)
             return
-        if is_gossip:
-            text = "Decentralized joins nodes after every step; AllReduce and ParameterServer wait"
-            raise InvalidInputError.at("options.local_steps", text)
-        if options.all_reduce != DIRECT_ALL_REDUCE:
-            text = f"{options.all_reduce} does not go together with local_steps; direct does"
-            raise InvalidInputError.at("options.all_reduce", text)
         if options.inner is not None and not isinstance(options.inner, Local):
             text = f"{describe(options.inner)} cannot take local steps; a single worker, Local, can"
-            raise InvalidInputError.at("options.inner", text)
-        self._check_fragments(options.local_steps)
+            yield Violation("options.inner", text)
+        if isinstance(self.aggregation, Decentralized):
+            text = "Decentralized joins nodes after every step; AllReduce and ParameterServer wait"
+            yield Violation("options.local_steps", text)
+        elif isinstance(self.aggregation, AllReduce) and options.all_reduce != DIRECT_ALL_REDUCE:
+            text = f"{options.all_reduce} does not go together with local_steps; direct does"
+            yield Violation("options.all_reduce", text)
 
-    def _check_fragments(self, local_steps: int) -> None:
-        """What goes together with the parts of a round."""
+    @rule
+    def _fragments(self) -> Iterator[Violation]:
         options = self.options
-        period, rest = divmod(local_steps, options.fragments)
+        if options.local_steps is None:
+            return
+        period, rest = divmod(options.local_steps, options.fragments)
         if rest or not period:
-            text = f"{options.fragments} does not divide local_steps, {local_steps}"
-            raise InvalidInputError.at("options.fragments", text)
-        if options.overlap_steps > period:
+            text = f"{options.fragments} does not divide local_steps, {options.local_steps}"
+            yield Violation("options.fragments", text)
+        elif options.overlap_steps > period:
             text = (
                 f"{options.overlap_steps} is more than the {period} steps from one fragment to the "
                 "next, local_steps / fragments"
             )
-            raise InvalidInputError.at("options.overlap_steps", text)
-        for name in ("fragments", "overlap_steps"):
-            is_set = getattr(options, name) != getattr(DataParallelOptions(), name)
-            if is_set and isinstance(self.aggregation, ParameterServer):
+            yield Violation("options.overlap_steps", text)
+        elif isinstance(self.aggregation, ParameterServer):
+            names = ("fragments", "overlap_steps")
+            for name in differing(options, DataParallelOptions(), names):
                 text = "ParameterServer sums all parameters in one step; AllReduce has fragments"
-                raise InvalidInputError.at(f"options.{name}", text)
+                yield Violation(f"options.{name}", text)
 
 
 class ModelParallelOptions(DocumentValue, is_extras=True):
@@ -222,60 +228,83 @@ class ModelParallel(DocumentValue, tag="type"):
     """The nodes of the model are spread over workers."""
 
     partitions: NonEmptyItems[Partition]
-    communication: Annotated[CommunicationProtocol, Field(discriminator="protocol")]
+    communication: Annotated[
+        CommunicationProtocol,
+        Field(discriminator="protocol", examples=[{"protocol": "Pipeline", "micro_batch_size": 8}]),
+    ]
     options: ModelParallelOptions = ModelParallelOptions()
 
-    def __post_init__(self) -> None:
-        is_default = self.options == ModelParallelOptions()
+    @rule
+    def _schedule(self) -> Iterator[Violation]:
+        is_default = self.options.schedule == AUTO
         if not isinstance(self.communication, Pipeline) and not is_default:
             text = f"belongs to Pipeline only, not to {type(self.communication).__name__}"
-            raise InvalidInputError.at("options.schedule", text)
+            yield Violation("options.schedule", text)
 
 
 class Federated(DocumentValue, tag="type"):
     """Clients train on data of their own; only models travel, and are combined every round."""
 
-    num_clients: Annotated[SharedCount, UpTo(MAX_CLIENTS)]
-    rounds: SharedCount
+    num_clients: Annotated[SharedCount, UpTo(MAX_CLIENTS), Field(examples=[4])]
+    rounds: Annotated[SharedCount, Field(examples=[5])]
     aggregation: Annotated[FederatedAggregation, Field(discriminator="method")]
     client_selection: Annotated[ClientSelection, Field(discriminator="method")]
     options: FederatedOptions = field(default_factory=FederatedOptions)
 
-    def __post_init__(self) -> None:
-        options, violations = self.options, []
-        if type(options.quorum) is int and options.quorum > self.num_clients:
-            text = f"{options.quorum} is more than num_clients, {self.num_clients}"
-            violations.append(Violation("options.quorum", text))
-        roster = options.open_roster
+    @rule
+    def _quorum(self) -> Iterator[Violation]:
+        if type(self.options.quorum) is int and self.options.quorum > self.num_clients:
+            text = f"{self.options.quorum} is more than num_clients, {self.num_clients}"
+            yield Violation("options.quorum", text)
+
+    @rule
+    def _roster(self) -> Iterator[Violation]:
+        roster = self.options.open_roster
         if roster is not None and roster.min_clients > self.num_clients:
             text = f"{roster.min_clients} is more than num_clients, {self.num_clients}"
-            violations.append(Violation("options.roster.min_clients", text))
-        has_server_optimizer = isinstance(self.aggregation, FedYogi)
-        if not has_server_optimizer and (
-            options.server_learning_rate != DEFAULT_SERVER_LEARNING_RATE
-        ):
+            yield Violation("options.roster.min_clients", text)
+
+    @rule
+    def _server_optimizer(self) -> Iterator[Violation]:
+        options, has_one = self.options, isinstance(self.aggregation, FedYogi)
+        if not has_one and options.server_learning_rate != DEFAULT_SERVER_LEARNING_RATE:
             text = f"{type(self.aggregation).__name__} has no server optimizer; FedYogi has"
-            violations.append(Violation("options.server_learning_rate", text))
-        if has_server_optimizer and options.server_optimizer is not None:
+            yield Violation("options.server_learning_rate", text)
+        if has_one and options.server_optimizer is not None:
             text = "FedYogi is a server optimizer already; use FedAvg or FedProx"
-            violations.append(Violation("options.server_optimizer", text))
-        if options.over_select and not isinstance(self.client_selection, Random):
-            name = type(self.client_selection).__name__
+            yield Violation("options.server_optimizer", text)
+
+    @rule
+    def _drawn(self) -> Iterator[Violation]:
+        options, name = self.options, type(self.client_selection).__name__
+        if options.over_select and name != "Random":
             text = f"{name} leaves no clients to draw more from; Random does"
-            violations.append(Violation("options.over_select", text))
-        if options.late_updates != REFUSE and not isinstance(self.client_selection, Random):
-            name = type(self.client_selection).__name__
+            yield Violation("options.over_select", text)
+        if options.late_updates != REFUSE and name != "Random":
             text = f"{name} selects the same clients in every round, so no late one is left over"
-            violations.append(Violation("options.late_updates", f"{text}; Random does not"))
-        violations += too_few(options.robust, self._num_selected(), options.quorum)
-        violations += check_weighing(options, self.aggregation)
-        if isinstance(options.inner, Federated):
-            violations += check_nested(self, options.inner)
+            yield Violation("options.late_updates", f"{text}; Random does not")
+
+    @rule
+    def _robust(self) -> Iterator[Violation]:
+        yield from too_few(self.options.robust, self._num_selected(), self.options.quorum)
+
+    @rule
+    def _weighing(self) -> Iterator[Violation]:
+        yield from check_weighing(self.options, self.aggregation)
+
+    @rule
+    def _regions(self) -> Iterator[Violation]:
+        if isinstance(self.options.inner, Federated):
+            yield from check_nested(self, self.options.inner)
         else:
-            violations += check_regions(options, self.num_clients)
-        secure = options.secure_aggregation, options, self.num_clients, self._num_selected()
-        violations += against_secure_aggregation(*secure)
-        refuse(violations)
+            yield from check_regions(self.options, self.num_clients)
+
+    @rule
+    def _secure_aggregation(self) -> Iterator[Violation]:
+        spec = self.options.secure_aggregation
+        if spec is not None:
+            yield from against_secure_aggregation(self.options)
+            yield from wrong_numbers(spec, self.num_clients, self._num_selected())
 
     def _num_selected(self) -> int:
         """Return the clients of a round; at most, where their tags decide."""
@@ -298,8 +327,8 @@ class PopulationOptions(DocumentValue, is_extras=True):
 class PopulationBased(DocumentValue, tag="type"):
     """A population trains side by side; the worse copy the better and explore from there."""
 
-    population_size: Annotated[SharedCount, UpTo(MAX_POPULATION)]
-    generations: SharedCount
+    population_size: Annotated[SharedCount, UpTo(MAX_POPULATION), Field(examples=[4])]
+    generations: Annotated[SharedCount, Field(examples=[5])]
     exploit: Annotated[ExploitStrategy, Field(discriminator="method")]
     explore: Annotated[ExploreStrategy, Field(discriminator="method")]
     options: PopulationOptions = field(default_factory=PopulationOptions)

@@ -1,10 +1,12 @@
 """Who takes part in a federation: an open roster, and what becomes of clients that keep failing."""
 
+from collections.abc import Iterator
 from typing import Final
 
-from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.errors import Violation
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import Positive, SharedCount
+from stratagem.common.schema.rules import rule
 
 DEFAULT_WAIT_S: Final = 86_400.0
 """A day: a site that is closed over night is back by then."""
@@ -23,14 +25,15 @@ class Roster(DocumentValue, is_extras=True):
     min_clients: SharedCount = 1
     wait_s: Positive = DEFAULT_WAIT_S
 
-    def __post_init__(self) -> None:
+    @rule
+    def _of_an_open_one(self) -> Iterator[Violation]:
         if self.open:
             return
         text = "belongs to an open roster (open: true); any other has exactly num_clients"
         if self.min_clients != 1:
-            raise InvalidInputError.at("min_clients", text)
+            yield Violation("min_clients", text)
         if self.wait_s != DEFAULT_WAIT_S:
-            raise InvalidInputError.at("wait_s", text)
+            yield Violation("wait_s", text)
 
 
 class Strikes(DocumentValue, is_extras=True):

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from stratagem.common.base.errors import Violation
+from stratagem.common.schema.rules import differing
 from stratagem.common.strategy.choices import All, FedAvg, FedProx, Random
 from stratagem.common.strategy.federated_options import FederatedOptions
 from stratagem.common.strategy.regions import (
@@ -102,11 +103,11 @@ def _inside(inner: "Federated") -> Iterator[Violation]:
         text = "in a region use All or Random"
         yield Violation(f"{_INNER}.client_selection.method", text)
     default = FederatedOptions()
-    for name in sorted({field.name for field in fields(FederatedOptions)} - {*_OF_A_REGION}):
-        if getattr(inner.options, name) != getattr(default, name):
-            possible = ", ".join(_OF_A_REGION)
-            text = f"is not possible in a region, which tells sums of its clients; {possible} are"
-            yield Violation(f"{_INNER}.options.{name}", text)
+    others = sorted({field.name for field in fields(FederatedOptions)} - {*_OF_A_REGION})
+    for name in differing(inner.options, default, others):
+        possible = ", ".join(_OF_A_REGION)
+        text = f"is not possible in a region, which tells sums of its clients; {possible} are"
+        yield Violation(f"{_INNER}.options.{name}", text)
 
 
 def _deadlines(outer: "Federated", inner: "Federated") -> Iterator[Violation]:

@@ -4,6 +4,7 @@ Owns the values, their validity and the JSON form shared with the Rust programs.
 sampling is for the strategy that explores.
 """
 
+from collections.abc import Iterator
 from dataclasses import field, replace
 from enum import StrEnum
 from operator import attrgetter
@@ -13,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import rebuild_dataclass
 
 from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.schema.document import DocumentValue, NoOptions, refuse
+from stratagem.common.schema.document import DocumentValue, NoOptions
 from stratagem.common.schema.field_types import (
     FrozenJSON,
     Items,
@@ -22,6 +23,7 @@ from stratagem.common.schema.field_types import (
     NonEmptyText,
 )
 from stratagem.common.schema.json_text import not_one_of
+from stratagem.common.schema.rules import rule
 
 
 class Scale(StrEnum):
@@ -63,11 +65,15 @@ class Float(DocumentValue, tag="dim_type"):
     default: float | None = None
     options: DimensionOptions = DimensionOptions()
 
-    def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high, self.scale)
-        if self.default is not None and not self.low <= self.default <= self.high:
-            text = f"{self.default} is not between {self.low} and {self.high}"
-            raise InvalidInputError.at("default", text)
+    @rule
+    def _bounds(self) -> Iterator[Violation]:
+        yield from _wrong_bounds(self.low, self.high, self.scale)
+
+    @rule
+    def _default(self) -> Iterator[Violation]:
+        is_ordered = self.low < self.high
+        if self.default is not None and is_ordered and not self.low <= self.default <= self.high:
+            yield Violation("default", f"{self.default} is not between {self.low} and {self.high}")
 
 
 class Int(DocumentValue, tag="dim_type"):
@@ -79,8 +85,9 @@ class Int(DocumentValue, tag="dim_type"):
     scale: _Scale
     options: DimensionOptions = DimensionOptions()
 
-    def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high, self.scale)
+    @rule
+    def _bounds(self) -> Iterator[Violation]:
+        yield from _wrong_bounds(self.low, self.high, self.scale)
 
 
 class Categorical(DocumentValue, tag="dim_type"):
@@ -131,19 +138,19 @@ class SearchSpace(DocumentValue):
     dimensions: Items[DimensionField]
     frozen: Kwargs
 
-    def __post_init__(self) -> None:
-        violations, seen = [], set(self.frozen)
+    @rule
+    def _names(self) -> Iterator[Violation]:
+        seen = set(self.frozen)
         names = {dimension.name for dimension in self.dimensions}
         for i, dimension in enumerate(self.dimensions):
             if dimension.name in seen:
                 text = f"{dimension.name!r} is taken already"
-                violations.append(Violation(f"dimensions[{i}].name", text))
+                yield Violation(f"dimensions[{i}].name", text)
             seen.add(dimension.name)
             others = names - {dimension.name}
             if isinstance(dimension, Conditional) and dimension.parent not in others:
                 text = not_one_of(dimension.parent, sorted(others))
-                violations.append(Violation(f"dimensions[{i}].parent", text))
-        refuse(violations)
+                yield Violation(f"dimensions[{i}].parent", text)
 
     def in_order(self) -> "SearchSpace":
         """Return the same space with its dimensions in order of name."""
@@ -159,8 +166,8 @@ class SearchSpace(DocumentValue):
         return self.in_order().dimensions, self.frozen
 
 
-def _check_bounds(low: float, high: float, scale: Scale) -> None:
+def _wrong_bounds(low: float, high: float, scale: Scale) -> Iterator[Violation]:
     if not low < high:
-        raise InvalidInputError.at("low", f"{low} is not below high, {high}")
-    if scale is Scale.LOG and low <= 0:
-        raise InvalidInputError.at("low", f"{low} is not allowed on a Log scale; must be > 0")
+        yield Violation("low", f"{low} is not below high, {high}")
+    elif scale is Scale.LOG and low <= 0:
+        yield Violation("low", f"{low} is not allowed on a Log scale; must be > 0")

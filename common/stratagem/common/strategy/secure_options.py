@@ -5,7 +5,7 @@ is no concern of this module.
 """
 
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PlainValidator
@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.schema.document import DocumentValue
 from stratagem.common.schema.field_types import Positive
+from stratagem.common.schema.rules import differing, rule
 from stratagem.common.secure_aggregation.neighbourhoods import AUTO, MIN_CLIENTS
 from stratagem.common.secure_aggregation.quantisation import Quantisation
 
@@ -70,12 +71,13 @@ class SecureAggregation(DocumentValue, is_extras=True):
     max_rows: Annotated[int, Field(ge=1, le=MAX_ROWS)] | None = None
     degree: Annotated[int | str, PlainValidator(_check_degree)] = AUTO
 
-    def __post_init__(self) -> None:
+    @rule
+    def _weights(self) -> Iterator[Violation]:
         if self.weights == "rows" and self.max_rows is None:
-            text = 'missing; with weights "rows" it says how much one client may count'
-            raise InvalidInputError.at("max_rows", text)
+            text = 'missing; with weights "rows" it says how much one client may count, for '
+            yield Violation("max_rows", f"{text}example max_rows: 1000")
         if self.weights == "uniform" and self.max_rows is not None:
-            raise InvalidInputError.at("max_rows", 'has a meaning only with weights "rows"')
+            yield Violation("max_rows", 'has a meaning only with weights "rows"')
 
     @property
     def max_weight(self) -> int:
@@ -91,24 +93,23 @@ class SecureAggregation(DocumentValue, is_extras=True):
         return Quantisation(self.clip, self.bits, num_clients, self.max_weight)
 
 
-def against_secure_aggregation(
-    spec: SecureAggregation | None, options: Any, num_clients: int, num_selected: int
-) -> Iterator[Violation]:
-    """Yield what does not go together with secure aggregation in a federation. options: those of
-    the strategy. num_selected: clients of a round."""
-    if spec is None:
-        return
-    for option in fields(options):
-        default = option.default_factory() if callable(option.default_factory) else option.default
-        if option.name in _BESIDE or getattr(options, option.name) == default:
-            continue
-        assert default is not MISSING, "every option has a default"
-        why = _WHY.get(option.name, "it is not defined for updates that nobody sees")
+def against_secure_aggregation(options: Any) -> Iterator[Violation]:
+    """Yield the options of a federation that do not go together with its secure aggregation."""
+    others = [option.name for option in fields(options) if option.name not in _BESIDE]
+    for name in differing(options, type(options)(), others):
+        why = _WHY.get(name, "it is not defined for updates that nobody sees")
         text = f"is not possible with secure_aggregation: {why}"
-        yield Violation(f"options.{option.name}", text)
+        yield Violation(f"options.{name}", text)
     if options.open_roster is not None:
         text = "is not possible with secure_aggregation: a round's clients are those whose keys "
         yield Violation("options.roster.open", f"{text}were posted, and others come and go")
+
+
+def wrong_numbers(
+    spec: SecureAggregation, num_clients: int, num_selected: int
+) -> Iterator[Violation]:
+    """Yield why secure aggregation hides nobody, or is too much, with so many clients, and so many
+    of them in a round."""
     where = "options.secure_aggregation"
     if num_selected < MIN_CLIENTS:
         text = f"a round has {num_selected} clients, and fewer than {MIN_CLIENTS} hide nobody"

@@ -87,7 +87,7 @@ def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> 
     The second step finds what code has kept of the first. Raises what training raises.
     """
     few, num_rows = _few_of(data)
-    short = _shortened(job, num_rows).model_copy(update={"strategy": job.strategy})
+    short = _shortened(job, num_rows).altered(strategy=job.strategy)
     share = StateShare(0, 1, is_full=partitions_parameters(job.strategy))
     trainer = Trainer(_setup(short, site, few, fresh=True), share)
     assert trainer.pieces is not None
@@ -155,25 +155,24 @@ def _few_of(data: Mapping[str, Dataset]) -> tuple[dict[str, Dataset], int]:
 
 def _shortened(job: JobSpec, num_rows: int) -> JobSpec:
     """Return the job with steps of so many rows, which one worker makes at once."""
-    window = job.window.model_copy(update={"micro_batch_size": None, "steps": None})
+    window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution.with_changes(mode="Eager", profiling=False, parallelism="None")
     if execution.accumulation_steps is not None:
         execution = execution.with_changes(gradient="Full")
     evaluation = job.evaluation
     if evaluation is not None:
         batch_size = min(evaluation.batch_size, _EVALUATED_BATCH)
-        evaluation = evaluation.model_copy(update={"batch_size": batch_size})
-    changes = {
-        "strategy": Local(),
-        "batch_size": num_rows,
-        "accumulation": window,
-        "execution": execution,
-        "evaluation": evaluation,
-        "data": job.data.model_copy(update={"order": None}),
-        "compression": None,
-        "phases": None,
-    }
-    return job.model_copy(update=changes)
+        evaluation = evaluation.with_changes(batch_size=batch_size)
+    return job.altered(
+        strategy=Local(),
+        batch_size=num_rows,
+        accumulation=window,
+        execution=execution,
+        evaluation=evaluation,
+        data=job.data.with_changes(order=None),
+        compression=None,
+        phases=None,
+    )
 
 
 def _setup(job: JobSpec, site: Site, data: Mapping[str, Dataset], *, fresh: bool) -> Setup:

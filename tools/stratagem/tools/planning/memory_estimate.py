@@ -69,7 +69,7 @@ def estimate_memory(
     # Compiled code keeps no more for backward than the same code not compiled.
     execution = job.execution.with_changes(mode="Eager", profiling=False)
     # Codecs and predictions work on values, which a played step does not have.
-    played = job.model_copy(update={"execution": execution, "compression": None, "phases": None})
+    played = job.altered(execution=execution, compression=None, phases=None)
     if inference or job.only_evaluates:
         return _running(played, site, num_workers)
     estimate = _training(played, site, job.strategy, num_workers)
@@ -257,12 +257,11 @@ def _of_party(job: JobSpec, site: Site, party: ShardOwners) -> StepMemory:
 
 def _without_accumulation(job: JobSpec, batch_size: int) -> JobSpec:
     """All passes hold the same buckets, and the rows of one: so one is enough to play."""
-    window = job.window.model_copy(update={"micro_batch_size": None, "steps": None})
+    window = job.window.with_changes(micro_batch_size=None, steps=None)
     execution = job.execution
     if execution.accumulation_steps is not None:
         execution = execution.with_changes(gradient="Full")
-    changes = {"batch_size": batch_size, "execution": execution, "accumulation": window}
-    return job.model_copy(update=changes)
+    return job.altered(batch_size=batch_size, execution=execution, accumulation=window)
 
 
 def rows_of_share(job: JobSpec) -> int | None:
@@ -293,7 +292,7 @@ def _gossip(
     """A worker keeps one model for each of its nodes, and works on one at a time; one more for the
     mean of all, which is evaluated; and copies of its nodes and of their neighbours."""
     rows = _pieces(job, num_nodes)
-    one_node = job.model_copy(update={"batch_size": rows, "strategy": Local()})
+    one_node = job.altered(batch_size=rows, strategy=Local())
     one = _of_party(one_node, site, ShardOwners(0, 1, 1))
     held = len(assign_shards(num_nodes, num_members)[0])
     known = num_known(topology, num_nodes, num_members, job.seed)

@@ -103,7 +103,7 @@ def recommend(
         )
         choice = replace(choice, reason=f"{choice.reason}; {text}")
     execution = job.execution.with_changes(parallelism="None", gradient="Full")
-    base = job.model_copy(update={"strategy": choice.strategy, "execution": execution})
+    base = job.altered(strategy=choice.strategy, execution=execution)
     budget = int(memory_bytes * (1 - SAFETY_MARGIN))
     least: _Attempt | None = None
     for attempt in _attempts(base, site, budget, num_workers):
@@ -180,7 +180,7 @@ def _parallelism(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
         return StrategyChoice(job.strategy, f"The strategy is {describe(job.strategy)}")
     automatic = job.execution.with_changes(parallelism="Automatic")
     try:
-        return choose(job.model_copy(update={"execution": automatic}), site, fleet)
+        return choose(job.altered(execution=automatic), site, fleet)
     except InvalidInputError as error:
         strategy = DataParallel(min(num_workers, job.batch_size), AllReduce())
         return StrategyChoice(strategy, f"DataParallel, because {error}")
@@ -191,7 +191,7 @@ def _attempts(job: JobSpec, site: Site, budget: int, num_workers: int) -> Iterat
     requested."""
 
     def attempt(execution: ExecutionSpec, reason: str) -> _Attempt:
-        changed = job.model_copy(update={"execution": execution})
+        changed = job.altered(execution=execution)
         return _Attempt(changed, estimate_memory(changed, site, num_workers=num_workers), reason)
 
     own = job.execution.precision
@@ -222,7 +222,7 @@ def _accumulation(plain: _Attempt, site: Site, budget: int, num_workers: int) ->
     num_shards = math.ceil(job.batch_size / share)
 
     def need(rows: int) -> int:
-        smaller = job.model_copy(update={"batch_size": rows * num_shards})
+        smaller = job.altered(batch_size=rows * num_shards)
         return estimate_memory(smaller, site, num_workers=num_workers).needed
 
     one, whole = need(1), plain.estimate.needed

@@ -121,8 +121,7 @@ def resolve(job: JobSpec, site: Site, fleet: Fleet) -> tuple[JobSpec, str]:
         return job, ""
     choice = choose(job, site, fleet)
     execution = job.execution.with_changes(parallelism="None")
-    changed = job.model_copy(update={"strategy": choice.strategy, "execution": execution})
-    return JobSpec.from_json(changed.canonical_json()), choice.reason
+    return job.with_changes(strategy=choice.strategy, execution=execution), choice.reason
 
 
 def choose(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
@@ -144,7 +143,7 @@ def choose(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
 def alone(job: JobSpec) -> JobSpec:
     """The job as one worker has it."""
     execution = job.execution.with_changes(parallelism="None")
-    return job.model_copy(update={"strategy": Local(), "execution": execution})
+    return job.altered(strategy=Local(), execution=execution)
 
 
 def _replicas(number: int) -> Strategy:
@@ -175,7 +174,7 @@ def _automatic(job: JobSpec, site: Site, fleet: Fleet) -> StrategyChoice:
 
 
 def _estimate_replicas(job: JobSpec, site: Site, number: int) -> StepMemory:
-    return estimate_memory(job.model_copy(update={"strategy": _replicas(number)}), site)
+    return estimate_memory(job.altered(strategy=_replicas(number)), site)
 
 
 def _fastest(job: JobSpec, site: Site, fleet: Fleet, counts: Sequence[int]) -> StrategyChoice:
@@ -217,7 +216,7 @@ def _too_large(
             raise InvalidInputError.at(
                 "execution.parallelism", f"Automatic: {need}, and no pipeline can be made: {error}"
             ) from error
-        piped = job.model_copy(update={"strategy": choice.strategy})
+        piped = job.altered(strategy=choice.strategy)
         estimate = estimate_memory(piped, site)
         if estimate.needed <= budget:
             reason = f"{choice.reason}; {need}, a stage {text_of(estimate.needed)}"

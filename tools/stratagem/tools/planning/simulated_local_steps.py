@@ -61,8 +61,8 @@ def play_local_steps(job: JobSpec, site: Site, party: ShardOwners) -> ReplicasRe
     gather = gather_shapes(job, site, data)
     # Whole batches only, and steps after those that are played: the last one joins all at once.
     num_rows, short = min(job.batch_size, len(data["train"])), shortened(job)
-    unordered = job.data.model_copy(update={"order": None})
-    whole = short.model_copy(update={"batch_size": num_rows, "data": unordered})
+    unordered = job.data.with_changes(order=None)
+    whole = short.altered(batch_size=num_rows, data=unordered)
     batches = {**data, "train": ShapedRows(num_rows)}
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
@@ -148,7 +148,7 @@ def shortened(job: JobSpec, num_rounds: int = NUM_ROUNDS) -> JobSpec:
     )
     played = replace(strategy, options=options)
     more = num_rounds * num_steps + 1
-    return job.model_copy(update={"strategy": played, "steps": more, "epochs": None})
+    return job.altered(strategy=played, steps=more, epochs=None)
 
 
 def local_exchange(

@@ -85,8 +85,8 @@ def play_training(job: JobSpec, site: Site, party: ShardOwners) -> Reading:
     gather = gather_shapes(job, site, data)
     # Whole batches only: the last one of an epoch may be short.
     num_rows = min(job.batch_size, len(data["train"]))
-    unordered = job.data.model_copy(update={"order": None})
-    whole = job.model_copy(update={"batch_size": num_rows, "data": unordered})
+    unordered = job.data.with_changes(order=None)
+    whole = job.altered(batch_size=num_rows, data=unordered)
     batches = {**data, "train": ShapedRows(NUM_STEPS * num_rows)}
     live = LiveBytes(site.device)
     with FakeTensorMode(allow_non_fake_inputs=True), live:

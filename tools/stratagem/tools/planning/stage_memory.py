@@ -85,7 +85,7 @@ def play_stages(
 
 def play_whole(job: JobSpec, site: Site, rows: int) -> Reading:
     """The whole model on one worker, with these rows in a batch."""
-    alone = job.model_copy(update={"batch_size": rows, "strategy": Local()})
+    alone = job.altered(batch_size=rows, strategy=Local())
     return play_training(alone, site, ShardOwners(0, 1, 1))
 
 

@@ -7,21 +7,21 @@ naming the key, the value and what is allowed. Decides nothing.
 import hashlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
-from pydantic import AfterValidator, PlainValidator, model_validator
+from pydantic import AfterValidator, PlainValidator
 
 from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.code.signatures import read_public_keys
 from stratagem.common.identity.tls_files import certificates_in
 from stratagem.common.job.sections import check_tensor_file
-from stratagem.common.schema.document import Section, one_of, only_with, refuse
+from stratagem.common.schema.document import Section, one_of, only_with
 from stratagem.common.schema.field_types import (
     Count,
     EntrypointName,
@@ -35,6 +35,7 @@ from stratagem.common.schema.field_types import (
 )
 from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import under
+from stratagem.common.schema.rules import rule
 from stratagem.worker.site.windows import parse_window
 
 SIGNED: Final = "signed:"
@@ -112,11 +113,10 @@ class SiteDataSpec(Section):
     file: Annotated[str, AfterValidator(check_tensor_file)] | None = None
     min_rows: Count = 1
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("entrypoint", "file"))
-        refuse(only_with(self, "kwargs", "entrypoint"))
-        return self
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("entrypoint", "file"))
+        yield from only_with(self, "kwargs", "entrypoint")
 
 
 class AcceptRule(Section):
@@ -149,13 +149,12 @@ class AcceptRule(Section):
     windows: Items[Window] = ()
     timezone: Zone | None = None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    @rule
+    def _fits_together(self) -> Iterator[Violation]:
         if self.windows and self.timezone is None:
-            raise InvalidInputError.at("timezone", "missing; windows are hours of a time zone")
+            yield Violation("timezone", "missing; windows are hours of a time zone")
         if self.timezone is not None and not self.windows:
-            raise InvalidInputError.at("timezone", "has a meaning only together with windows")
-        return self
+            yield Violation("timezone", "has a meaning only together with windows")
 
 
 class AuditSpec(Section):
@@ -189,35 +188,25 @@ class SiteSpec(Section):
     peers: Items[Fingerprint] = ()
     peer_authority: NonEmptyText | None = None
 
-    @model_validator(mode="after")
-    def _knows_its_peers(self) -> Self:
+    @rule
+    def _knows_its_peers(self) -> Iterator[Violation]:
         if self.peers or self.peer_authority is not None:
-            return self
+            return
         text = (
             '"secure_aggregation" needs peers or peer_authority: a coordinator that chooses whose '
             "keys are believed can make up the others"
         )
-        refuse(
-            [
-                Violation(f"accept[{i}].require", text)
-                for i, rule in enumerate(self.accept)
-                if "secure_aggregation" in rule.require
-            ]
-        )
-        return self
+        for i, accepted in enumerate(self.accept):
+            if "secure_aggregation" in accepted.require:
+                yield Violation(f"accept[{i}].require", text)
 
-    @model_validator(mode="after")
-    def _rules_fit(self) -> Self:
+    @rule
+    def _rules_fit(self) -> Iterator[Violation]:
         known = ", ".join(self.data)
-        refuse(
-            [
-                Violation(f"accept[{i}].data[{j}]", f"{name!r} is not one of {known}")
-                for i, rule in enumerate(self.accept)
-                for j, name in enumerate(rule.data)
-                if name not in self.data
-            ]
-        )
-        return self
+        for i, accepted in enumerate(self.accept):
+            for j, name in enumerate(accepted.data):
+                if name not in self.data:
+                    yield Violation(f"accept[{i}].data[{j}]", f"{name!r} is not one of {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +251,12 @@ def read_site(file: Path) -> SiteFile:
         raise InvalidInputError(f"is not TOML: {error}") from None
     folder, keys, consent = file.absolute().parent, {}, ""
     files = [file]
-    for number, rule in enumerate(spec.accept):
-        if isinstance(rule.code, str) and rule.code.startswith(SIGNED):
-            path = folder / rule.code.removeprefix(SIGNED)
+    for number, accepted in enumerate(spec.accept):
+        if isinstance(accepted.code, str) and accepted.code.startswith(SIGNED):
+            path = folder / accepted.code.removeprefix(SIGNED)
             files.append(path)
             try:
-                keys[rule.code] = read_public_keys(path)
+                keys[accepted.code] = read_public_keys(path)
             except InvalidInputError as error:
                 raise InvalidInputError.at(f"accept[{number}].code", str(error)) from None
     if spec.audit.consent is not None:

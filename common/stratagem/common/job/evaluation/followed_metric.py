@@ -6,7 +6,7 @@ journaled (`strategies/evaluation/metric_course.py` there).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.schema.document import Section
@@ -14,6 +14,9 @@ from stratagem.common.schema.field_types import Count, NotNegative
 from stratagem.common.strategy import Custom, PopulationBased, Strategy
 
 Mode: TypeAlias = Literal["max", "min"]
+
+
+_EXAMPLE: Final = "evaluation: {best: loss, mode: min}"
 
 
 class StopSpec(Section):
@@ -84,7 +87,9 @@ def check_followed(
             continue
         yield from _why_not_followed(strategy, path)
         if evaluation is None:
-            yield Violation("evaluation", f"missing; {path} follows evaluations")
+            yield Violation(
+                "evaluation", f"missing; {path} follows evaluations, for example {_EXAMPLE}"
+            )
         else:
             yield from _metric_and_mode(evaluation, path, spec.metric, spec.mode)
 
@@ -107,7 +112,10 @@ def _metric_and_mode(
 ) -> Iterator[Violation]:
     if metric is None:
         if evaluation.best is None:
-            yield Violation(f"{path}.metric", "missing; evaluation.best, its default, is not set")
+            yield Violation(
+                f"{path}.metric",
+                "missing; evaluation.best, its default, is not set, for example metric: loss",
+            )
         return
     if problem := evaluation.why_not_measured(metric):
         yield Violation(f"{path}.metric", problem)

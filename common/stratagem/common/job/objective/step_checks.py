@@ -5,11 +5,16 @@
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.job.objective.built_in_names import FROM_LOSS, RETURNED
+from stratagem.common.job.objective.built_in_names import FROM_LOSS, LOSSES, RETURNED
 from stratagem.common.strategy import Strategy, is_cut
+
+_NO_LOSS: Final = (
+    "missing; a job has a loss, or a step that computes one, or turns; one of "
+    f"{', '.join(sorted(LOSSES))}, for example loss: cross_entropy"
+)
 
 
 class Job(Protocol):
@@ -37,7 +42,7 @@ def check_objective(job: Job) -> Iterator[Violation]:
         yield from _metrics(job)
         return
     if job.loss is None and job.step is None:
-        yield Violation("loss", "missing; a job has a loss, or a step that computes one, or turns")
+        yield Violation("loss", _NO_LOSS)
         return
     if job.loss is not None and job.step is not None:
         yield Violation("step", "loss is set already; only one of the two may be")

@@ -6,13 +6,12 @@ state was, member after member of its lineage.
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, Protocol, Self
-
-from pydantic import model_validator
+from typing import Any, Protocol
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Count, Kwargs, NonEmptyItems, Whole
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import Custom, Federated, PopulationBased, Strategy
 
 
@@ -55,22 +54,19 @@ class HyperparameterSchedule(Section):
     settings: NonEmptyItems[SettingSpec]
     last_step: Count | None = None
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    @rule
+    def _in_order(self) -> Iterator[Violation]:
         steps = [setting.from_step for setting in self.settings]
-        violations = []
         if steps[0]:
             text = f"{steps[0]} is not allowed; the first setting is from step 0 on"
-            violations.append(Violation("settings[0].from_step", text))
+            yield Violation("settings[0].from_step", text)
         for place, (before, step) in enumerate(pairwise(steps), start=1):
             if step <= before:
                 text = f"{step} must be more than {before}, that of the setting before"
-                violations.append(Violation(f"settings[{place}].from_step", text))
+                yield Violation(f"settings[{place}].from_step", text)
         if self.last_step is not None and self.last_step <= steps[-1]:
             text = f"{self.last_step} must be more than {steps[-1]}, where the last setting begins"
-            violations.append(Violation("last_step", text))
-        refuse(violations)
-        return self
+            yield Violation("last_step", text)
 
     def ends(self, num_steps: int) -> tuple[int, ...]:
         """Return the step at which each setting ends, in a job of this many steps."""
@@ -91,7 +87,7 @@ def check_schedule(job: _Job, num_steps: int | None) -> Iterator[Violation]:
         yield Violation(name, f"is not possible with strategy {kind}, which decides by itself")
         return
     if num_steps is None:
-        yield Violation("steps", f"missing; {name} counts in steps")
+        yield Violation("steps", f"missing; {name} counts in steps, for example steps: 1000")
         return
     if job.initial is not None and job.initial.resume:
         yield Violation("initial.resume", f"is not possible with {name}, which begins at step 0")
@@ -105,7 +101,8 @@ def check_schedule(job: _Job, num_steps: int | None) -> Iterator[Violation]:
     if schedule.last_step is not None and schedule.last_step > num_steps:
         text = f"{schedule.last_step} is more than the {num_steps} steps of the job"
         yield Violation(f"{name}.last_step", text)
-    yield from _uncommitted(job, schedule, num_steps)
+    else:
+        yield from _uncommitted(job, schedule, num_steps)
 
 
 def _uncommitted(

@@ -7,7 +7,7 @@ Checks itself, but for keywords: what a population draws may make them fit.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -27,6 +27,7 @@ from stratagem.common.schema.field_types import (
 )
 from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import not_one_of, suggest
+from stratagem.common.schema.rules import rule
 
 MAX_GROUPS: Final = 64
 _NUM_NAMES: Final = 5
@@ -48,9 +49,11 @@ class UpdateRuleSpec(Section):
     """An optimizer of torch by name, or one of the user's by entry point. Further keys are its
     keyword arguments, kept in `kwargs`."""
 
-    name: Annotated[Name, AfterValidator(_check_optimizer_name)] | None = None
+    name: Annotated[Name, AfterValidator(_check_optimizer_name), Field(examples=["sgd"])] | None = (
+        None
+    )
     entrypoint: EntrypointName | None = None
-    lr: Positive
+    lr: Annotated[Positive, Field(examples=[0.1])]
     kwargs: Kwargs = FrozenDict()
 
     @model_validator(mode="before")
@@ -58,10 +61,9 @@ class UpdateRuleSpec(Section):
     def _gather_kwargs(cls, value: object) -> object:
         return _gathered(cls, value)
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        one_of(self, ("name", "entrypoint"))
-        return self
+    @rule
+    def _one_source(self) -> Iterable[Violation]:
+        return one_of(self, ("name", "entrypoint"))
 
     @property
     def label(self) -> str:
@@ -90,20 +92,25 @@ class GroupSpec(Section):
     def _gather_kwargs(cls, value: object) -> object:
         return _gathered(cls, value)
 
-    @model_validator(mode="after")
-    def _says_which(self) -> Self:
-        violations = []
+    @rule
+    def _says_which(self) -> Iterator[Violation]:
         if not self.match and self.max_dims is None:
-            violations.append(Violation("match", "missing; a group needs match or max_dims"))
+            yield Violation(
+                "match", "missing; a group needs match or max_dims, for example match: ['*.bias']"
+            )
+
+    @rule
+    def _is_not_the_default(self) -> Iterator[Violation]:
         if self.name == DEFAULT_GROUP:
             text = f"{self.name!r} is the group of all parameters that are in no other"
-            violations.append(Violation("name", text))
+            yield Violation("name", text)
+
+    @rule
+    def _has_one_optimizer(self) -> Iterator[Violation]:
         if self.optimizer is not None:
-            given = [*(["lr"] if self.lr is not None else []), *self.kwargs]
-            text = "belongs into the group's optimizer, which has values of its own"
-            violations += [Violation(key, text) for key in given]
-        refuse(violations)
-        return self
+            for key in [*(["lr"] if self.lr is not None else []), *self.kwargs]:
+                text = "belongs into the group's optimizer, which has values of its own"
+                yield Violation(key, text)
 
     def holds(self, name: str, num_dims: int) -> bool:
         """Return whether a parameter of this name and number of dimensions belongs to the group."""
@@ -122,17 +129,12 @@ class OptimizerSpec(UpdateRuleSpec):
     clip_norm: Positive | None = None
     groups: Annotated[Items[GroupSpec], Field(max_length=MAX_GROUPS)] | None = None
 
-    @model_validator(mode="after")
-    def _groups_differ(self) -> Self:
+    @rule
+    def _groups_differ(self) -> Iterator[Violation]:
         names = [group.name for group in self.groups or ()]
-        refuse(
-            [
-                Violation(f"groups[{i}].name", f"{name!r} is the name of an earlier group")
-                for i, name in enumerate(names)
-                if name in names[:i]
-            ]
-        )
-        return self
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                yield Violation(f"groups[{i}].name", f"{name!r} is the name of an earlier group")
 
     @property
     def plateau(self) -> ScheduleSpec | None:
@@ -171,9 +173,7 @@ class GroupedRule:
         its groups have."""
         (lr, kwargs), rule = self.groups[name], self.rule
         whole = FrozenDict({**(rule.kwargs if with_shared else {}), **kwargs})
-        return UpdateRuleSpec.model_construct(
-            name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole
-        )
+        return UpdateRuleSpec(name=rule.name, entrypoint=rule.entrypoint, lr=lr, kwargs=whole)
 
 
 def check_optimizer(spec: OptimizerSpec) -> Iterator[Violation]:

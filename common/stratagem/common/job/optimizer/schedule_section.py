@@ -5,13 +5,13 @@ Checks itself; the curves are computed by the worker (`engine/optim/learning_rat
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job.evaluation.followed_metric import Mode
-from stratagem.common.schema.document import Section, one_of, only_with, refuse
+from stratagem.common.schema.document import Section, one_of, only_with
 from stratagem.common.schema.field_types import (
     Count,
     EntrypointName,
@@ -23,15 +23,17 @@ from stratagem.common.schema.field_types import (
     Whole,
     ZeroToOne,
 )
+from stratagem.common.schema.rules import rule
 
 MAX_PARTS: Final = 64
 _NEEDED: Final = {
-    "step": "step_size_steps",
-    "multistep": "milestones",
-    "exponential": "gamma",
-    "restarts": "period_steps",
-    "chain": "parts",
+    "step": "step_size_steps: 100",
+    "multistep": "milestones: [100, 200]",
+    "exponential": "gamma: 0.99",
+    "restarts": "period_steps: 100",
+    "chain": "parts: [{name: linear, steps: 100}, cosine]",
 }
+"""The field that a curve needs, as a line."""
 _OF_PLATEAU: Final = ("metric", "mode", "factor", "patience", "min_delta", "cooldown", "min_lr")
 _EPSILON: Final = 1e-8
 """Of torch's ReduceLROnPlateau: a rate that would change by no more than this stays as it is."""
@@ -112,15 +114,18 @@ class ScheduleSpec(Section):
             return {"entrypoint" if ":" in value else "name": value}
         return value
 
-    @model_validator(mode="after")
-    def _fields_fit_the_name(self) -> Self:
-        one_of(self, ("name", "entrypoint"))
-        refuse(only_with(self, "kwargs", "entrypoint"))
-        if self.entrypoint is not None:
-            refuse([*self._of_names()])
+    @rule
+    def _one_source(self) -> Iterator[Violation]:
+        yield from one_of(self, ("name", "entrypoint"))
+        yield from only_with(self, "kwargs", "entrypoint")
+
+    @rule
+    def _fields_fit_the_name(self) -> Iterator[Violation]:
+        if self.name is None:
+            yield from self._of_names()
         else:
-            refuse([*self._misplaced(), *self._in_parts()])
-        return self
+            yield from self._misplaced()
+            yield from self._in_parts()
 
     @property
     def num_tolerated(self) -> int:
@@ -143,10 +148,13 @@ class ScheduleSpec(Section):
                 yield Violation(field, "belongs to a schedule by name; the entry point has its own")
 
     def _misplaced(self) -> Iterator[Violation]:
-        needed = _NEEDED.get(self.name or "")
+        line = _NEEDED.get(self.name or "", "")
+        needed, _, _ = line.partition(":")
         # A document that was written out names every field.
         if needed and (needed not in self.model_fields_set or not getattr(self, needed)):
-            yield Violation(needed, f"missing; the {self.name} schedule needs it")
+            yield Violation(
+                needed, f"missing; the {self.name} schedule needs it, for example {line}"
+            )
         for field, name in _ONLY_IN.items():
             if name != self.name and getattr(self, field) is not None:
                 yield Violation(field, f"belongs to the {name} schedule only")

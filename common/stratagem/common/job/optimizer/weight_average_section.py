@@ -3,13 +3,15 @@
 It is kept beside the parameters and changes nothing of the training. Checks itself; knows no torch.
 """
 
-from typing import Annotated, Final, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stratagem.common.base.errors import Violation
-from stratagem.common.schema.document import Section, refuse
+from stratagem.common.schema.document import Section
 from stratagem.common.schema.field_types import Count, Whole
+from stratagem.common.schema.rules import rule
 from stratagem.common.strategy import (
     AllReduce,
     Custom,
@@ -39,11 +41,10 @@ class WeightAverageSpec(Section):
     start_step: Whole = 0
     every: Count = 1
 
-    @model_validator(mode="after")
-    def _decay_belongs_to_ema(self) -> Self:
+    @rule
+    def _decay_belongs_to_ema(self) -> Iterator[Violation]:
         if self.decay is not None and self.kind != "ema":
-            refuse([Violation("decay", f"belongs to kind ema only; the kind is {self.kind}")])
-        return self
+            yield Violation("decay", f"belongs to kind ema only; the kind is {self.kind}")
 
     def is_due(self, step: int) -> bool:
         """Return whether the average is updated after step `step`, which counts from 1."""

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.model.graph import GraphSpec
+from stratagem.common.schema.rules import differing
 from stratagem.common.strategy import Federated, FederatedOptions
 
 AFTER_THE_NOISE: Final = frozenset(
@@ -71,10 +72,10 @@ def check_rows_protected(job: ProtectedJob, strategy: Federated) -> Iterator[Vio
     if job.model.graph is not None:
         yield from _graph(job.model.graph, "model.graph")
     defaults = FederatedOptions()
-    for name in vars(defaults).keys() - AFTER_THE_NOISE:
-        if getattr(strategy.options, name) != getattr(defaults, name):
-            why = "only what sees protected updates alone goes with it"
-            yield _not_possible(f"strategy.options.{name}", why)
+    others = [name for name in vars(defaults) if name not in AFTER_THE_NOISE]
+    for name in differing(strategy.options, defaults, others):
+        why = "only what sees protected updates alone goes with it"
+        yield _not_possible(f"strategy.options.{name}", why)
 
 
 def _section(job: ProtectedJob) -> Iterator[Violation]:
@@ -82,7 +83,8 @@ def _section(job: ProtectedJob) -> Iterator[Violation]:
     assert spec is not None
     if spec.noise_multiplier is None:
         text = "missing; with privacy.unit row it cannot be computed for all clients at once, as "
-        yield Violation("privacy.noise_multiplier", f"{text}they have different numbers of rows")
+        text += "they have different numbers of rows; for example noise_multiplier: 1.0"
+        yield Violation("privacy.noise_multiplier", text)
     if spec.clip.adaptive is not None:
         yield _not_possible("privacy.clip.adaptive", "it is for the changes of clients")
     if spec.sampling == "fixed":

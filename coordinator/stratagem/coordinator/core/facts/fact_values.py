@@ -1,19 +1,35 @@
 """Value types that facts are built from: the strict base record, members, capabilities, metrics."""
 
+import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.schema.frozen import frozen
+from stratagem.common.schema.json_text import check_json
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Metrics = Mapping[str, Number]
 """Metrics by name. A value may be NaN or infinite; null, which earlier journals hold for both, is
 read as NaN."""
-PlainValues = Annotated[Mapping[str, Any], AfterValidator(frozen)]
+
+
+def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values, frozen; raise for a number that is not finite: JSON has none, and the text
+    that would stand for it would be a text when the journal is replayed."""
+    try:
+        json.dumps(values, allow_nan=False)
+    except ValueError:
+        check_json(values)  # says where
+    except TypeError:
+        pass  # of foreign kinds pydantic knows more, and says what it does not know
+    return frozen(values)
+
+
+PlainValues = Annotated[Mapping[str, Any], AfterValidator(_plain)]
 """Immutable JSON values by name: the run values of strategies share them with the fact."""
 
 
@@ -22,6 +38,13 @@ class Value(BaseModel):
     are written as text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, in which what is set is checked as in a new record."""
+        if not update:
+            return super().model_copy(deep=deep)
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **update})
 
 
 class Member(Value):

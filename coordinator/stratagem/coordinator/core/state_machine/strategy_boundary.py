@@ -12,7 +12,8 @@ from typing import Any
 from stratagem.common.base.errors import StratagemError, Violation
 from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Party
-from stratagem.common.job import JobSpec, check_optimizer
+from stratagem.common.job import JobSpec
+from stratagem.common.job.submission.strategy_rules import check_submitted
 from stratagem.coordinator.core.facts import Fact, Member, RunFailed
 from stratagem.coordinator.core.secret_draws import draws_in_secret, shown_status
 from stratagem.coordinator.core.state import RunPhase, RunRecord, World
@@ -34,15 +35,9 @@ def objections_to(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Return the violations of a job. Raises InvalidInputError when its strategy is not
     installed."""
     strategy = strategies.require(job)
-    violations: list[Violation] = []
-    if job.search_space is None:  # a population has its members'
-        violations += [
-            Violation(f"{path}{each.field.removeprefix('optimizer')}", each.message)
-            for path, optimizer in job.optimizers().items()
-            for each in check_optimizer(optimizer)
-        ]
+    violations = [*check_submitted(job)]
     try:
-        return [*violations, *strategy.check(job, strategies)]
+        return list(dict.fromkeys([*violations, *strategy.check(job, strategies)]))
     except StratagemError:
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.job import JobSpec, with_fields
+from stratagem.common.job.submission.strategy_rules import check_regional
 from stratagem.common.strategy import Federated, dump_strategy
 from stratagem.coordinator.core.effects import (
     AggregateRound,
@@ -52,17 +53,7 @@ from stratagem.coordinator.strategies.federated.round_metrics import TRAFFIC
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse what has no meaning where clients are regions."""
-    spec, violations = spec_of(job), []
-    if job.data.worker_local is not None and spec.options.regions is None:
-        text = "missing; it says which sites are in which region"
-        violations.append(Violation("strategy.options.regions", text))
-    if job.data.worker_local is not None and job.evaluation is not None:
-        text = "is not possible with regions of sites: who evaluates are clients on their own rows"
-        violations.append(Violation("evaluation", f"{text}, and the clients are regions"))
-    for path, optimizer in job.optimizers().items():
-        if optimizer.plateau is not None:
-            text = "follows evaluations of the whole federation, which no region sees; use another"
-            violations.append(Violation(f"{path}.schedule", text))
+    violations = [*check_regional(job)]
     return violations or nested.check_inside(lambda: region_job(job), strategies)
 
 

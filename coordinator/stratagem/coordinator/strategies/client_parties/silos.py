@@ -19,13 +19,10 @@ from stratagem.common.job import (
     with_fields,
 )
 from stratagem.common.job.optimizer.optimizer_section import UpdateRuleSpec
+from stratagem.common.job.submission.strategy_rules import check_silos
 from stratagem.common.schema.json_text import JSON
 from stratagem.common.strategy import (
-    All,
-    FedProx,
     Local,
-    PopulationBased,
-    Random,
     dump_strategy,
 )
 from stratagem.coordinator.core.effects import Base, CollectUpdate, Effect, RunSegment, TrainClient
@@ -49,7 +46,6 @@ from stratagem.coordinator.strategies.client_parties.client_parties import (
 )
 from stratagem.coordinator.strategies.federated import federated, federated_status, round_effects
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun, spec_of
-from stratagem.coordinator.strategies.federated.round_closing import WAIT
 from stratagem.coordinator.strategies.federated.update_rejections import (
     cause_of,
     reason_of,
@@ -59,31 +55,7 @@ from stratagem.coordinator.strategies.scheduling.segment_schedule import TRAIN_S
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse what a silo cannot do, and an inner strategy that cannot run."""
-    spec, violations = spec_of(job), []
-    if isinstance(spec.aggregation, FedProx):
-        text = "FedProx changes a client's steps; with an inner strategy use FedAvg or FedYogi"
-        violations.append(Violation("strategy.aggregation.method", text))
-    if not isinstance(spec.client_selection, All | Random):
-        text = "ByCapability needs clients that live on one worker; use All or Random"
-        violations.append(Violation("strategy.client_selection.method", text))
-    if job.data.worker_local is not None:
-        text = "is on single workers, and a silo is several"
-        violations.append(Violation("data.worker_local", text))
-    if spec.options.late_updates != "refuse":
-        text = 'a silo ends with its round and keeps no base of its own; use "refuse"'
-        violations.append(Violation("strategy.options.late_updates", text))
-    for path, optimizer in job.optimizers().items():
-        schedule = optimizer.schedule
-        if schedule is not None and (schedule.name != "plateau" or schedule.warmup_steps):
-            text = "counts rounds under Federated, and steps inside a silo; leave it out"
-            own = ".warmup_steps" if schedule.name == "plateau" else ""
-            violations.append(Violation(f"{path}.schedule{own}", text))
-    if spec.options.on_missing_quorum == WAIT:
-        text = 'a silo that has failed is not asked again in its round; use "fail"'
-        violations.append(Violation("strategy.options.on_missing_quorum", text))
-    if isinstance(spec.options.inner, PopulationBased):
-        text = "a population is no client: its members end with different models"
-        violations.append(Violation("strategy.options.inner", text))
+    violations = [*check_silos(job)]
     return violations or nested.check_inside(lambda: client_job(job, 0, 1), strategies)
 
 
@@ -118,10 +90,10 @@ def client_job(job: JobSpec, client: int, round_num: int, num_lr_reductions: int
 def _lowered(spec: OptimizerSpec, plateau: ScheduleSpec, num_reductions: int) -> JSON:
     """Return an optimizer with the rates that a plateau has left, in place of it."""
     groups = spec.groups and tuple(
-        group.model_copy(update=_lower(group, plateau, num_reductions)) for group in spec.groups
+        group.with_changes(**_lower(group, plateau, num_reductions)) for group in spec.groups
     )
     lower = {**_lower(spec, plateau, num_reductions), "groups": groups, "schedule": None}
-    return spec.model_copy(update=lower).document()
+    return spec.with_changes(**lower).document()
 
 
 def _lower(
@@ -133,7 +105,7 @@ def _lower(
         lower["lr"] = plateau.reduced(spec.lr, num_reductions)
     own = spec.optimizer if isinstance(spec, GroupSpec) else None
     if own is not None:
-        lower["optimizer"] = own.model_copy(update=_lower(own, plateau, num_reductions))
+        lower["optimizer"] = own.with_changes(**_lower(own, plateau, num_reductions))
     return lower
 
 

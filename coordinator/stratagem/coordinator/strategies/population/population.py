@@ -18,7 +18,8 @@ from stratagem.common.base.errors import Violation
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.wording import counted, values_text
 from stratagem.common.job import JobSpec, member_job
-from stratagem.common.strategy import Federated, PopulationBased
+from stratagem.common.job.submission.strategy_rules import check_members
+from stratagem.common.strategy import PopulationBased
 from stratagem.coordinator.core.effects import Build, Effect
 from stratagem.coordinator.core.facts import (
     Fact,
@@ -58,19 +59,11 @@ from stratagem.coordinator.strategies.population.population_run import (
 
 def check(job: JobSpec, strategies: Strategies) -> list[Violation]:
     """Refuse hyperparameters that the job does not have, and an inner strategy that cannot run."""
-    inner = inner_of(job)
-    if isinstance(inner, PopulationBased):
-        text = "a population is no member: one member has one model and one score"
-        return [Violation("strategy.options.inner", text)]
-    violations = check_params(job)
+    violations = [*check_members(job)]
+    if not isinstance(inner_of(job), PopulationBased):  # whose members would have no job
+        violations += check_params(job)
     if violations:
         return violations
-    if isinstance(inner, Federated) and inner.rounds != job.steps_per_generation:
-        message = (
-            f"{inner.rounds} is not steps_per_generation, {job.steps_per_generation}; "
-            "a federated member counts its steps in rounds"
-        )
-        return [Violation("strategy.options.inner.rounds", message)]
     params = draw(space_of(job), stream(job.seed, 0, 0))
     return nested.check_inside(lambda: member_job(job, 0, params), strategies)
 

@@ -19,23 +19,19 @@ https://doi.org/10.1145/3600006.3613145); the rest of the state all workers have
 
 from collections.abc import Mapping
 
-from stratagem.common.base.errors import Violation
 from stratagem.common.job import JobSpec
+from stratagem.common.job.submission.strategy_rules import check_replicas
 from stratagem.common.strategy import (
     AllReduce,
     DataParallel,
     Decentralized,
-    Local,
     ModelParallel,
     ParameterServer,
     are_models_apart,
-    describe,
     fewest_mirrored,
     partitions_state,
     upload_every_of,
 )
-from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
-from stratagem.common.strategy.gossip_topology import graph_of
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.synchronous import model_parallel
 from stratagem.coordinator.strategies.synchronous.segments.synchronous_run import (
@@ -76,49 +72,4 @@ def _shape(job: JobSpec) -> SegmentRules:
     )
 
 
-def _check(job: JobSpec) -> list[Violation]:
-    """Refuse what cannot be trained: more replicas than rows, a topology that does not fit."""
-    strategy = job.strategy
-    assert isinstance(strategy, DataParallel)
-    violations = _check_inner(job, strategy)
-    if isinstance(strategy.aggregation, Decentralized):
-        try:
-            graph_of(strategy.aggregation.topology, strategy.num_replicas, job.seed)
-        except ValueError as error:
-            message = f"{error}; known topologies: {KNOWN_TOPOLOGIES}"
-            violations.append(Violation("strategy.aggregation.topology", message))
-    if strategy.num_replicas > job.batch_size:
-        message = (
-            f"{strategy.num_replicas} replicas cannot share batches of {job.batch_size} rows; "
-            "must be <= batch_size"
-        )
-        violations.append(Violation("strategy.num_replicas", message))
-    return violations
-
-
-def _check_inner(job: JobSpec, strategy: DataParallel) -> list[Violation]:
-    """A replica is one worker, or a pipeline whose gradients are summed stage by stage."""
-    inner = strategy.options.inner
-    if inner is None or isinstance(inner, Local):
-        return []
-    if not isinstance(inner, ModelParallel):
-        message = (
-            f"{describe(inner)} cannot be a replica, which takes part in every step; "
-            "Local, ModelParallel and DataParallel can"
-        )
-        return [Violation("strategy.options.inner", message)]
-    if isinstance(strategy.aggregation, Decentralized):
-        message = (
-            "a node of 'Decentralized' is one worker, and no pipeline over several; AllReduce and "
-            "ParameterServer have replicas that are"
-        )
-        return [Violation("strategy.aggregation.method", message)]
-    return [
-        Violation(
-            partition.field.replace("strategy", "strategy.options.inner", 1), partition.message
-        )
-        for partition in model_parallel.check_partitions(job, inner)
-    ]
-
-
-STRATEGY = synchronous(_shape, _check)
+STRATEGY = synchronous(_shape, check_replicas)

@@ -8,10 +8,8 @@ Every stage is a sole copy: when a worker is lost, a replacement takes its parti
 return to the last commit. The result has the same bits for any cut of the model.
 """
 
-from stratagem.common.base.errors import InvalidInputError, Violation
 from stratagem.common.job import JobSpec
-from stratagem.common.model.program import flatten
-from stratagem.common.model.stage_partition import plan_stages
+from stratagem.common.job.submission.strategy_rules import check_stages
 from stratagem.common.strategy import ModelParallel
 from stratagem.coordinator.core.effects import ExchangeMethod
 from stratagem.coordinator.strategies.synchronous.pipeline_placement import (
@@ -44,30 +42,9 @@ def segment_rules(
     )
 
 
-def check_partitions(job: JobSpec, spec: ModelParallel) -> list[Violation]:
-    """Refuse partitions that do not tile a graph model; other models are known to the workers
-    only."""
-    if job.model.graph is None:
-        return []
-    try:
-        plan_stages(flatten(job.model.graph), [partition.node_ids for partition in spec.partitions])
-    except InvalidInputError as error:
-        return [
-            Violation(f"strategy.{violation.field}", violation.message)
-            for violation in error.violations
-        ]
-    return []
-
-
 def _shape(job: JobSpec) -> SegmentRules:
     assert isinstance(job.strategy, ModelParallel)
     return segment_rules(job.strategy)
 
 
-def _check(job: JobSpec) -> list[Violation]:
-    """Refuse partitions that do not tile the model."""
-    assert isinstance(job.strategy, ModelParallel)
-    return check_partitions(job, job.strategy)
-
-
-STRATEGY = synchronous(_shape, _check)
+STRATEGY = synchronous(_shape, check_stages)

@@ -63,7 +63,7 @@ def make_turns(
     for number, ((spec, own), objective, optimizer) in enumerate(parts):
         own_policy = replace(
             policy,
-            job=job.model_copy(update={"optimizer": spec.optimizer}),
+            job=job.altered(optimizer=spec.optimizer),
             params=[param for _, param in own],
             optimizer=optimizer,
             rates=ReportedRates(spec.optimizer, spec.name),

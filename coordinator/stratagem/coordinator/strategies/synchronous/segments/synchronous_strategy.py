@@ -1,7 +1,7 @@
 """The strategy of one synchronous party, made from what distinguishes it: its rules and its
 check."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stratagem.common.base.errors import Violation
 from stratagem.common.job import JobSpec
@@ -20,7 +20,7 @@ from stratagem.coordinator.strategies.synchronous.segments.synchronous_run impor
 
 def synchronous(
     shape: Callable[[JobSpec], SegmentRules],
-    check: Callable[[JobSpec], list[Violation]] = lambda _: [],
+    check: Callable[[JobSpec], Iterable[Violation]] = lambda _: (),
 ) -> Strategy:
     """Return the strategy of a party that trains segment after segment; nothing depends on time.
 
@@ -30,7 +30,7 @@ def synchronous(
     run, decisions = synchronous_run, party_decisions
     return Strategy(
         version=VERSION,
-        check=lambda job, _strategies: check(job),
+        check=lambda job, _strategies: [*check(job)],
         init=lambda _job, party, _strategies: PartyRun(party),
         decide=lambda job, value, world, now_s: decisions.decide(
             job, value, shape(job), world, now_s

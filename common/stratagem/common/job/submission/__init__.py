@@ -1,0 +1,1 @@
+"""Rules of jobs that are submitted, beyond those that every job keeps."""
