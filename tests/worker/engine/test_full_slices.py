@@ -267,7 +267,7 @@ def test_each_member_holds_its_share_of_the_parameters() -> None:
         ("reads_elsewhere", "full, but the model reads 1.weight outside of the forward pass"),
         ("writes_itself", "full, but a forward pass of Clamped has changed its parameters in"),
         ("writes_outside", "full, but a forward pass of the model has changed its parameters in"),
-        ("shares_storage", "full needs parameters with storage of their own; 0.weight and 1.w"),
+        ("shares_storage", ".0.weight. and .1.weight. are different ones in the same memory"),
         (
             "shares_with_what_is_frozen",
             "full needs parameters with storage of their own; 3.weight and 1.weight share one",

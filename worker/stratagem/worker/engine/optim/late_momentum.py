@@ -1,0 +1,42 @@
+"""torch's SGD for parameters whose first gradients come in different steps.
+
+A branch of a model that only some batches take gets its first gradient late. Its momentum then
+begins with that gradient, as in torch's SGD of one tensor at a time; the kernel that does a whole
+update at once wants all momenta or none, and raises.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+_PASSED = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+
+
+class SGD(torch.optim.SGD):
+    """Has the updates, bits and state of torch's."""
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        momentum_buffer_list: list[Tensor | None],
+    ) -> bool:
+        """Fills the lists with what is updated together; those that are late are updated here."""
+        has_sparse = bool(super()._init_group(group, params, grads, momentum_buffer_list))
+        if not (group["fused"] and group["momentum"]):
+            return has_sparse
+        late = [i for i, momentum in enumerate(momentum_buffer_list) if momentum is None]
+        if len(late) in (0, len(params)):
+            return has_sparse
+        lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
+        own = [[each[i] for i in late] for each in lists]
+        further = {key: group[key] for key in _PASSED}
+        sgd(*own, has_sparse_grad=has_sparse, foreach=False, fused=True, **further)
+        for param, momentum in zip(own[0], own[2], strict=True):
+            self.state[param]["momentum_buffer"] = momentum
+        for each in lists:
+            each[:] = [value for i, value in enumerate(each) if i not in late]
+        return has_sparse
