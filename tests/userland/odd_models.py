@@ -3,7 +3,6 @@
 All take the rows of `data.classes` and give one logit for each class.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ class Odd(nn.Module):
         return torch.tanh(self.layer(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.head(self.hidden(x))
-        return hidden
+        logits: Tensor = self.head(self.hidden(x))
+        return logits
 
 
 class Embedded(Odd):
@@ -100,6 +99,7 @@ class Shapes(Odd):
     def __init__(self, which: str) -> None:
         super().__init__()
         self.which = which
+        self.scale: nn.Parameter
         if which == "scalar":
             self.scale = nn.Parameter(torch.tensor(1.5))
         elif which == "empty":
@@ -141,6 +141,7 @@ class Buffered(Odd):
     def __init__(self, which: str) -> None:
         super().__init__()
         self.which = which
+        self.flags: Any
         if which == "bool":
             self.register_buffer("flags", torch.zeros(8, dtype=torch.bool))
         elif which == "int64":
@@ -188,7 +189,7 @@ class Unused(Odd):
 
 
 class Branches(Odd):
-    """A branch that only some batches take, and one that only some shards take."""
+    """Two branches, of which each batch takes one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,8 +248,6 @@ def parametrized(which: str) -> nn.Module:
             parametrizations.weight_norm(model.layer)
         case "orthogonal":
             parametrizations.orthogonal(model.layer)
-        case "old_weight":
-            nn.utils.weight_norm(model.layer)
         case "old_spectral":
             nn.utils.spectral_norm(model.layer)
     return model
@@ -322,37 +321,17 @@ class DictOut(Odd):
 
 
 class Hooked(Odd):
-    """A hook of the user raises, or makes another gradient."""
+    """Has a hook on the gradient of a parameter, from its constructor on."""
 
-    def __init__(self, which: str) -> None:
+    def __init__(self, raises: bool = False) -> None:
         super().__init__()
-        self.which = which
+        self.raises = raises
         self.layer.weight.register_hook(self._hook)
 
-    def _hook(self, grad: Tensor) -> Tensor | None:
-        match self.which:
-            case "raises":
-                raise ValueError("the hook is torn")
-            case "sparse":
-                return grad.to_sparse()
-            case "nan":
-                return grad * float("nan")
-        return None
-
-
-class TornBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ValueError("the backward is torn")
-
-
-class Torn(Odd):
-    def hidden(self, x: Tensor) -> Tensor:
-        return TornBackward.apply(super().hidden(x))
+    def _hook(self, grad: Tensor) -> Tensor:
+        if self.raises:
+            raise RuntimeError("the hook is torn")
+        return 0.5 * grad
 
 
 def dict_loss(out: Any, target: Tensor) -> Tensor:
