@@ -43,7 +43,9 @@ def _rows(which: str) -> dict[str, Any]:
 BUILT = [
     Kind("sparse parameter", "SparseParameter", refused='parameter "mask" is a tensor of layout'),
     Kind("complex parameter", "ComplexParameter", refused='parameter "wave" is of complex64; allo'),
-    Kind("complex buffer", "ComplexBuffer", refused=r'state_dict\(\)\["wave"\] is of complex64; all'),
+    Kind(
+        "complex buffer", "ComplexBuffer", refused=r'state_dict\(\)\["wave"\] is of complex64; all'
+    ),
     *_each("Shapes", "expanded overlapping", expanded=_NOT_ONES_OWN, overlapping=_NOT_ONES_OWN),
     *_each("Shapes", "shared", shared='parameters "scale" and "other" are different ones in the'),
     *_each("Buffered", "expanded", expanded=_NOT_ONES_OWN),
@@ -64,7 +66,9 @@ TRAINED = [
     *_each("Buffered", "grows none", grows="changed its shape", none='"flags" came into the state'),
     *_each("Thawing", "freeze thaw", freeze=f"frozen {_WHEN_FROZEN}", thaw=_WHEN_FROZEN),
     *_each("Replacing", "replace add", replace="was replaced by another ten", add=_WHEN_FROZEN),
-    Kind("extra tensor", "WithExtraState", {"is_tensor": True}, "which get_extra_state returns, ch"),
+    Kind(
+        "extra tensor", "WithExtraState", {"is_tensor": True}, "which get_extra_state returns, ch"
+    ),
     Kind("hook that raises", "Hooked", {"raises": True}, "the hook is torn"),
     Kind("dict", "DictOut", refused="cross_entropy got outputs dict"),
     Kind("strings", "DictIn", {}, "holds a str", {"data": _rows("string")}),
@@ -86,7 +90,9 @@ EXACT = [
     Kind(
         "batch norm",
         "normed",
-        sections={"data": {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 48}}},
+        sections={
+            "data": {"entrypoint": "tests.userland.data:classes", "kwargs": {"num_rows": 48}}
+        },
     ),
     Kind("two forwards", "Twice"),
     Kind("gradient penalty", "PenaltyInside"),

@@ -14,17 +14,19 @@ from tests.cluster.jobs import (
     assert_same_bits,
     data_parallel,
     federated,
+    gossip,
     population,
     train,
 )
 from tests.jobs import job
 from tests.odd_kinds import BUILT, EXACT, TRAINED, Kind
+from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop
 
 pytestmark = pytest.mark.cluster
 
 OF = {kind.name: kind for kind in (*BUILT, *EXACT, *TRAINED)}
-STRATEGIES = ("Local", "AllReduce", "ParameterServer", "Federated", "Population")
+STRATEGIES = ("Local", "AllReduce", "ParameterServer", "Decentralized", "Federated", "Population")
 
 
 def spec_of(kind: Kind, strategy: str) -> JobSpec:
@@ -39,6 +41,8 @@ def spec_of(kind: Kind, strategy: str) -> JobSpec:
             return population(2, 2, **changes)
         case "Local":
             return job(kind.entrypoint, **sections)
+        case "Decentralized":
+            return job(kind.entrypoint, strategy=gossip(2), **sections)
         case _:
             return job(kind.entrypoint, strategy=data_parallel(2, strategy), **sections)
 
@@ -53,6 +57,8 @@ def check_run(client: Client, kind: Kind, strategy: str) -> None:
     outcome = train(client, spec)
     if isinstance(spec.strategy, Federated):
         assert_same_bits(outcome.state, federated_loop(spec, ALLOWED).state)
+    elif strategy == "Decentralized":
+        assert_same_bits(outcome.state, gossip_loop(spec, ALLOWED).mean)
     elif strategy != "Population":
         num_shards = 1 if strategy == "Local" else 2
         assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, num_shards).state)

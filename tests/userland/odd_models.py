@@ -112,7 +112,9 @@ class Shapes(Odd):
             self.scale = nn.Parameter(torch.randn(15).unfold(0, 8, 1))
         elif which == "channels_last":
             self.scale = nn.Parameter(torch.randn(2, 4, 1, 1))
-            self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+            self.conv = nn.Conv2d(2, 4, 2)
+            weight = self.conv.weight.detach().contiguous(memory_format=torch.channels_last)
+            self.conv.weight = nn.Parameter(weight)
         elif which == "view":
             self.scale = nn.Parameter(torch.randn(20, 8)[3:11])
         elif which == "shared":
@@ -358,5 +360,5 @@ def odd_rows(which: str) -> dict[str, Any]:
 
 
 class DictIn(Odd):
-    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, batch: Any) -> Tensor:
         return super().forward(batch["x"])

@@ -17,7 +17,10 @@ WORK: Any = SimpleNamespace(
 
 def test_what_torch_refuses_to_compute_is_the_jobs_wherever_it_was_called() -> None:
     dense, sparse = torch.zeros(2, 2), torch.eye(2).to_sparse()
-    with pytest.raises(UserCodeError, match="between dense and sparse") as caught, typed_errors(WORK):
+    with (
+        pytest.raises(UserCodeError, match="between dense and sparse") as caught,
+        typed_errors(WORK),
+    ):
         torch._foreach_copy_([dense], [sparse])
     assert (caught.value.type, caught.value.activity) == ("RuntimeError", "training")
 

@@ -137,7 +137,8 @@ def _build_meta(factory: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modu
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Give floats this type; `Module.to` would leave complex numbers without imaginary part."""
-    return model._apply(lambda each: each.to(dtype) if each.is_floating_point() else each)
+    model._apply(lambda each: each.to(dtype) if each.is_floating_point() else each)
+    return model
 
 
 def _build_empty(

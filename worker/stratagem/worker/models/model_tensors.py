@@ -177,7 +177,7 @@ def _overlapping(
     for name, param in sorted(params, key=lambda pair: pair[1].storage_offset()):
         if not param.numel():
             continue
-        start = param.storage_offset() * param.itemsize
+        start = int(param.storage_offset()) * param.itemsize
         sides = zip(param.stride(), param.shape, strict=True)
         end = start + (1 + sum(stride * (size - 1) for stride, size in sides)) * param.itemsize
         storage = memory_of(param)

@@ -39,7 +39,7 @@ USERS_FAULT: Final = (
     SystemExit,
 )
 
-_OF_TORCH: Final = (RuntimeError, NotImplementedError, torch.linalg.LinAlgError)
+_OF_TORCH: Final = (RuntimeError, NotImplementedError)
 """The types, and none derived from them, by which torch says that it cannot compute with the
 tensors that it is given: it will say so again."""
 _NO_THREAD: Final = "can't start new thread"

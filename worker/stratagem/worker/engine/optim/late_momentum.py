@@ -25,18 +25,19 @@ class SGD(torch.optim.SGD):
         momentum_buffer_list: list[Tensor | None],
     ) -> bool:
         """Fills the lists with what is updated together; those that are late are updated here."""
-        has_sparse = bool(super()._init_group(group, params, grads, momentum_buffer_list))
+        lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
+        has_sparse = bool(super()._init_group(group, *lists))  # type: ignore[no-untyped-call]
         if not (group["fused"] and group["momentum"]):
             return has_sparse
         late = [i for i, momentum in enumerate(momentum_buffer_list) if momentum is None]
+        others = [i for i, momentum in enumerate(momentum_buffer_list) if momentum is not None]
         if len(late) in (0, len(params)):
             return has_sparse
-        lists: tuple[list[Any], ...] = (params, grads, momentum_buffer_list)
-        own = [[each[i] for i in late] for each in lists]
+        own, own_grads, momenta = ([each[i] for i in late] for each in lists)
         further = {key: group[key] for key in _PASSED}
-        sgd(*own, has_sparse_grad=has_sparse, foreach=False, fused=True, **further)
-        for param, momentum in zip(own[0], own[2], strict=True):
+        sgd(own, own_grads, momenta, has_sparse, False, True, **further)
+        for param, momentum in zip(own, momenta, strict=True):
             self.state[param]["momentum_buffer"] = momentum
         for each in lists:
-            each[:] = [value for i, value in enumerate(each) if i not in late]
+            each[:] = [each[i] for i in others]
         return has_sparse
