@@ -129,3 +129,7 @@ def two_groups(params: Params, lr: float) -> torch.optim.Optimizer:
     listed = list(params)
     groups: list[dict[str, Any]] = [{"params": listed[:1]}, {"params": listed[1:], "lr": lr / 2}]
     return torch.optim.SGD(groups, lr=lr)
+
+
+def lbfgs(params: Params, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(list(params), lr=lr)

@@ -87,13 +87,6 @@ def writes_outside() -> nn.Module:
     return Outside(nn.Linear(NUM_FEATURES, 8), nn.Linear(8, NUM_CLASSES))
 
 
-def shares_storage() -> nn.Module:
-    """Two parameters of one storage, neither of which is the other."""
-    first, second = nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.Linear(NUM_FEATURES, NUM_CLASSES)
-    second.weight.data = first.weight.data[:NUM_CLASSES]
-    return nn.Sequential(first, second)
-
-
 class Echo(nn.Linear):
     """Has its weight as a buffer, too: what is not trained, of the same memory."""
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from stratagem.common.base.errors import NotFoundError, UnavailableError
-from stratagem.common.base.exception_text import leaves, sole, told
+from stratagem.common.base.exception_text import leaves, led_to, sole, told
 
 
 def nested() -> BaseExceptionGroup[Exception]:
@@ -43,3 +43,14 @@ def test_an_error_without_words_has_its_name() -> None:
     assert (told(KeyError()), told(TimeoutError())) == ("KeyError", "TimeoutError")
     plain = ValueError("x")
     assert sole(plain) is plain
+
+
+def test_causes_that_lead_round_in_a_circle_come_to_an_end() -> None:
+    first, second = KeyError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    assert list(led_to(first)) == [first, second]
+    assert list(led_to(second)) == [second, first]
+    assert list(led_to(second, by_handling=False)) == [second]
+    itself = RuntimeError("of the user's, raised from itself")
+    itself.__cause__ = itself
+    assert list(led_to(itself)) == [itself]

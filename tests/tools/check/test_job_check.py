@@ -200,7 +200,6 @@ def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: s
         ("gives_a_weight", "full, but the model reads 1.weight outside of the forward pass"),
         ("reads_in_evaluations", "full, but the model reads 1.weight outside of the forward pass"),
         ("writes_itself", "full, but a forward pass of Clamped has changed its parameters"),
-        ("shares_storage", "full needs parameters with storage of their own; 0.weight and 1.w"),
         ("shares_with_what_is_frozen", "full needs parameters with storage of their own; 3.we"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.base.errors import InvalidInputError, StratagemError
+from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.job.optimizer.partition_rules import BY_ELEMENT
 from stratagem.worker.engine import EvaluationPart, EvaluationShare, build_sliced_trainer
 from stratagem.worker.engine.trainers import synchronous_trainer
@@ -267,7 +267,6 @@ def test_each_member_holds_its_share_of_the_parameters() -> None:
         ("reads_elsewhere", "full, but the model reads 1.weight outside of the forward pass"),
         ("writes_itself", "full, but a forward pass of Clamped has changed its parameters in"),
         ("writes_outside", "full, but a forward pass of the model has changed its parameters in"),
-        ("shares_storage", "full needs parameters with storage of their own; 0.weight and 1.w"),
         (
             "shares_with_what_is_frozen",
             "full needs parameters with storage of their own; 3.weight and 1.weight share one",
@@ -278,6 +277,15 @@ def test_what_cannot_be_gathered_is_refused_with_a_sentence(model: str, expected
     spec = spec_of(user_model(f"slices:{model}"))
     with (
         pytest.raises(InvalidInputError, match=expected),
+        sliced_party(spec, [None], NUM_SHARDS, is_full=True) as party,
+    ):
+        party.step()
+
+
+def test_a_backward_pass_inside_a_forward_pass_is_refused_where_memory_is_given_back() -> None:
+    spec = spec_of(user_model("odd_models:BackwardInside"))
+    with (
+        pytest.raises(UserCodeError, match="a micro-batch is one backward"),
         sliced_party(spec, [None], NUM_SHARDS, is_full=True) as party,
     ):
         party.step()

@@ -5,6 +5,8 @@ TaskGroup (1 sub-exception)" says nothing to anybody. Whoever makes a reason, a 
 of an exception that may have come out of tasks asks here.
 """
 
+from collections.abc import Iterator
+
 from stratagem.common.base.errors import StratagemError
 
 
@@ -20,6 +22,20 @@ def sole(error: BaseException) -> BaseException:
     causes = leaves(error)
     same = {(type(leaf), str(leaf)) for leaf in causes}
     return causes[0] if len(same) == 1 else error
+
+
+def led_to(error: BaseException, *, by_handling: bool = True) -> Iterator[BaseException]:
+    """Yield the error, and then those that it was raised from, each once: one that is raised from
+    itself, or from what it has caused, leads round in a circle.
+
+    by_handling: also those during whose handling one was raised.
+    """
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        seen.add(id(behind))
+        yield behind
+        behind = behind.__cause__ or (behind.__context__ if by_handling else None)
 
 
 def told(error: BaseException) -> str:

@@ -181,8 +181,7 @@ class JobSpec(Section):
         job = JobSpec.from_json(text)
         if numerics >= KEEPS_DTYPES or job.execution.precision is not None:
             return job
-        execution = job.execution.with_changes(precision="Single")
-        return job.model_copy(update={"execution": execution})
+        return job.altered(execution=job.execution.altered(precision="Single"))
 
 
 @lru_cache(maxsize=8)

@@ -49,4 +49,6 @@ class CheckReport:
                 self.fail(check, about, str(error))
         except StratagemError as error:
             self.fail(check, about, str(error))
+        except RuntimeError as error:  # of torch, which our code has called
+            self.fail(check, about, f"{type(error).__name__}: {error}")
         return None

@@ -202,6 +202,8 @@ class _JobChecks:
         """Whether a step can be made, is finite, reaches all parameters, and can be repeated from a
         saved state."""
         tried = self.report.attempt("step", "loss", lambda: try_step(self.job, self.site, data))
+        for note in [] if tried is None else tried.setup.notes:
+            self.report.warn("settings", "", note)
         if tried is None or tried.report is None:
             return tried
         if tried.report.num_skipped:

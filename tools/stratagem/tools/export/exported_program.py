@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from stratagem.common.base.errors import StratagemError, UnavailableError
+from stratagem.common.base.exception_text import led_to
 from stratagem.tools.export.trained_model import Inputs, resized
 
 _BATCH: Final = "batch"
@@ -127,9 +128,7 @@ def _exporting(export: Callable[[], Any]) -> Any:
     try:
         return export()
     except Exception as error:  # of any kind, from the exporter or from the model
-        cause = error
-        while isinstance(cause.__cause__, Exception):
-            cause = cause.__cause__
+        *_, cause = led_to(error, by_handling=False)
         first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise StratagemError(f"the model cannot be exported: {first}") from error
 

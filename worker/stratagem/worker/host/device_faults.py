@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 from stratagem.common.base.errors import UserCodeError
+from stratagem.common.base.exception_text import led_to
 
 _OF_THE_JOB: Final = ("device-side assert triggered",)
 _OF_THE_DEVICE: Final = (
@@ -47,14 +48,12 @@ class DeviceFault:
 
 def device_fault(error: BaseException) -> DeviceFault | None:
     """Return the fault that this error, or one that it was raised from, tells of, if any."""
-    behind: BaseException | None = error
-    while behind is not None:
+    for behind in led_to(error):
         if isinstance(behind, torch.AcceleratorError):
             reason = str(behind).partition("\n")[0]
             for signs, is_the_jobs in ((_OF_THE_JOB, True), (_OF_THE_DEVICE, False)):
                 if any(sign in reason for sign in signs):
                     return DeviceFault(reason, is_the_jobs)
-        behind = behind.__cause__ or behind.__context__
     return None
 
 

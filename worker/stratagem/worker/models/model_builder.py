@@ -6,13 +6,15 @@ run for real instead. Must not know training.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stratagem.common.base.errors import InvalidInputError
@@ -23,6 +25,7 @@ from stratagem.worker.models.file_storage import FileStorage
 from stratagem.worker.models.graph_model import graph_module
 from stratagem.worker.models.model_dtypes import convert
 from stratagem.worker.models.model_fit import checks_of_the_model
+from stratagem.worker.models.model_tensors import check_tensors, memory_of
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 _ACTIVITY: Final = "building the model"
@@ -80,7 +83,7 @@ def build_shapes(job: JobSpec, entrypoints: EntryPoints, *, device: torch.device
     factory = _factory(job, entrypoints)
     with _disable_current_modes():
         model = _build_meta(factory)
-        if model is None or any(tensor.is_meta for tensor in _hidden_tensors(model)):
+        if model is None or _hides_any(model):
             with user_code(_ACTIVITY):
                 model = factory()
         convert(model, job)
@@ -126,20 +129,7 @@ def _checked(model: object, by: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise InvalidInputError.at("model", f"{by} returned a {kind}, not a torch.nn.Module")
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise InvalidInputError.at(
-                "model", f'state_dict()["{name}"] is a {kind}; all state must be tensors'
-            )
-        if value.layout is not torch.strided:
-            layout = str(value.layout).removeprefix("torch.")
-            raise InvalidInputError.at(
-                "model",
-                f'state_dict()["{name}"] is a tensor of layout {layout}; allowed is strided, which '
-                "`to_dense()` makes; a buffer that is built anew with the model can be registered "
-                "with `persistent=False`",
-            )
+    check_tensors(model)
     return model
 
 
@@ -153,10 +143,28 @@ def _build_meta(factory: Callable[[], nn.Module]) -> nn.Module | None:
 
 def _build_empty(factory: Callable[[], nn.Module], device: torch.device) -> nn.Module | None:
     model = _build_meta(factory)
-    if model is None or any(module._non_persistent_buffers_set for module in model.modules()):
+    if model is None or _shares_memory(model):
+        return None
+    if not all(_can_be_empty(module) for module in model.modules()):
         return None
     _materialise(model, device)
-    return None if any(tensor.is_meta for tensor in _hidden_tensors(model)) else model
+    return None if _hides_any(model) else model
+
+
+def _can_be_empty(module: nn.Module) -> bool:
+    """Return whether a module is whole once the tensors of its state are loaded into another one's
+    parameters: without hooks, attributes or a class of theirs, and without parametrizations, which
+    make other tensors on the meta device."""
+    if module._non_persistent_buffers_set or is_parametrized(module):
+        return False
+    params = [param for param in module._parameters.values() if param is not None]
+    return not any(
+        param._backward_hooks
+        or param._post_accumulate_grad_hooks
+        or vars(param)
+        or type(param) is not nn.Parameter
+        for param in params
+    )
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
@@ -187,21 +195,41 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device)
 
 
-def _hidden_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules hold outside of their parameters and buffers."""
+def _shares_memory(model: nn.Module) -> bool:
+    """Return whether different parameters or buffers lie in one piece of memory, as `_materialise`
+    would not leave them."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    dense = [each for each in tensors.values() if each.layout is torch.strided]
+    return len({memory_of(each) for each in dense}) < len(dense)
+
+
+def _hides_any(model: nn.Module) -> bool:
+    """Return whether modules hold tensors of the meta device outside of their parameters and
+    buffers, also in functions that they keep, such as hooks."""
     for module in model.modules():
         for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                yield from _tensors(value)
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            if any(tensor.is_meta for tensor in _tensors(value)):
+                return True
+    return False
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     match value:
         case Tensor():
             yield value
-        case list() | tuple():
+        case list() | tuple() | set():
             for item in value:
                 yield from _tensors(item)
         case dict():
             for item in value.values():
                 yield from _tensors(item)
+        case partial():
+            yield from _tensors([value.args, value.keywords])
+        case FunctionType():
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is not set yet
+                    held = cell.cell_contents
+                    if isinstance(held, Tensor):
+                        yield held

@@ -61,7 +61,8 @@ def convert(model: nn.Module, job: JobSpec) -> str:
         return ""
     changed = dtypes_of(model)
     del changed[wanted]
-    model.to(wanted)
+    # `Module.to` would leave complex numbers without their imaginary part.
+    model._apply(lambda each: each.to(wanted) if each.is_floating_point() else each)
     if not changed:
         return ""
     found = " and ".join(

@@ -17,7 +17,7 @@ from stratagem.common.model.program import ModelInput, leaves
 from stratagem.common.model.stage_partition import Boundary, StagePlan
 from stratagem.worker.engine.numerics.activation_checkpointing import grouped
 from stratagem.worker.engine.numerics.mixed_precision import single
-from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.engine.step.autograd_errors import raise_with_names
 from stratagem.worker.models.model_dtypes import explain_dtypes
 from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
 from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
@@ -130,7 +130,7 @@ class StagePart:
         try:
             torch.autograd.backward(tensors, gradients, **options)
         except RuntimeError as error:
-            raise naming_parameters(error, tensors, self._named) from error
+            raise_with_names(error, tensors, self._named)
 
     def _enter(self, boundary: Boundary, message: Message, slots: Slots) -> dict[Place, Tensor]:
         values = message.words["values"]

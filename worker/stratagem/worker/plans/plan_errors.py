@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import structlog
 import torch
 
 from stratagem.common.base.errors import (
@@ -38,11 +39,21 @@ USERS_FAULT: Final = (
     SystemExit,
 )
 
+_OF_TORCH: Final = (RuntimeError, NotImplementedError)
+"""The types, and none derived from them, by which torch says that it cannot compute with the
+tensors that it is given: it will say so again."""
+_NO_THREAD: Final = "can't start new thread"
+
+log = structlog.get_logger(__name__)
+
 
 @contextmanager
 def typed_errors(work: ExecutionContext) -> Iterator[None]:
     """Turn the RuntimeError by which torch says that the host has no memory into MemoryError, and
-    that of an assertion on the device, which is lost then, into an error of the job."""
+    that of an assertion on the device, which is lost then, into an error of the job.
+
+    So is what torch refuses to compute with the tensors of the job's model and data, also where
+    our code has called it: a plan that is tried again would fail again."""
     try:
         yield
     except Exception as error:
@@ -54,6 +65,9 @@ def typed_errors(work: ExecutionContext) -> Iterator[None]:
             raise
         if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
             raise MemoryError(str(error)) from error
+        if type(error) in _OF_TORCH and _NO_THREAD not in str(error):
+            log.error("torch raised outside of the user's code", exc_info=error)
+            raise user_error(error, work.holding.activity) from error
         raise
 
 

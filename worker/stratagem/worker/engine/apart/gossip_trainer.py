@@ -161,6 +161,7 @@ class GossipTrainer:
 
         The mean is over float64 values in order of node, rounded once; integers are node 0's.
         """
+        self._models.check_form()
         models = {number: node.model for number, node in self._nodes.items()}
         squares = take_mean(self.model, models, exchange)
         columns = {

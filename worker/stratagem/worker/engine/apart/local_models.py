@@ -55,6 +55,12 @@ class LocalModels:
         if not all(model.params for model in self.by_number.values()):
             raise InvalidInputError.at("model", "has no trainable parameter")
 
+    def check_form(self) -> None:
+        """Raises UserCodeError if training has changed which tensors a model has; before they are
+        joined."""
+        for model in self.by_number.values():
+            model.saved.form.check()
+
     def expect(self, num_shards: int, step: int, to_step: int) -> None:
         """Has the micro-batches of the models' coming steps read ahead."""
         self._setup.gather.expect(self._coming(num_shards, step, to_step))

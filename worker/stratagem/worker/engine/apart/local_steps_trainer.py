@@ -115,6 +115,7 @@ class LocalStepsTrainer:
     def end_segment(self, exchange: FragmentExchange, tally: Tally) -> SegmentSummary:
         """Returns the summary over all replicas, once all that was cut has come from them. The sums
         are kept here, not taken from the tally."""
+        self._models.check_form()
         sums = self._outer.end_segment(self.step)
         skipped = {"skipped_steps": float(sums.num_skipped)}
         return SegmentSummary(

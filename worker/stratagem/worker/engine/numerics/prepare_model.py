@@ -34,6 +34,7 @@ from stratagem.worker.engine.numerics.torch_compile import (
 )
 from stratagem.worker.engine.optim.optimizers import without_fused_kernels
 from stratagem.worker.models.graph_model import node_modules
+from stratagem.worker.models.model_tensors import make_plain
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ def prepare(
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
+    execution.notes.extend(make_plain(model))
     interval = spec.checkpoint_interval
     in_blocks = interval or is_cut(job.strategy) or spec.mode == "Hybrid"
     if not in_blocks:
@@ -98,6 +100,7 @@ def prepare_nodes(
     inside = (named for node, name in own.items() for named in node.named_modules(prefix=name))
     check_able(inside, job.execution, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
+    execution.notes.extend(make_plain(model))
     for node in own:
         wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution

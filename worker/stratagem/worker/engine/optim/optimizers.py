@@ -20,12 +20,13 @@ from stratagem.common.job import OptimizerSpec, check_optimizer
 from stratagem.common.job.optimizer.optimizer_section import GroupedRule, UpdateRuleSpec
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
 from stratagem.worker.engine.optim.deferred_compiler import defer_compiler
+from stratagem.worker.engine.optim.late_momentum import SGD
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 defer_compiler()
 
 _OPTIMIZERS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
-    name.lower(): kind
+    name.lower(): SGD if kind is torch.optim.SGD else kind
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
     if name.lower() in KEYWORDS
@@ -36,6 +37,8 @@ _BARE_STEPS: Final[Mapping[type, Callable[[torch.optim.Optimizer], object]]] = {
 NamedParams: TypeAlias = Sequence[tuple[str, nn.Parameter]]
 GROUP: Final = "group"
 """Under this key a group of an optimizer has its name in the job."""
+_REQUIRED: Final = inspect.Parameter.empty
+_OPTIONAL: Final = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 _NOTHING_ALLOWED: Final = EntryPoints([])
 
 
@@ -168,7 +171,7 @@ def _is_fused_on_cpu(
     groups = [group for group in given if isinstance(group, dict)]
     has_momentum = any(each.get("momentum") for each in (kwargs, *groups))
     is_narrow = any(p.itemsize < 4 for _, p in params)
-    return not (kind is torch.optim.SGD and has_momentum and is_narrow)
+    return not (kind is SGD and has_momentum and is_narrow)
 
 
 def _own(
@@ -182,6 +185,10 @@ def _own(
     if not isinstance(made, torch.optim.Optimizer):
         text = f'"{name}" returned a {type(made).__name__}, not a torch.optim.Optimizer'
         raise InvalidInputError.at(field, text)
+    if inspect.signature(made.step).parameters.get("closure", _OPTIONAL).default is _REQUIRED:
+        text = f'"{name}" makes a {type(made).__name__}, whose step computes the loss itself, '
+        why = "as often as it likes; here a step has one gradient, of the rows of all workers"
+        raise InvalidInputError.at(field, f"{text}{why}")
     held = {id(param) for group in made.param_groups for param in group["params"]}
     if left := [param_name for param_name, param in params if id(param) not in held]:
         text = f'"{name}" made an optimizer that leaves out {left[0]!r}; freeze what is not trained'

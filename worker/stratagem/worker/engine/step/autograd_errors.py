@@ -5,20 +5,38 @@ A user's own function may return a gradient of a wrong shape; torch names the fu
 
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
+
+from stratagem.worker.models.model_tensors import refuse_sparse_gradients
 
 _REFUSED: Final = re.compile(r"Function (\w+) returned an invalid gradient at index (\d+)")
 
 
-def naming_parameters(
+def raise_with_names(
     error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
-) -> RuntimeError:
-    """Returns the error, with the names of the parameters if it is about their gradients."""
+) -> NoReturn:
+    """Raises the error of a backward pass, with the names of the parameters if it is about their
+    gradients."""
+    named = list(named)
+    refuse_sparse_gradients(named)
+    names = _names_in(error, roots, named)
+    if not names:
+        raise error
+    words = f"parameter {names[0]}" if len(names) == 1 else f"parameters {', '.join(names)}"
+    text = f"{error}; it is on the way to the gradient of {words}"
+    raise RuntimeError(text) from error
+
+
+def _names_in(
+    error: RuntimeError, roots: Iterable[Tensor], named: Iterable[tuple[str, nn.Parameter]]
+) -> list[str]:
+    """Returns the names of the parameters whose gradient the error is about; none if it is about
+    something else."""
     refused = _REFUSED.search(str(error))
     if refused is None:
-        return error
+        return []
     name_of = {id(param): name for name, param in named}
     starts = [
         edges[index][0]
@@ -28,15 +46,11 @@ def naming_parameters(
         if index < len(edges)
     ]
     # Of a function that is not given a parameter itself, those behind what it is given.
-    names = [
+    return [
         name_of[id(node.variable)]
         for node in _nodes(starts)
         if id(getattr(node, "variable", None)) in name_of
     ]
-    if not names:
-        return error
-    words = f"parameter {names[0]}" if len(names) == 1 else f"parameters {', '.join(names)}"
-    return RuntimeError(f"{error}; it is on the way to the gradient of {words}")
 
 
 def _nodes(starts: Iterable[Any]) -> list[Any]:

@@ -19,10 +19,11 @@ from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.objectives.losses import LossValue
 from stratagem.worker.engine.objectives.objective import Objective
-from stratagem.worker.engine.step.autograd_errors import naming_parameters
+from stratagem.worker.engine.step.autograd_errors import raise_with_names
 from stratagem.worker.engine.step.backward_pass import run_backward
 from stratagem.worker.engine.step.logged_sums import LoggedSums, sums_of
 from stratagem.worker.models.model_dtypes import explain_dtypes
+from stratagem.worker.models.model_tensors import refuse_sparse_gradients
 from stratagem.worker.user_code.entrypoints import user_code
 
 
@@ -83,6 +84,8 @@ class Start:
 
     latest: Tensor | None = None
     weight: float = 0.0
+    is_first: bool = True
+    """Whether no backward pass has begun with it."""
 
     def of(self, mean: Tensor, weight: float) -> Tensor:
         """0-d, like the mean loss."""
@@ -192,5 +195,8 @@ class Passes:
             try:
                 run_backward(root, begin)
             except RuntimeError as error:
-                raise naming_parameters(error, [root], self.model.named_parameters()) from error
+                raise_with_names(error, [root], self.model.named_parameters())
+        if self.start.is_first:  # to look at each is not for every pass
+            refuse_sparse_gradients(list(self.model.named_parameters()))
+            self.start.is_first = False
         return LossValue(loss.mean.detach(), float(loss.weight), loss.log)

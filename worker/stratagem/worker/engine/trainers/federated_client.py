@@ -46,6 +46,7 @@ from stratagem.worker.engine.step.step_view import StepView
 from stratagem.worker.engine.step.turns import StepTurn, make_turns, unfreeze
 from stratagem.worker.engine.trainers.loss_before import loss_before
 from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_tensors import ModelForm
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 # Keeps the sample orders of different clients apart; client 0 has those of an undivided run.
@@ -145,6 +146,7 @@ class ClientRunner:
         self._passes = Passes(self._model, objective, gather, randomness, self._execution)
         self._randomness = randomness
         self._buffers, self._numerics = Buffers(self._model, device), numerics
+        self._form = ModelForm(self._model, self._named)
         live = self._model.state_dict(keep_vars=True).items()
         trained = (name for name, tensor in live if tensor.requires_grad)
         self._trained = frozenset(f"{state_format.MODEL}{name}" for name in trained)
@@ -167,7 +169,9 @@ class ClientRunner:
         """
         settings = settings or RoundSettings()
         data = self._rows(ClientShare(client, num_clients))
+        self._form.check()
         state_format.load_model_state(self._model, base)
+        self._form.note_extra()
         pull = self._pull(settings)
         sees_steps = self._callbacks.sees_steps and settings.toward is None
         noise = settings.row_noise
@@ -209,9 +213,11 @@ class ClientRunner:
                     break
         finally:
             self._randomness.end()
-            unfreeze(self._named)
+            if self._job.turns is not None:
+                unfreeze(self._named)
         if not num_steps:
             raise _no_rows(client, num_clients)
+        self._form.check()
         failpoint("worker.client_round.after_training")
         tensors = state_format.copied(state_format.model_state(self._model))
         mean_loss = loss_sum / weight_sum if weight_sum else 0.0

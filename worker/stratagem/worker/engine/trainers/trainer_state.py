@@ -4,7 +4,7 @@ Of all that a step uses, only this outlives it. Must not know how a step is made
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from stratagem.worker.engine.step import state_format
 from stratagem.worker.engine.trainers.gathered_blocks import GatheredBlocks
 from stratagem.worker.engine.trainers.optimizer_pieces import OptimizerPieces
 from stratagem.worker.exchange.coded.gradient_compressor import Compressor
+from stratagem.worker.models.model_tensors import ModelForm
 from stratagem.worker.phases import PhaseTraining
 
 State = tuple[dict[str, Tensor], dict[str, str]]
@@ -38,6 +39,10 @@ class TrainerState:
     """Of the optimizer, where its state is divided among the members."""
     blocks: GatheredBlocks | None = None
     """Of the parameters, where these are divided, too."""
+    form: ModelForm = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", ModelForm(self.model, self.params))
 
     def live(self, step: int) -> State:
         """The tensors themselves, after `step` steps. Valid until the next one."""
@@ -86,7 +91,10 @@ class TrainerState:
     ) -> State:
         """Copies on the CPU, also of residuals; of a state that is divided, this member's part.
         with_shared: beside residuals also what all members hold. into: see `state_format.copied`.
+
+        Raises UserCodeError if training has changed which tensors there are.
         """
+        self.form.check()
         tensors, metadata = self.live(step)
         if self.pieces is not None and not self.pieces.holds_all:
             tensors, numbers = self._part(self.pieces, tensors, of_mirror=False)
@@ -120,6 +128,7 @@ class TrainerState:
             state_format.load_model_state(self.model, tensors)
         else:
             self._load_slices(self.blocks, tensors)
+        self.form.note_extra()
         if self.pieces is None:
             state_format.load_optimizer_state(self.optimizer, self.params, tensors, metadata)
         else:

@@ -50,9 +50,10 @@ class GradientBuckets:
         }
         self._narrow: dict[int, Tensor] = {}
         """Gradients as autograd wants them, where the bucket is wider."""
-        self._per_bucket = [0] * len(self.layout.buckets)
-        for slot in self.layout.slots:
-            self._per_bucket[slot.bucket] += 1
+        self._in_bucket: list[list[nn.Parameter]] = [[] for _ in self.layout.buckets]
+        for slot, param in zip(self.layout.slots, self._params, strict=True):
+            self._in_bucket[slot.bucket].append(param)
+        self._per_bucket = [len(params) for params in self._in_bucket]
         self._filling: list[Tensor] | None = None
         self._filling_set = 0
         self._is_freed = gives_back  # some buckets may have no memory
@@ -111,7 +112,10 @@ class GradientBuckets:
         self._is_freed = False
 
     def give_back(self, bucket: int) -> None:
-        """Frees the memory of a bucket in all sets: nothing reads or writes it any more."""
+        """Frees the memory of a bucket in all sets: nothing reads or writes it any more, and no
+        `.grad` is left in it, where a backward pass that must not be would write."""
+        for param in self._in_bucket[bucket]:
+            param.grad = None
         for flats in self._sets:
             flats[bucket].untyped_storage().resize_(0)
 

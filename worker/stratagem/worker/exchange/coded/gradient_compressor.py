@@ -111,6 +111,10 @@ class Compressor:
         """Codes a portion of the shard and leaves in its gradients, of all parameters, what was
         coded. Where they are not finite, raises UserCodeError or makes them zero and spoils the
         shard."""
+        if shard not in self._units:
+            raise RuntimeError(
+                "gradients came before the forward pass had ended: a micro-batch is one backward"
+            )
         coded = self._coded.setdefault(shard, _Coded({}, {}))
         before = self._states[shard] if self.keeps_state else {}
         kept = {name: before[name] for name in portion.state_names} if before else {}
