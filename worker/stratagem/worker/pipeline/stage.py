@@ -20,6 +20,7 @@ from stratagem.worker.engine.numerics.mixed_precision import single
 from stratagem.worker.engine.step.autograd_errors import naming_parameters
 from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
 from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
+from stratagem.worker.user_code.call_notes import noted
 
 Place: TypeAlias = tuple[str, int, int]
 """(node, use, number of the tensor in the node's output)."""
@@ -82,7 +83,8 @@ class StagePart:
         kept, slots = Kept(), Slots()
         for boundary in self.before:
             kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
-        self._run(given, slots)
+        with noted("the model" if self.reads_input else "a stage", given):
+            self._run(given, slots)
         sent = {}
         for boundary in self.after:
             message, kept.left[boundary.number] = _leave(boundary, slots)

@@ -27,6 +27,7 @@ from stratagem.worker.engine.objectives.objective import (
     OutputLoss,
 )
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
+from stratagem.worker.user_code.call_notes import noted
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 Batch = tuple[str, int]
@@ -189,7 +190,8 @@ class Evaluator:
         with user_code(f"evaluating {split}"):
             sums = {"loss": float(loss.mean) * loss.weight}
             for name, metric in self.metrics.items():
-                mean, weight = metric(found.output, found.target, num_rows)
+                with noted(name, (found.output, found.target)):
+                    mean, weight = metric(found.output, found.target, num_rows)
                 sums[name] = mean * weight
                 if weight != loss.weight:
                     sums[f"weight:{name}"] = weight
