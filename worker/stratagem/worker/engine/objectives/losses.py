@@ -43,6 +43,9 @@ class Assessment(NamedTuple):
     target: Any
 
 
+_REFUSALS: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""Types of errors by which losses of torch refuse what they are given."""
+
 _IGNORED: Final = -100
 """A target that counts nothing, unless `ignore_index` names another one."""
 
@@ -62,8 +65,8 @@ class NamedLoss:
         """A `LossFunction`. What torch refuses is told with what the loss was given."""
         try:
             return self.function(output, target, num_rows, self.kwargs)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            if type(error) not in (IndexError, RuntimeError, TypeError, ValueError):
+        except _REFUSALS as error:
+            if type(error) not in _REFUSALS:
                 raise  # such as one of memory, which says more by its class
             raise type(error)(self._explained(str(error), output, target)) from None
 
