@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from stratagem.client.local import process_supervisor
+from stratagem.client.local.local_cluster import threads_each
 from stratagem.common.base.errors import (
     ConflictError,
     InvalidInputError,
@@ -25,6 +26,28 @@ from stratagem.common.process.preloaded_programs import Process
 from tests.client.local.stand_in_cluster import PROGRAMS, make_cluster
 from tests.free_ports import free_port
 from tests.patience import PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "threads"),
+    [
+        (None, {}, "1 thread each (--threads T for a large model)"),
+        (None, {"OMP_NUM_THREADS": "3"}, "3 threads each (OMP_NUM_THREADS)"),
+        (2, {"OMP_NUM_THREADS": "3"}, "2 threads each"),
+    ],
+)
+def test_threads_depend_on_neither_cores_nor_workers(
+    asked: int | None, environment: dict[str, str], threads: str
+) -> None:
+    """So one worker and many give the same bits."""
+    assert threads_each(asked, environment).each == threads
+
+
+def test_a_cluster_gives_its_workers_the_threads_of_its_environment(tmp_path: Path) -> None:
+    with make_cluster(tmp_path, workers=1, environment={"OMP_NUM_THREADS": "3"}):
+        argv = facts(tmp_path, "worker-0")["argv"]
+    assert isinstance(argv, list)
+    assert argv[argv.index("--threads") + 1] == "3"
 
 
 def facts(folder: Path, name: str) -> dict[str, object]:

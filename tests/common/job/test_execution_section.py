@@ -1,4 +1,3 @@
-import os
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from stratagem.common.job.execution_section import (
     DataParallel,
     PipelineParallel,
 )
+from stratagem.common.process.cpu_threads import available_cores
 from tests.common.job.documents import MINIMAL
 
 FIELDS = ("mode", "gradient", "precision", "memory", "parallelism", "fusion", "profiling")
@@ -71,7 +71,7 @@ def test_what_a_section_says_about_itself() -> None:
     assert ExecutionSpec(gradient=Accumulated(7)).accumulation_steps == 7
     assert not ExecutionSpec(gradient="None").computes_gradients
     automatic = ExecutionSpec(parallelism="Automatic")
-    assert automatic.num_workers == min(os.cpu_count() or 1, 8)
+    assert automatic.num_workers == min(available_cores(), 8)
 
 
 def test_the_summary_is_a_heading_and_seven_lines() -> None:

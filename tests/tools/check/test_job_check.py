@@ -99,6 +99,26 @@ def test_what_a_precision_converts_is_said() -> None:
     ]
 
 
+def test_an_error_of_the_users_code_is_told_with_its_input_and_its_lines_alone() -> None:
+    """Neither frames of the engine and of torch nor a traceback that is not there."""
+    batches = {**user_data("noisy_rows"), "collate": "tests.userland.data:noisy_batch"}
+    spec = job(model=user_model("Residual"), data=batches)
+    (fault,) = [f for f in found(spec) if f.level is Level.FAIL]
+    assert fault.found.startswith("TypeError: linear(): argument 'input' (position 1) must be")
+    assert (
+        "model Residual was called with {'jitter': float32[], 'x': float32[2, 12], " in fault.found
+    )
+    assert "each batch is one dict" in fault.found
+    first, *frames = fault.advice.splitlines()
+    assert first == "training step 1, at"
+    assert "tests/userland/models.py" in frames[0]
+    assert not any("site-packages" in line or "stratagem/" in line for line in frames)
+    spec = job(model=user_model("token_model"), data=user_data("tokens"))
+    (fault,) = [f for f in found(spec) if f.level is Level.FAIL]
+    assert fault.found.endswith("are for `loss: token_cross_entropy`")
+    assert fault.advice == "training step 1"
+
+
 BAD_CODE = {
     "evaluation": {"split": "test", "metrics": ["tests.userland.metrics:gone"]},
     "data": {**user_data("noisy_rows"), "collate": "tests.userland.data:gone"},

@@ -62,6 +62,31 @@ def test_what_torch_refuses_of_a_loss_is_told_with_what_it_was_given() -> None:
         loss("cross_entropy")(x, torch.zeros(3, 2, dtype=torch.int64), 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "output", "target", "hint"),
+    [
+        ("cross_entropy", [2, 6, 50], torch.zeros(2, 6).long(), "for `loss: token_cross_entropy`"),
+        ("nll", [2, 6, 50], torch.zeros(2, 6).long(), "for `loss: token_cross_entropy`"),
+        ("cross_entropy", [4, 3], torch.zeros(4), "class numbers are int64: y.long()"),
+        ("cross_entropy", [4, 3], torch.zeros(4, 1).long(), "y.squeeze(1)"),
+        ("token_cross_entropy", [2, 6, 5], torch.zeros(3, 5).long(), "have the shape [2, 6]"),
+        ("mse", [4, 1], torch.zeros(4), "reshape y to [4, 1]"),
+        ("bce_with_logits", [4], torch.zeros(4, 1), "reshape y to [4]"),
+        ("mse", [4, 3], torch.zeros(4), "for `loss: cross_entropy`"),
+        ("mse", None, torch.zeros(4), "returns a dict: return its tensor alone"),
+        ("mse", [4], {"y": torch.zeros(4)}, "return pairs (x, y) as rows"),
+    ],
+)
+def test_what_to_write_instead_of_the_wrong_loss(
+    name: str, output: list[int] | None, target: Any, hint: str
+) -> None:
+    given: Any = {"logits": torch.zeros(4)} if output is None else torch.zeros(output)
+    with pytest.raises((AttributeError, RuntimeError, TypeError, ValueError)) as caught:
+        loss(name)(given, target, 4)
+    assert f"{name} got outputs " in str(caught.value)
+    assert hint in str(caught.value)
+
+
 def test_token_loss_counts_tokens() -> None:
     x, y = torch.randn(2, 3, 4), torch.tensor([[1, -100, 2], [-100, -100, 0]])
     value = loss("token_cross_entropy")(x, y, 2)

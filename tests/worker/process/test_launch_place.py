@@ -12,9 +12,9 @@ from stratagem.worker.process.launch_place import (
     Launcher,
     Place,
     coordinator_of,
+    cores_at,
     detect,
     device_at,
-    threads_at,
 )
 
 TORCHRUN = {
@@ -152,7 +152,7 @@ def test_more_processes_than_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "environ", "num_cores", "threads"),
+    ("launcher", "environ", "num_cores", "share"),
     [
         ("torchrun", TORCHRUN, 10, 2),
         ("torchrun", TORCHRUN, 2, 1),
@@ -165,6 +165,6 @@ def test_more_processes_than_devices_are_refused() -> None:
     ],
 )
 def test_the_processes_of_a_host_share_its_cores(
-    launcher: Launcher, environ: Mapping[str, str], num_cores: int, threads: int
+    launcher: Launcher, environ: Mapping[str, str], num_cores: int, share: int
 ) -> None:
-    assert threads_at(place(launcher, environ), environ, num_cores) == threads
+    assert cores_at(place(launcher, environ), environ, num_cores) == share

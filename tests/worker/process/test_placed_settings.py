@@ -5,6 +5,8 @@ import socket
 import pytest
 from pydantic import ValidationError
 
+from stratagem.common.process.cpu_threads import VARIABLES, available_cores
+from stratagem.worker.process import placed_settings
 from stratagem.worker.process.worker_settings import from_command_line
 
 TORCHRUN = {
@@ -21,7 +23,9 @@ TORCHRUN = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(f"{placed_settings.__name__}.available_cores", lambda: 6)
 
 
 def test_what_nobody_says_follows_from_the_place() -> None:
@@ -47,6 +51,19 @@ def test_what_is_said_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = from_command_line(["--rendezvous", "torchrun", *given])
     assert (settings.worker_id, settings.coordinator) == ("w", "10.0.0.1:1")
     assert (settings.listen, settings.threads, settings.ephemeral) == ("0.0.0.0:9", 4, False)
+
+
+@pytest.mark.parametrize("place", [["--rendezvous", "env"], []], ids=["launched", "alone"])
+def test_threads_are_those_of_the_environment(
+    place: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cores are for readers all the same; and a number that is given counts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given = ["--coordinator", "127.0.0.1:1", *place]
+    settings = from_command_line(given)
+    assert (settings.threads, settings.threads_text) == (1, "1 thread (OMP_NUM_THREADS)")
+    assert settings.max_readers == (3 if place else available_cores())
+    assert from_command_line([*given, "--threads", "4"]).threads_text == "4 threads"
 
 
 def test_a_tunnelled_worker_listens_nowhere() -> None:

@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 
+from stratagem.common.process.cpu_threads import wait_passively
 from stratagem.common.process.malloc import tune_malloc
 from stratagem.common.process.process_exit import PREEMPTED, end, leave_on
 
 # Before anything large is allocated, and so before torch is imported.
-_MALLOC = tune_malloc()
+_MALLOC, _WAITING = tune_malloc(), wait_passively()
 
 if __name__ == "__main__":
     # Nobody has read the settings yet: USR1 is what `--preempt-signal` is unless it is set.
@@ -22,4 +23,4 @@ if __name__ == "__main__":
     from stratagem.worker.process.worker_main import main
 
     gc.enable()
-    end(main(sys.argv[1:], _MALLOC))
+    end(main(sys.argv[1:], _MALLOC, _WAITING))

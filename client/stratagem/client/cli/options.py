@@ -60,8 +60,9 @@ ThreadsOption = Annotated[
         "--threads",
         metavar="T",
         min=1,
-        show_default="the cores divided by the workers",
-        help="Threads of each worker. Runs have the same bits only with the same number.",
+        show_default="OMP_NUM_THREADS, else 1",
+        help="Threads of each worker: several for a large model. Runs have the same bits only with "
+        "the same number.",
     ),
 ]
 TagOption = Annotated[

@@ -132,16 +132,14 @@ def print_items(console: Console, items: Iterable[Event | Progress]) -> None:
 
 
 @contextmanager
-def doing(text: str, form: Format, detail: Detail, *, takes_long: bool) -> Iterator[None]:
-    """Say what is being done while it is: nothing is left of it on a terminal.
-
-    takes_long: say it elsewhere, too.
-    """
+def doing(text: str, form: Format, detail: Detail, *, stays: bool) -> Iterator[None]:
+    """Say on a terminal what is being done while it is. stays: leave it there, and say it too where
+    there is no terminal."""
     console = make_console()
     is_said = form is Format.TEXT and detail is not Detail.END
-    if is_said and takes_long and not console.is_terminal:
+    if is_said and stays:
         print_line(console, text)
-    is_live = is_said and console.is_terminal
+    is_live = is_said and not stays and console.is_terminal
     with RedrawnLine(console, lambda width: _cut(text, width)) if is_live else nullcontext():
         yield
 

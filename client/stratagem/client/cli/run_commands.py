@@ -57,6 +57,7 @@ from stratagem.common.base.errors import InvalidInputError, RunFailedError
 from stratagem.common.base.ids import check_run_id, new_run_id
 from stratagem.common.base.wording import counted
 from stratagem.common.job import entry_points, load_job, with_fields
+from stratagem.common.process.cpu_threads import ThreadChoice
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
 LOCAL_PLACEMENT_TIMEOUT_S: Final = 30.0
@@ -156,10 +157,10 @@ def run(  # noqa: PLR0913  (each parameter is an option of the command line)
             job = with_fields(job, {"placement_timeout_s": LOCAL_PLACEMENT_TIMEOUT_S})
         folders = tuple(map(str, import_folders(job_path)))
         allow_code = "none" if job.code is None else "any"
-        each = threads or threads_each(local)
-        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each)
+        each = threads_each(threads)
+        known = LocalRun(entry_points(job), folders, tuple(tag or ()), allow_code, each.number)
         with (
-            _local_client(known, local, data_dir, view) as client,
+            _local_client(known, each, local, data_dir, view) as client,
             page_beside(client.address, is_wanted=web),
         ):
             known.save(data_dir, chosen)
@@ -277,7 +278,9 @@ def resume(  # noqa: PLR0913  (each parameter is an option of the command line)
                 _follow_remote(following, coordinator, detach=detach)
             return
         known = LocalRun.load(data_dir, check_run_id(run_id)).with_code_in(asked.overrides)
-        with _local_client(known, local, data_dir, view) as client:
+        each = known.threads_of(local)
+        known = replace(known, threads=each.number)
+        with _local_client(known, each, local, data_dir, view) as client:
             handle, from_index = asked.begin(client)
             known.save(data_dir, handle.run_id)
             following = _Following(handle, view, from_index=from_index, threads=known.threads)
@@ -324,9 +327,9 @@ class _View:
     form: Format
     detail: Detail
 
-    def doing(self, text: str, *, takes_long: bool = False) -> AbstractContextManager[None]:
+    def doing(self, text: str, *, stays: bool = False) -> AbstractContextManager[None]:
         """Say what is being done while it is."""
-        return doing(text, self.form, self.detail, takes_long=takes_long)
+        return doing(text, self.form, self.detail, stays=stays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,18 +409,20 @@ def _follow_local(following: _Following, local: int, data_dir: Path) -> None:
 
 
 @contextmanager
-def _local_client(known: LocalRun, workers: int, data_dir: Path, view: _View) -> Iterator[Client]:
+def _local_client(
+    known: LocalRun, each: ThreadChoice, workers: int, data_dir: Path, view: _View
+) -> Iterator[Client]:
     cluster = LocalCluster(
         workers=workers,
         data_dir=data_dir,
         allow=known.allow,
         allow_code=known.allow_code,
         import_path=tuple(Path(folder) for folder in known.import_path),
-        threads=known.threads,
+        threads=each.number,
         worker_arguments=tag_arguments(known.tags, workers),
     )
-    what = f"starting a coordinator and {counted(workers, 'worker')} on this machine"
+    who = f"a coordinator and {counted(workers, 'worker')} on this machine, {each.each}"
     with ExitStack() as stack:
-        with view.doing(what, takes_long=True):
+        with view.doing(f"starting {who}", stays=True):
             stack.enter_context(cluster)
         yield stack.enter_context(cluster.client())

@@ -20,10 +20,11 @@ from stratagem.client.cli.options import (
 )
 from stratagem.client.cli.reporting import reporting
 from stratagem.client.dashboard.page_start import DEFAULT_LISTEN, page_beside, page_of
-from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.local.local_cluster import LocalCluster, threads_each
 from stratagem.client.sdk.async_client import DEFAULT_ADDRESS
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.host_port import split_address
+from stratagem.common.base.wording import counted
 from stratagem.common.health.health_probe import TIMEOUT_S, health_of, is_healthy
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
@@ -70,7 +71,8 @@ def up(  # noqa: PLR0913  (each parameter is an option of the command line)
         )
         signal.signal(signal.SIGTERM, _interrupt)
         with cluster, page_beside(cluster.address, is_wanted=web):
-            print(f"coordinator at {cluster.address}, {workers} workers, state in {data_dir}")
+            who = f"{counted(workers, 'worker')}, {threads_each(threads).each}"
+            print(f"coordinator at {cluster.address}, {who}, state in {data_dir}")
             print("submit with: stratagem run JOB.yaml; stop with Ctrl-C or SIGTERM", flush=True)
             while True:
                 signal.pause()

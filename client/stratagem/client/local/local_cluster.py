@@ -29,6 +29,7 @@ from stratagem.common.base.errors import (
     WrongStateError,
 )
 from stratagem.common.base.host_port import split_address
+from stratagem.common.process.cpu_threads import ThreadChoice, threads_told
 from stratagem.common.process.own_folder import OwnFolder, remove_temporary, temporary_folder
 
 if TYPE_CHECKING:
@@ -45,11 +46,16 @@ def local_names(num_workers: int) -> tuple[str, ...]:
     return tuple(f"worker-{number}" for number in range(num_workers))
 
 
-def threads_each(num_workers: int) -> int:
-    """Return how many threads each worker of a local cluster has unless its maker says: the cores
-    divided by the workers, at least one."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // max(1, num_workers))
+def threads_each(asked: int | None, environ: Mapping[str, str] = os.environ) -> ThreadChoice:
+    """Return how many threads each worker of a local cluster has: those asked for, else those that
+    the environment names, else one.
+
+    One is independent of the cores and of the number of workers, and so are the bits of a run; and
+    more make a step of a small model no faster.
+    """
+    if asked is not None:
+        return ThreadChoice(asked)
+    return threads_told(environ) or ThreadChoice(1, "--threads T for a large model")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +74,7 @@ class LocalCluster:
     data_root: Sequence[Path] = (Path("/"),)
     """Folders below which `data.path` of a job may be; anywhere, as the jobs are the caller's."""
     threads: int | None = None
-    """Threads per worker; None: those of `threads_each`."""
+    """Threads per worker; None: as `threads_each` says."""
     listen: str = "127.0.0.1:0"
     failpoints: bool = False
     """Gives every process the failpoint folder data_dir/failpoints/<process name>."""
@@ -250,7 +256,7 @@ class LocalCluster:
         return self._command(COORDINATOR, argv)
 
     def _worker(self, name: str) -> Command:
-        threads = self.threads or threads_each(self.workers)
+        threads = threads_each(self.threads, {**os.environ, **self.environment})
         own = self.worker_arguments.get(name, ())
 
         def argv(addresses: Mapping[str, str]) -> list[str]:
@@ -263,7 +269,7 @@ class LocalCluster:
                 *("--allow-code", self.allow_code),
                 *(part for folder in self.import_path for part in ("--import-path", str(folder))),
                 *(part for root in self.data_root for part in ("--data-root", str(root))),
-                *("--threads", str(threads), "--ready-file", str(self._ready_file(name))),
+                *("--threads", str(threads.number), "--ready-file", str(self._ready_file(name))),
                 *own,
             ]
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stratagem.common.base.errors import NotFoundError
+from stratagem.common.process.cpu_threads import ThreadChoice, available_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,8 @@ class LocalRun:
     tags: tuple[str, ...] = ()
     allow_code: str = "none"
     threads: int | None = None
-    """Of each worker, however many there are when it goes on: the bits depend on it. None: unknown,
-    of an earlier version."""
+    """Of each worker, however many there are when it goes on: the bits depend on it. None: begun
+    with 0.2.0, which kept no number."""
 
     def save(self, data_dir: Path, run_id: str) -> None:
         path = _local_run_file(data_dir, run_id)
@@ -35,6 +36,12 @@ class LocalRun:
             raise NotFoundError(f"no local run {run_id} in {data_dir}") from None
         lists = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
         return cls(**{**kept, **lists})
+
+    def threads_of(self, num_workers: int) -> ThreadChoice:
+        """Return the threads of each worker, with which the run goes on: 0.2.0 shared the cores
+        among the workers."""
+        number = self.threads or max(1, available_cores() // num_workers)
+        return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":
         """The settings of a run whose job names further code of the user's in these overrides."""

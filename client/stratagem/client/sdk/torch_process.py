@@ -5,6 +5,7 @@ process of its own.
 """
 
 import json
+import os
 import subprocess
 import sys
 from base64 import b64encode
@@ -26,6 +27,7 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.code.bundle import digest_of
 from stratagem.common.job import entry_points
+from stratagem.common.process.cpu_threads import passive_waiting
 
 _PROGRAM: Final = (sys.executable, "-m", "stratagem.tools.questions")
 NO_TORCH: Final = (
@@ -65,7 +67,12 @@ def ask(
         archive = bundle_of(code)
         request["code"] = {"digest": digest_of(archive), "archive": b64encode(archive).decode()}
     done = subprocess.run(
-        _PROGRAM, input=json.dumps(request), capture_output=True, text=True, check=False
+        _PROGRAM,
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **passive_waiting(os.environ)},
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -5,13 +5,13 @@ only a short way to write the fields: it dissolves into them when the section is
 sections which mean the same are equal.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
 from stratagem.common.base.errors import Violation
+from stratagem.common.process.cpu_threads import available_cores
 from stratagem.common.schema.document import DocumentValue, Section
 from stratagem.common.schema.field_types import Count, OneKey
 from stratagem.common.schema.rules import rule
@@ -199,7 +199,7 @@ class ExecutionSpec(Section):
             case "None":
                 return 1
             case "Automatic":
-                return min(os.cpu_count() or 1, MAX_LOCAL_WORKERS)
+                return min(available_cores(), MAX_LOCAL_WORKERS)
             case variant:
                 return number_of(variant)
 

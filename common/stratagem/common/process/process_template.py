@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from stratagem.common.process.cpu_threads import wait_passively
 from stratagem.common.process.parent_guard import PR_SET_PDEATHSIG
 from stratagem.common.process.preloaded_programs import MAX_REQUEST_BYTES
 from stratagem.common.process.process_exit import end
@@ -51,6 +52,7 @@ class ForkProgram:
 
 def main() -> None:
     gc.disable()  # a sixth of the time of these imports, and finds nothing
+    wait_passively()  # which OpenMP reads as it is loaded, so for all forks
     template = _Template(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     program = template.serve()
     end(0 if program is None else _become(program))

@@ -31,6 +31,10 @@ class CheckReport:
         if (about, found) not in said:
             self.findings.append(Finding(check, about, Level.FAIL, found, advice))
 
+    def has_failed(self, text: str) -> bool:
+        """Return whether a text tells a fault that has been added."""
+        return any(each.level is Level.FAIL and each.found in text for each in self.findings)
+
     def attempt(self, check: str, about: str, action: Callable[[], T]) -> T | None:
         """Return what the action returns; None where it raises, whose faults are then added.
 
@@ -39,9 +43,7 @@ class CheckReport:
         try:
             return action()
         except UserCodeError as error:
-            trace = error.traceback.rstrip()
-            advice = f"{error.activity}: see the traceback\n{trace}" if trace else error.activity
-            self.fail(check, about, f"{error.type}: {error.message}", advice)
+            self.fail(check, about, f"{error.type}: {error.message}", _place_of(error))
         except InvalidInputError as error:
             for violation in error.violations:
                 self.fail(check, violation.field or about, violation.message)
@@ -52,3 +54,12 @@ class CheckReport:
         except RuntimeError as error:  # of torch, which our code has called
             self.fail(check, about, f"{type(error).__name__}: {error}")
         return None
+
+
+def _place_of(error: UserCodeError) -> str:
+    """Return what was done, and the frames of the traceback, whose last words are the message."""
+    lines = error.traceback.rstrip().splitlines()
+    while lines and not lines[-1].startswith("  "):
+        del lines[-1]
+    frames = [line for line in lines if not line.startswith("Traceback")]
+    return "\n".join([f"{error.activity}, at" if frames else error.activity, *frames])

@@ -6,11 +6,10 @@ Every check that can be made is made, whatever the others have found. Must not k
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.diagnostics.findings import Finding
@@ -38,6 +37,7 @@ from stratagem.worker.models.model_builder import build_model, build_shapes
 from stratagem.worker.models.model_dtypes import converted_dtype, rows_dtype
 from stratagem.worker.plans.built_job_checks import check_built
 from stratagem.worker.plans.supported_settings import check_supported
+from stratagem.worker.user_code.call_notes import text_of
 
 _DIVIDED: Final = "strategy.options.partition_state"
 _NUM_ROWS: Final = 2
@@ -259,7 +259,8 @@ class _JobChecks:
             self.report.ok("memory", "", needed())
         except StratagemError as error:
             first, *_ = str(error).splitlines()
-            self.report.warn("memory", "", f"cannot be estimated: {first}")
+            why = "needs what has failed above" if self.report.has_failed(first) else first
+            self.report.warn("memory", "", f"cannot be estimated: {why}")
 
 
 def _is_divided(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> bool:
@@ -273,19 +274,3 @@ def _few_of(data: Mapping[str, Dataset], num_rows: int) -> dict[str, Dataset]:
         split: each.head(num_rows) if isinstance(each, StreamDataset) else each
         for split, each in data.items()
     }
-
-
-def text_of(batch: Any) -> str:
-    """Return a batch as text: the type and shape of each tensor, in its nesting."""
-    return str(tree_map_only(Tensor, _Shape, batch))
-
-
-class _Shape:
-    """A tensor's type and shape, as text."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._text = f"{dtype}{list(tensor.shape)}"
-
-    def __repr__(self) -> str:
-        return self._text

@@ -16,6 +16,7 @@ from stratagem.common.base.errors import InvalidInputError, StratagemError
 from stratagem.common.base.wording import counted
 from stratagem.common.diagnostics import findings
 from stratagem.common.diagnostics.findings import Finding, Level
+from stratagem.common.process.cpu_threads import available_cores
 from stratagem.v1 import types_pb2
 from stratagem.worker.engine.numerics.layer_support import obstacles
 from stratagem.worker.pipeline.activation_store import ActivationStore
@@ -72,7 +73,7 @@ def _device(settings: WorkerSettings, own: types_pb2.Environment) -> Iterator[Fi
     yield from findings.torch(settings.worker_id, own, capability)
     yield Finding("numerics", settings.worker_id, Level.OK, capability.numerics_description)
     yield _precision(settings.worker_id, device)
-    num_processors = len(os.sched_getaffinity(0))
+    num_processors = available_cores()
     if settings.threads > num_processors:
         advice = "threads that share a processor wait for each other: set --threads"
         found = f"{settings.threads} threads on {num_processors} processors"

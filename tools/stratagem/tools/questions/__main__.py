@@ -18,6 +18,7 @@ import torch
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
 from stratagem.common.job import JobSpec
+from stratagem.common.process.cpu_threads import default_threads
 from stratagem.common.schema.json_text import not_one_of
 from stratagem.tools.check.job_check import check_job
 from stratagem.tools.export.exported_program import (
@@ -149,6 +150,7 @@ def _told(error: StratagemError) -> dict[str, Any]:
 
 
 def main() -> None:
+    torch.set_num_threads(default_threads(os.environ))
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

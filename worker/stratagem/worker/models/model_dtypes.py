@@ -3,20 +3,16 @@
 Rows follow their model. Must not know training.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from stratagem.common.base.wording import counted
 from stratagem.common.job import JobSpec
 
-_TORCH_DTYPES: Final = re.compile(r"dtype|scalar type|Input type", re.IGNORECASE)
-"""What torch says where tensors of two dtypes meet."""
 _OF_ROWS: Final = (torch.float32, torch.float64)
 
 
@@ -77,26 +73,6 @@ def convert(model: nn.Module, job: JobSpec) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Return the name of a dtype for messages, as "float32"."""
     return str(dtype).removeprefix("torch.")
-
-
-def explain_dtypes(error: RuntimeError, model: nn.Module, rows: Any) -> None:
-    """Raise the error with the dtypes of rows and model, if it is about dtypes and these differ."""
-    given = Counter(
-        leaf.dtype
-        for leaf in tree_leaves(rows)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    )
-    own = dtypes_of(model)
-    if not _TORCH_DTYPES.search(str(error)) or not given or given.keys() == own.keys():
-        return
-    raise RuntimeError(
-        f"{error}; the floats of the rows are {_names(given)}, those of the model {_names(own)}: "
-        "convert them in the data or in the model, or set execution.precision, which converts both"
-    ) from error
-
-
-def _names(dtypes: Counter[torch.dtype]) -> str:
-    return " and ".join(sorted(map(name_of, dtypes))) or "none"
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

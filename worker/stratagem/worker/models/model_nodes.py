@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.model.program import ModelProgram, chain, flatten
+from stratagem.worker.models.children_in_a_row import children_in_a_row
 from stratagem.worker.models.graph_model import node_modules
 from stratagem.worker.models.run_program import add_uses
 from stratagem.worker.models.stochastic_modules import draws_random_numbers
@@ -56,7 +57,7 @@ def program_of(model: nn.Module, job: JobSpec) -> ModelProgram:
     """
     if job.model.graph is not None:
         return flatten(job.model.graph)
-    names = _children_in_a_row(model)
+    names = children_in_a_row(model)
     _check_children_hold_everything(model, names)
     return chain(names)
 
@@ -143,36 +144,6 @@ def remove_nodes(model: nn.Module, nodes: Iterable[str]) -> None:
     for node in nodes:
         path, _, name = node.replace("/", ".").rpartition(".")
         model.get_submodule(path)._modules[name] = Absent()
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def _children_in_a_row(model: nn.Module) -> list[str]:
-    if type(model).forward is nn.Sequential.forward:
-        return list(model._modules)
-    kind = type(model).__name__
-    rule = "a model that is cut must be a graph, an nn.Sequential, or call its children in a row"
-    try:
-        traced = _Tracer().trace(model)
-    except Exception as error:
-        raise InvalidInputError.at("model", f"{kind} cannot be traced ({error}); {rule}") from error
-    names: list[str] = []
-    previous: Any = None
-    for node in traced.nodes:
-        if node.op == "placeholder" and previous is None:
-            previous = node
-        elif node.op == "call_module" and node.args == (previous,) and not node.kwargs:
-            if "." in node.target or node.target in names:
-                text = f"{kind} calls {node.target!r} twice or inside another child; {rule}"
-                raise InvalidInputError.at("model", text)
-            names.append(node.target)
-            previous = node
-        elif node.op != "output" or node.args != (previous,):
-            raise InvalidInputError.at("model", f"{kind} does more: {node.format_node()}; {rule}")
-    return names
 
 
 def _check_children_hold_everything(model: nn.Module, names: list[str]) -> None:

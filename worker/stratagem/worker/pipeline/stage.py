@@ -18,9 +18,9 @@ from stratagem.common.model.stage_partition import Boundary, StagePlan
 from stratagem.worker.engine.numerics.activation_checkpointing import grouped
 from stratagem.worker.engine.numerics.mixed_precision import single
 from stratagem.worker.engine.step.autograd_errors import raise_with_names
-from stratagem.worker.models.model_dtypes import explain_dtypes
 from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
 from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
+from stratagem.worker.user_code.call_notes import noted
 
 Place: TypeAlias = tuple[str, int, int]
 """(node, use, number of the tensor in the node's output)."""
@@ -61,6 +61,7 @@ class StagePart:
         self._program, self._modules, self._device = plan.program, modules, device
         self._ends_single = ends_single
         self._calls = [call for call in plan.program.calls if call.node in nodes]
+        self._own = nn.ModuleList(modules[call.node] for call in self._calls)
         self._run: Callable[[Any, Slots], None] = self._run_calls
         if interval:
             own = {node: modules[node] for node in nodes}
@@ -87,12 +88,9 @@ class StagePart:
         kept, slots = Kept(), Slots()
         for boundary in self.before:
             kept.entered[boundary.number] = self._enter(boundary, received[boundary.number], slots)
-        try:
+        callee = "the model" if self.reads_input else "a stage"
+        with noted(callee, given, self._own):
             self._run(given, slots)
-        except RuntimeError as error:
-            own = nn.ModuleList(self._modules[call.node] for call in self._calls)
-            explain_dtypes(error, own, given)
-            raise
         sent = {}
         for boundary in self.after:
             message, kept.left[boundary.number] = _leave(boundary, slots)

@@ -79,8 +79,8 @@ def device_at(place: Place, num_visible: int) -> str:
     raise InvalidInputError.at("--device", f"{problem}; start fewer, or say --device cpu")
 
 
-def threads_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
-    """Return the threads of a place on a host that lets this process run on so many cores."""
+def cores_at(place: Place, environ: Mapping[str, str], num_cores: int) -> int:
+    """Return the share of a place on a host that lets this process run on so many cores."""
     if place.launcher == "slurm":
         if "SLURM_CPUS_PER_TASK" in environ:
             return max(1, min(num_cores, _number(environ, "SLURM_CPUS_PER_TASK")))

@@ -10,14 +10,15 @@ from typing import Any, get_args
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.base.host_port import split_address
+from stratagem.common.process.cpu_threads import available_cores, threads_told
 from stratagem.common.rpc.leader_channel import split_addresses
 from stratagem.worker.process.launch_place import (
     COORDINATOR,
     Launcher,
     coordinator_of,
+    cores_at,
     detect,
     device_at,
-    threads_at,
 )
 
 
@@ -29,11 +30,12 @@ def with_place(values: dict[str, Any]) -> dict[str, Any]:
     if values["rendezvous"] not in get_args(Launcher):
         return values  # refused with the other wrong values
     place = detect(values["rendezvous"], os.environ, socket.gethostname(), os.getpid())
-    num_threads = threads_at(place, os.environ, len(os.sched_getaffinity(0)))
+    num_cores = cores_at(place, os.environ, available_cores())
+    by_environment = threads_told(os.environ)
     told: dict[str, Any] = {
         "name": place.name,
-        "threads": num_threads,
-        "max_readers": num_threads,
+        "threads": num_cores if by_environment is None else by_environment.number,
+        "max_readers": num_cores,
         "ephemeral": True,
     }
     if "device" not in values:

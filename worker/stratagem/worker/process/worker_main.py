@@ -75,7 +75,7 @@ UPLOAD_BEGINS_S: Final = 5.0
 STOP_GRACE_S: Final = 2.0
 
 
-def main(arguments: list[str], malloc: str = "") -> int:
+def main(arguments: list[str], malloc: str = "", waiting: str = "") -> int:
     """Run one worker until it is asked to stop; return the exit code."""
     keep_forks_away()
     try:
@@ -91,6 +91,7 @@ def main(arguments: list[str], malloc: str = "") -> int:
     setup_logging(f"worker {settings.worker_id}", settings.log_level, settings.log_json)
     identify(worker_id=settings.worker_id)
     log.info("allocator", result=malloc or "untouched")
+    log.info("threads", result=settings.threads_text, waiting=waiting or "untouched")
     log.info("descriptors", limit=raise_descriptor_limit())
     for reason in site.absent_data() if site is not None else ():
         log.warning("data of the site are not there; jobs that name them will fail", reason=reason)

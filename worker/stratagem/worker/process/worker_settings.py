@@ -24,6 +24,12 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from stratagem.common.base.host_port import dialled_host, split_address
 from stratagem.common.base.ids import check_run_id, check_worker_id
 from stratagem.common.observe.logs import LEVELS
+from stratagem.common.process.cpu_threads import (
+    ThreadChoice,
+    available_cores,
+    default_threads,
+    threads_told,
+)
 from stratagem.common.process.settings_rules import at_least, flag
 from stratagem.common.rpc.http_proxy import check_proxy
 from stratagem.common.rpc.leader_channel import split_addresses
@@ -168,10 +174,13 @@ class WorkerSettings(BaseSettings):
         {}, description="NAME=FILE.safetensors, data that never leaves this worker"
     )
     threads: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, description="torch threads"
+        default_factory=lambda: default_threads(os.environ),
+        ge=1,
+        description="torch threads; OMP_NUM_THREADS or MKL_NUM_THREADS of the environment unless "
+        "set, else the cores that this process may use",
     )
     max_readers: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)),
+        default_factory=available_cores,
         ge=0,
         description="processes that read rows (data.readers) at once; 0: the computing thread does",
     )
@@ -268,8 +277,8 @@ class WorkerSettings(BaseSettings):
     abort_grace_s: float = Field(
         30.0,
         gt=0,
-        description="how long a plan that was ended, as the run was stopped, may stay at one thing; "
-        "then this process ends with a status at which supervisors start it again",
+        description="how long a plan that was ended, as the run was stopped, may stay at one "
+        "thing; then this process ends with a status at which supervisors start it again",
     )
     preempt_signal: str = Field(
         "USR1",
@@ -283,6 +292,12 @@ class WorkerSettings(BaseSettings):
     def worker_id(self) -> str:
         """The id by which the coordinator knows this worker: NAME, or NAME.POOL."""
         return f"{self.name}.{self.pool}" if self.pool else self.name
+
+    @property
+    def threads_text(self) -> str:
+        """The threads, and the variable of the environment that names as many."""
+        told = threads_told(os.environ)
+        return str(told if told and told.number == self.threads else ThreadChoice(self.threads))
 
     @property
     def may_serve_plaintext(self) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -38,6 +37,8 @@ from stratagem.worker.user_code.changed_modules import see_modules
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TORCH: Final = str(Path(torch.__file__).parent)
+_MODULE_CALLS: Final = (torch.nn.modules.module.__file__, f"{_TORCH}/_")
+"""What lies between a call of a module and its forward, and what torch does for itself."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,8 @@ class user_code:  # reads as a statement
 
 
 def user_error(error: BaseException, activity: str) -> UserCodeError:
-    """The error in words: type and message as raised, traceback from the user's first frame on, or
-    without our own frames where there is none of the user's."""
+    """The error in words: type and message as raised, with its notes, and the traceback of the
+    user's frames; where there is none, of torch's without the calls of modules."""
     told_trace = traceback.TracebackException.from_exception(error)
     _keep_users_part(told_trace)
     first, *others = leaves(error)
@@ -228,22 +229,31 @@ def user_error(error: BaseException, activity: str) -> UserCodeError:
     name = kind.__qualname__
     if kind.__module__ != "builtins":
         name = f"{kind.__module__}.{name}"
-    text = "; ".join([str(first), *map(told, others)])
+    notes = getattr(first, "__notes__", ())
+    text = "; ".join([str(first), *map(str, notes), *map(told, others)])
     return UserCodeError(name, text, "".join(told_trace.format()), activity=activity)
 
 
 def _keep_users_part(told_trace: traceback.TracebackException) -> None:
-    """Cuts torch's frames before the user's off, and all of ours; of exceptions behind it too."""
+    """Leaves out all frames of ours, and those of torch where there are others; of exceptions
+    behind it too."""
     behind = (told_trace.__cause__, told_trace.__context__, *(told_trace.exceptions or ()))
     for each in behind:
         if each is not None:
             _keep_users_part(each)
     others = [frame for frame in told_trace.stack if not _is_ours(frame.filename)]
-    users = list(dropwhile(lambda frame: frame.filename.startswith(_TORCH), others))
+    users = [frame for frame in others if is_users(frame.filename)]
     for frame in users:
         _ = frame.line  # read from where the file is, before that is left out
         frame.filename = bundle_import.plain_path(frame.filename)
-    told_trace.stack = traceback.StackSummary.from_list(users or others)
+    told_trace.stack = traceback.StackSummary.from_list(
+        users or [frame for frame in others if not frame.filename.startswith(_MODULE_CALLS)]
+    )
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file is neither ours nor torch's."""
+    return not (_is_ours(filename) or filename.startswith(_TORCH))
 
 
 def _is_ours(filename: str) -> bool:

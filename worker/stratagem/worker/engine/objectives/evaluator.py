@@ -27,7 +27,7 @@ from stratagem.worker.engine.objectives.objective import (
     OutputLoss,
 )
 from stratagem.worker.engine.objectives.own_metrics import OwnMetrics, make_own_metrics
-from stratagem.worker.models.model_dtypes import explain_dtypes
+from stratagem.worker.user_code.call_notes import noted
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
 Batch = tuple[str, int]
@@ -149,13 +149,7 @@ class Evaluator:
         begin("evaluate", split, batch)
         x, y, num_rows = self._gathered(split, batch)
         with user_code(f"evaluating {split}"):
-            try:
-                found = self.objective.evaluate(
-                    self.model, x, y, num_rows, wants_output=wants_output
-                )
-            except RuntimeError as error:
-                explain_dtypes(error, self.model, x)
-                raise
+            found = self.objective.evaluate(self.model, x, y, num_rows, wants_output=wants_output)
         return found, self._part(split, batch, found, num_rows)
 
     def begin(self, split: str, batch: int) -> Tensor:
@@ -196,7 +190,8 @@ class Evaluator:
         with user_code(f"evaluating {split}"):
             sums = {"loss": float(loss.mean) * loss.weight}
             for name, metric in self.metrics.items():
-                mean, weight = metric(found.output, found.target, num_rows)
+                with noted(name, (found.output, found.target)):
+                    mean, weight = metric(found.output, found.target, num_rows)
                 sums[name] = mean * weight
                 if weight != loss.weight:
                     sums[f"weight:{name}"] = weight

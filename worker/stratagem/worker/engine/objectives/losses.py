@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stratagem.common.job import LossSpec
 from stratagem.common.schema.frozen import thawed
+from stratagem.worker.user_code.call_notes import noted, text_of
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 
@@ -42,6 +43,9 @@ class Assessment(NamedTuple):
     target: Any
 
 
+_REFUSALS: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""Types of errors by which losses of torch refuse what they are given."""
+
 _IGNORED: Final = -100
 """A target that counts nothing, unless `ignore_index` names another one."""
 
@@ -61,16 +65,16 @@ class NamedLoss:
         """A `LossFunction`. What torch refuses is told with what the loss was given."""
         try:
             return self.function(output, target, num_rows, self.kwargs)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            if type(error) not in (IndexError, RuntimeError, TypeError, ValueError):
+        except _REFUSALS as error:
+            if type(error) not in _REFUSALS:
                 raise  # such as one of memory, which says more by its class
             raise type(error)(self._explained(str(error), output, target)) from None
 
     def _explained(self, text: str, output: Any, target: Any) -> str:
         """The sentence of an error, with the outputs and the targets that it is about."""
-        given = f"{self.name} got outputs {_kind(output)} and targets {_kind(target)}"
+        given = f"{self.name} got outputs {text_of(output)} and targets {text_of(target)}"
         if "out of bounds" not in text or not isinstance(output, Tensor):
-            return f"{text.rstrip('.')}; {given}"
+            return f"{text.rstrip('.')}; {given}{loss_hint(self.name, output, target)}"
         classes = output.shape[-1 if self.name == "token_cross_entropy" or output.dim() < 2 else 1]
         ignored = int(self.kwargs.get("ignore_index", _IGNORED))
         counted = target[target != ignored]
@@ -90,11 +94,34 @@ def make_loss(spec: LossSpec, entrypoints: EntryPoints) -> LossFunction:
     return NamedLoss(spec.name, _LOSSES[spec.name], thawed(spec.kwargs))
 
 
-def _kind(value: Any) -> str:
-    """The type and the shape of a value, as "float32[16, 10]"."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+def loss_hint(name: str, output: Any, target: Any) -> str:
+    """Return what to write instead where outputs and targets are not those that a loss takes; ""
+    where they do not say."""
+    own = "name a loss of your own of (output, target), as `loss: module:function`"
+    if not isinstance(output, Tensor):
+        kind = type(output).__name__
+        return f"; the model returns a {kind}: return its tensor alone in forward, or {own}"
+    if not isinstance(target, Tensor):
+        pairs = "return pairs (x, y) as rows or from data.collate"
+        return f"; a batch that is no pair (x, y) is input and target at once: {pairs}, or {own}"
+    takes_classes = name in ("cross_entropy", "nll")
+    if takes_classes and output.dim() > 2 and target.shape == output.shape[:-1]:
+        return (
+            "; outputs whose last dimension is the classes, as of a language model, are for "
+            "`loss: token_cross_entropy`"
+        )
+    if takes_classes and target.shape == (output.shape[0], 1):
+        return "; class numbers have one dimension: y.squeeze(1) in data.entrypoint"
+    if takes_classes and target.is_floating_point() and target.dim() < output.dim():
+        return "; class numbers are int64: y.long() in data.entrypoint"
+    if name == "token_cross_entropy" and target.shape != output.shape[:-1]:
+        return f"; targets of such outputs have the shape {list(output.shape[:-1])}"
+    if not takes_classes and output.numel() == target.numel():
+        shape = list(output.shape)
+        return f"; reshape y to {shape} in data.entrypoint, or the output in forward"
+    if not takes_classes and target.shape == output.shape[:1]:
+        return "; targets that are class numbers are for `loss: cross_entropy`"
+    return ""
 
 
 def counts_rows(spec: LossSpec) -> bool:
@@ -106,7 +133,8 @@ def _user_loss(function: Callable[..., Any], what: str) -> LossFunction:
     """what: the words for its value."""
 
     def loss(output: Any, target: Any, num_rows: int) -> LossValue:
-        value = function(output, target)
+        with noted("the loss", (output, target)):
+            value = function(output, target)
         pair = value if isinstance(value, tuple) else (value, num_rows)
         if len(pair) != 2:
             raise ValueError(f"{what} must be a loss or (loss, weight), not {len(pair)} values")

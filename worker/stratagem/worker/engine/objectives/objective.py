@@ -16,6 +16,7 @@ from stratagem.worker.engine.objectives.losses import (
     LossValue,
     NamedLoss,
 )
+from stratagem.worker.user_code.call_notes import noted
 
 
 class Objective(Protocol):
@@ -58,11 +59,14 @@ class OutputLoss:
 
     def __call__(self, model: nn.Module, x: Any, y: Any, num_rows: int) -> LossValue:
         """An `Objective`."""
-        return self.loss(model(x), y, num_rows)
+        with noted(model, x):
+            output = model(x)
+        return self.loss(output, y, num_rows)
 
     def evaluate(
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
         """Computes output and loss of a batch."""
-        output = model(x)
+        with noted(model, x):
+            output = model(x)
         return Assessment(self.loss(output, y, num_rows), output, y)

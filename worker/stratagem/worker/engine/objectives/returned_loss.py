@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.worker.engine.objectives.losses import Assessment, LossValue, one_number
+from stratagem.worker.user_code.call_notes import noted
 
 Weight = Literal["rows", "labels", "shifted_labels"]
 
@@ -70,7 +71,8 @@ class ReturnedLoss:
             what = type(x).__name__ if y is x else "pair"
             text = f"model calls model(**batch), and the batch is a {what}; rows, or what "
             raise InvalidInputError.at("loss", f"{text}data.collate makes of them, must be dicts")
-        outputs = model(**x)
+        with noted("model(**batch)", x):
+            outputs = model(**x)
         counted = self._count(model, x.get("labels"), num_rows)
         mean = _loss_of(outputs, model, x)
         if not counted:  # transformers makes NaN of it; this goes backward to nothing

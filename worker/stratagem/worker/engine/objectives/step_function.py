@@ -20,6 +20,7 @@ from stratagem.worker.engine.objectives.losses import (
     LossValue,
     one_number,
 )
+from stratagem.worker.user_code.call_notes import noted
 
 MAX_LOGGED: Final = 16
 MAX_NAME_CHARS: Final = 32
@@ -77,7 +78,8 @@ class StepFunction:
         versions = [param._version for param in params]
         watch.is_on = True
         try:
-            returned = self.function(model, batch_of(x, y))
+            with noted("the step, beside the model,", batch := batch_of(x, y)):
+                returned = self.function(model, batch)
         finally:
             watch.is_on = False
             is_recording = torch.is_grad_enabled()
@@ -98,10 +100,13 @@ class StepFunction:
         self, model: nn.Module, x: Any, y: Any, num_rows: int, *, wants_output: bool
     ) -> Assessment:
         """Computes the loss of a batch, and what `predict` gives."""
-        loss = _loss_value(self.function(model, batch_of(x, y)), num_rows)
+        batch = batch_of(x, y)
+        with noted("the step, beside the model,", batch):
+            returned = self.function(model, batch)
+        loss = _loss_value(returned, num_rows)
         if not wants_output or self.predict is None:
             return Assessment(loss, None, None)
-        return Assessment(loss, *predicted(self.predict, model, batch_of(x, y)))
+        return Assessment(loss, *predicted(self.predict, model, batch))
 
     def _watched(self, model: nn.Module) -> tuple[_Watch, list[nn.Parameter]]:
         found = self._watches.get(model)
@@ -150,7 +155,8 @@ def predicted(
     predict: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any
 ) -> tuple[Any, Any]:
     """Returns (output, target) of a batch; raises ValueError where the function returns others."""
-    pair = predict(model, batch)
+    with noted("predict, beside the model,", batch):
+        pair = predict(model, batch)
     if not (isinstance(pair, tuple) and len(pair) == 2):
         text = f"predict returned a {type(pair).__name__} instead of a pair (output, target)"
         raise ValueError(text)

@@ -22,7 +22,6 @@ from stratagem.worker.engine.objectives.objective import Objective
 from stratagem.worker.engine.step.autograd_errors import raise_with_names
 from stratagem.worker.engine.step.backward_pass import run_backward
 from stratagem.worker.engine.step.logged_sums import LoggedSums, sums_of
-from stratagem.worker.models.model_dtypes import explain_dtypes
 from stratagem.worker.models.model_tensors import refuse_sparse_gradients
 from stratagem.worker.user_code.entrypoints import user_code
 
@@ -180,11 +179,7 @@ class Passes:
         is_weighted: bool,
     ) -> LossValue:
         with user_code(rows.activity):
-            try:
-                loss = self.objective(self.model, x, y, rows.indices.shape[0])
-            except RuntimeError as error:
-                explain_dtypes(error, self.model, x)
-                raise
+            loss = self.objective(self.model, x, y, rows.indices.shape[0])
         before_backward(float(loss.weight))
         if loss.weight == 0 and not loss.mean.requires_grad:  # nothing was counted
             return loss

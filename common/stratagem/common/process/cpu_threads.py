@@ -1,0 +1,137 @@
+"""The number of threads that a process computes with, and how those wait for each other.
+
+Owns the rule: a number that is asked for counts, else that of the environment, else a default. Must
+be asked before torch is imported where waiting is concerned, so it imports nothing that takes time.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from stratagem.common.base.wording import counted
+
+VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables by which an operator limits threads, in all of torch and in its matrix products."""
+WAITING: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+"""Variables by which an operator says how the threads of OpenMP wait for each other."""
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN_GROUPS: Final = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadChoice:
+    """How many threads were chosen, and by what: "" where they were asked for."""
+
+    number: int
+    by: str = ""
+
+    def __str__(self) -> str:
+        """Return the choice in words: "2 threads (OMP_NUM_THREADS)"."""
+        return f"{counted(self.number, 'thread')}{self._reason}"
+
+    @property
+    def each(self) -> str:
+        """The same of several workers: "2 threads each (OMP_NUM_THREADS)"."""
+        return f"{counted(self.number, 'thread')} each{self._reason}"
+
+    @property
+    def _reason(self) -> str:
+        return f" ({self.by})" if self.by else ""
+
+
+def threads_told(environ: Mapping[str, str]) -> ThreadChoice | None:
+    """Return the number of threads that an environment names: the smaller one where two variables
+    do, since torch knows one number for both. None: it names none, or no number, as OpenMP reads
+    it."""
+    told = [
+        ThreadChoice(number, name)
+        for name in VARIABLES
+        if (number := _first_number(environ.get(name, "")))
+    ]
+    return min(told, key=lambda choice: choice.number, default=None)
+
+
+def default_threads(environ: Mapping[str, str]) -> int:
+    """Return the threads of a process that nobody has given a number: those that its environment
+    names, else as many as it may use cores."""
+    told = threads_told(environ)
+    return available_cores() if told is None else told.number
+
+
+def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which threads of OpenMP sleep while they wait, for a process that has
+    not loaded torch; none where the operator has an opinion.
+
+    By default they spin, for milliseconds: on a machine that is not idle a step of a small model
+    then takes ten times as long, since those that wait keep the others from the cores.
+    """
+    return {} if any(name in environ for name in WAITING) else {"OMP_WAIT_POLICY": "passive"}
+
+
+def wait_passively() -> str:
+    """Set those variables in this process; return as a sentence for the log how OpenMP waits."""
+    added = passive_waiting(os.environ)
+    own = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
+    os.environ.update(added)
+    return "OpenMP waits passively" if added else f"OpenMP waits as told, {', '.join(own)}"
+
+
+def available_cores() -> int:
+    """Return the cores that this process may use: those it is bound to, but no more than its
+    control groups pay for, and at least one."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return cores_within(len(os.sched_getaffinity(0)), OWN_GROUPS, CGROUPS)
+
+
+def cores_within(num_bound: int, own_groups: Path, root: Path) -> int:
+    """Return the whole cores of a process that is bound to so many, and in the control groups that
+    a file like /proc/self/cgroup names below a folder like /sys/fs/cgroup.
+
+    A part of a core does not count: a thread that is held back holds up all others.
+    """
+    quotas = [quota for folder in _folders(own_groups, root) for quota in _quotas(folder)]
+    return max(1, int(min([num_bound, *quotas])))
+
+
+def _first_number(text: str) -> int:
+    """Return the number of the outermost threads: "4,2" is 4 of them; 0 for what is no number."""
+    first = text.split(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() else 0
+
+
+def _folders(own_groups: Path, root: Path) -> Iterator[Path]:
+    """Yield the folders of the groups and of all above them: each may have a limit. In a container
+    they may be named as they are outside of it, and only the topmost one is seen."""
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        home = root / controllers if controllers else root
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        relative = PurePosixPath(path.lstrip("/"))
+        yield from (home / each for each in (relative, *relative.parents))
+
+
+def _quotas(folder: Path) -> Iterator[float]:
+    """Yield the limit of one group in cores, as its version of the interface tells it."""
+    told = _numbers(folder / "cpu.max") or [
+        *_numbers(folder / "cpu.cfs_quota_us"),
+        *_numbers(folder / "cpu.cfs_period_us"),
+    ]
+    if len(told) == 2 and min(told) > 0:
+        yield told[0] / told[1]
+
+
+def _numbers(file: Path) -> list[float]:
+    """Return the numbers in a file; none of one that is not there or says "max"."""
+    try:
+        return [float(word) for word in file.read_text().split()]
+    except (OSError, ValueError):
+        return []
