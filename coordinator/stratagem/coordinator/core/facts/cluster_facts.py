@@ -76,6 +76,7 @@ class KnownWorker(Value):
     reason: str = ""
     is_blameless: bool = False
     lost_s: float = 0.0
+    beat_s: float = 0.0
     registered_s: float = 0.0
 
 
