@@ -30,7 +30,7 @@ from stratagem.worker.engine import (
     StepReport,
     Trainer,
 )
-from stratagem.worker.engine.optim.finite_state import diverged, of_models
+from stratagem.worker.engine.step.finite_state import diverged, of_models
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.mesh.shm_segments import UnshareableError
 from stratagem.worker.party.join import give_up, join

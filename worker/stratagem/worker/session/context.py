@@ -41,7 +41,7 @@ from stratagem.worker.engine import (
     build_sliced_trainer,
     build_trainer,
 )
-from stratagem.worker.engine.optim.finite_state import Masks
+from stratagem.worker.engine.step.finite_state import Masks
 from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare

@@ -18,7 +18,7 @@ from stratagem.common.job.optimizer.optimizer_section import is_matched
 from stratagem.common.strategy import Federated
 from stratagem.common.strategy.ditto import Ditto
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine.optim.finite_state import diverged
+from stratagem.worker.engine.step.finite_state import diverged
 from stratagem.worker.engine.step.state_format import MODEL, given_model_state, model_state
 from stratagem.worker.engine.trainers.federated_client import (
     ClientRound,
