@@ -10,6 +10,7 @@ from stratagem.common.base.ids import Digest, Party
 from stratagem.coordinator.core.commands import Refusal, Report
 from stratagem.coordinator.core.effect_failures import (
     MAX_TRIES,
+    STEADY_S,
     TROUBLE,
     FailedTries,
     TryAgain,
@@ -171,6 +172,13 @@ def test_an_outage_of_any_length_expires_nothing_and_forgives_what_was_before() 
     assert (tries.num, tries.since_s) == (MAX_TRIES - 1 + 1000, 100.0)
     tries = tries.and_another(effect, [TypeError("x")], "x", 2000.0)
     assert not tries.are_too_many
+
+
+def test_a_try_that_went_well_for_long_has_met_another_failure() -> None:
+    effect = WITH_WORKERS[1]
+    tries = failed(effect, TypeError("x"), MAX_TRIES - 1)
+    assert tries.and_another(effect, [TypeError("x")], "x", 0.0, STEADY_S).are_too_many
+    assert not tries.and_another(effect, [TypeError("x")], "x", 0.0, 2 * STEADY_S).are_too_many
 
 
 def test_watchers_are_told_when_a_failure_lasts_twice_as_long_and_of_another_one() -> None:

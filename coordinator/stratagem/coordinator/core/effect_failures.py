@@ -55,6 +55,8 @@ from stratagem.coordinator.core.facts.rejection_causes import Cause
 
 MAX_TRIES: Final = 20
 """Of what neither time nor place is known to mend; about a minute with the pauses between them."""
+STEADY_S: Final = 60.0
+"""Seconds after which a try that fails has met another failure than the one before it."""
 TROUBLE: Final = 6
 """Consecutive failed tries, within a second or two, after which watchers are told."""
 
@@ -130,15 +132,21 @@ class FailedTries:
     """Watchers are to be told: of another reason, or that it has taken twice as long."""
 
     def and_another(
-        self, effect: Effect, errors: Sequence[BaseException], reason: str, now_s: float
+        self,
+        effect: Effect,
+        errors: Sequence[BaseException],
+        reason: str,
+        now_s: float,
+        lasted_s: float = 0.0,
     ) -> "FailedTries":
-        """Return these with one more that has failed now."""
+        """Return these with one more that has failed now, after so long."""
         retry, num = retry_of(effect, errors), self.num + 1
+        num_limited = 0 if lasted_s > STEADY_S else self.num_limited
         doublings, rest = divmod(num, TROUBLE)
         has_doubled = not rest and doublings & (doublings - 1) == 0
         return FailedTries(
             num=num,
-            num_limited=0 if retry is TryAgain.ENDLESS else self.num_limited + 1,
+            num_limited=0 if retry is TryAgain.ENDLESS else num_limited + 1,
             since_s=self.since_s if self.num else now_s,
             retry=retry,
             reason=reason,

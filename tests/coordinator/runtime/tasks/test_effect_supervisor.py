@@ -17,6 +17,7 @@ from stratagem.coordinator.core.effects import (
     CommitSegment,
     Effect,
     EvaluateState,
+    RunSegment,
 )
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunReleased
@@ -182,6 +183,35 @@ async def test_what_cannot_be_mended_is_given_up_and_reported_until_it_is_not_du
         await ended.wait()
     await supervisor.close()
     assert done == {"tries": num_tries, "reports": 2}
+
+
+async def test_members_that_change_do_not_make_a_defect_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each failure forms the party anew, so that the segment is another effect each time."""
+    monkeypatch.setattr(supervisor_module, "FIRST_RETRY_S", 1e-4)
+    ended, tried = asyncio.Event(), list[int]()
+
+    async def fail(effect: Effect) -> None:
+        assert isinstance(effect, RunSegment)
+        tried.append(effect.membership)
+        asyncio.get_running_loop().call_soon(reform)  # once this failure is counted
+        raise KeyError("x")
+
+    def reform() -> None:
+        if not ended.is_set():
+            supervisor.reconcile(frozenset({segment("x", "a", membership=len(tried))}))
+
+    async def give_up(effect: Effect, tries: FailedTries) -> None:
+        ended.set()
+        supervisor.reconcile(frozenset())
+
+    supervisor = RunSupervisor(fail, give_up)
+    reform()
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    await supervisor.close()
+    assert tried == [*range(MAX_TRIES)]
 
 
 async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:

@@ -8,14 +8,14 @@ while it waits.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
 
-from stratagem.common.base.errors import IntegrityError, UnavailableError
+from stratagem.common.base.errors import IntegrityError, UnavailableError, UserCodeError
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import are_models_apart
 from stratagem.v1 import worker_pb2 as pb
@@ -30,6 +30,7 @@ from stratagem.worker.engine import (
     StepReport,
     Trainer,
 )
+from stratagem.worker.engine.optim.finite_state import diverged, of_models
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.mesh.shm_segments import UnshareableError
 from stratagem.worker.party.join import give_up, join
@@ -255,6 +256,7 @@ def _conclude(
         else:
             state = trainer.copy_state(is_first=view.rank == 0, into=into)
             work.host.kept.unsent.discard(work.key.run_id)
+        _check_finite(work, plan, trainer, state[0])
         copy = trainer.copy_mirror(into) if isinstance(trainer, Trainer) else None
         mirror = None if copy is None else freeze(*copy, is_reusable=True)
         frozen = freeze(*state, is_reusable=True, mirror=mirror)
@@ -284,6 +286,27 @@ def _conclude(
         history_digest=history_digest,
         kept=segment.kept,
     )
+
+
+def _check_finite(
+    work: ExecutionContext,
+    plan: pb.TrainPlan,
+    trainer: MemberTrainer[Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Refuse to have a state committed that training has made infinite: the next step would be
+    blamed for it. Raises UserCodeError."""
+    known = work.holding.infinite
+    name = diverged(of_models(tensors), known, lambda: work.base_state(plan.base)[0])
+    if name:
+        cure = "optimizer.lr"
+        if isinstance(trainer, LocalStepsTrainer):
+            cure = f"strategy.options.outer.lr, or {cure}"
+        text = (
+            f"the state after step {trainer.step} is not finite: {name!r} has left the range of "
+            f"{str(tensors[name].dtype).removeprefix('torch.')}; lower {cure}"
+        )
+        raise UserCodeError("FloatingPointError", text, activity="ending a segment")
 
 
 def _keep_replicas(work: ExecutionContext, plan: pb.TrainPlan, trainer: LocalStepsTrainer) -> str:

@@ -41,6 +41,7 @@ from stratagem.worker.engine import (
     build_sliced_trainer,
     build_trainer,
 )
+from stratagem.worker.engine.optim.finite_state import Masks
 from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
@@ -173,6 +174,8 @@ class SessionState:
     """The membership whose members have the slices of the state that is held."""
     kept_slices: KeptSlices | None = None
     """Of the division before, until all members are known to have divided the state anew."""
+    infinite: Masks = field(default_factory=dict)
+    """What was not finite in the state that it began from, as far as it was asked."""
     late: list[StepReport] = field(default_factory=list)
     """Of steps that were finished between two memberships, and are not in the tally yet."""
     is_offering: bool = False
@@ -214,7 +217,7 @@ class SessionState:
         """Forget the state too."""
         self.leave()
         self.trainer, self.inference = None, None
-        self.late, self.kept_slices = [], None
+        self.late, self.kept_slices, self.infinite = [], None, {}
         self.begin_sums(-1)
         self.shown_step, self.answer = -1, NO_ANSWER
 

@@ -11,7 +11,7 @@ catch every exception, because a failing effect must be reported and tried again
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -55,6 +55,8 @@ class RunSupervisor:
         """Tasks that are stopped but have not ended yet."""
         self._of_run: defaultdict[RunId, set[Effect]] = defaultdict(set)
         """The effects that have a task."""
+        self._failed: dict[Effect, FailedTries] = {}
+        """Those of effects that fail, until one goes well."""
         self._waiting: list[Request[Effect, Member]] = []
         self._yielded: set[Effect] = set()
         self.num_failures: Counter[str] = Counter()
@@ -77,6 +79,7 @@ class RunSupervisor:
         concerned = self._of_run if of is None else set(of)
         running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
+        left = {effect: self._failed[effect] for effect in ended if effect in self._failed}
         for effect in ended:
             self._stop(effect)
         known = {request.key for request in self._waiting}
@@ -87,7 +90,10 @@ class RunSupervisor:
         ]
         new = [e for e in effects if e not in self._tasks and e not in known]
         for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
-            self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
+            before = next((old for old in ended if _is_same_work(effect, old)), None)
+            if before in left:  # members that change do not mend what fails for another reason
+                self._failed[effect] = left[before]
+            self._enqueue(effect, succeeds=before is not None)
         self._start_granted()
 
     def yield_slots(self, effect: Effect) -> None:
@@ -134,6 +140,7 @@ class RunSupervisor:
 
     def _stop(self, effect: Effect) -> None:
         task = self._tasks.pop(effect)
+        self._failed.pop(effect, None)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         task.cancel()
@@ -151,11 +158,15 @@ class RunSupervisor:
             raise without_frames(end) from None
 
     async def _keep_trying(self, effect: Effect) -> NoReturn:
-        backoff, tries = Backoff(FIRST_RETRY_S, LAST_RETRY_S), FailedTries()
+        backoff, tries = (
+            Backoff(FIRST_RETRY_S, LAST_RETRY_S),
+            self._failed.get(effect, FailedTries()),
+        )
         while True:
             pause_s, were_too_many = backoff.next_s(), tries.are_too_many
             tries = await self._attempt(effect, tries, pause_s)
             stop_if_cancelled()
+            self._failed[effect] = tries
             if tries.are_too_many and not were_too_many:
                 continue  # it is given up at once
             if tries.num >= TROUBLE:
@@ -167,18 +178,18 @@ class RunSupervisor:
         """Perform the effect once, or give it up where it has failed too often; return the tries
         that have failed by now."""
         bound = log.bind(**ids_of(effect.run_id, effect), effect=type(effect).__name__)
-        now_s = time.time()
+        began_s = time.monotonic()
         try:
             await (self._give_up(effect, tries) if tries.are_too_many else self._perform(effect))
         except asyncio.CancelledError:  # gRPC raises it, too, where a channel closes under a call
             stop_if_cancelled()
             reason = "a call that it waited for was cancelled"
             bound.info("effect was cut off, trying again", pause_s=pause_s)
-            failed = tries.and_another(effect, [UnavailableError(reason)], reason, now_s)
+            failed = self._counted(effect, tries, [UnavailableError(reason)], reason, began_s)
         except Exception as error:  # the task supervisor
             stop_if_cancelled()  # what fails on the way out is not tried again
             reason, errors = told(error), [_ours(leaf) for leaf in leaves(error)]
-            failed = tries.and_another(effect, errors, reason, now_s)
+            failed = self._counted(effect, tries, errors, reason, began_s)
             if failed.is_defect:
                 bound.error("effect raised", reason=reason, pause_s=pause_s, exc_info=sole(error))
             else:
@@ -186,9 +197,20 @@ class RunSupervisor:
             del errors  # one has this frame
         else:
             return FailedTries()
-        self.num_failures[type(effect).__name__] += 1
         # A failure to give up is none of the effect's own.
         return tries if tries.are_too_many else replace(failed, next_s=time.time() + pause_s)
+
+    def _counted(
+        self,
+        effect: Effect,
+        tries: FailedTries,
+        errors: Sequence[BaseException],
+        reason: str,
+        began_s: float,
+    ) -> FailedTries:
+        self.num_failures[type(effect).__name__] += 1
+        lasted_s = time.monotonic() - began_s
+        return tries.and_another(effect, errors, reason, time.time(), lasted_s)
 
 
 def _ours(error: BaseException) -> BaseException:

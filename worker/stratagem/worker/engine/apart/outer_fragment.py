@@ -24,6 +24,7 @@ from stratagem.worker.exchange.buckets.gradient_norm import parts_of, total_norm
 from stratagem.worker.exchange.buckets.step_scalars import StepScalars, num_scalars
 from stratagem.worker.exchange.coded.gradient_compressor import compressor_of
 from stratagem.worker.exchange.reducer import GradientReducer
+from stratagem.worker.user_code.entrypoints import user_code
 
 OUTER: Final = "outer/"
 """What the names of the outer optimizer's tensors begin with."""
@@ -124,8 +125,10 @@ class OuterFragment:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Makes one step of the outer optimizer with the sums that have arrived."""
-        self._optimizer.step()
+        """Makes one step of the outer optimizer with the sums that have arrived. Raises
+        UserCodeError."""
+        with user_code("the outer step"):  # which refuses a rate that its numbers cannot hold
+            self._optimizer.step()
         self.sums = None
         for param in self._params:
             param.grad = None

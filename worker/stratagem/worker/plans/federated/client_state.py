@@ -12,12 +12,13 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.optimizer.optimizer_section import is_matched
 from stratagem.common.strategy import Federated
 from stratagem.common.strategy.ditto import Ditto
 from stratagem.v1 import worker_pb2 as pb
+from stratagem.worker.engine.optim.finite_state import diverged
 from stratagem.worker.engine.step.state_format import MODEL, given_model_state, model_state
 from stratagem.worker.engine.trainers.federated_client import (
     ClientRound,
@@ -167,8 +168,8 @@ def keep(
     is kept here.
 
     model: of the client's own, where it has one. base: the global state. kept: what the round has
-    begun with. Raises InvalidInputError where it cannot be
-    written.
+    begun with. Raises InvalidInputError where it cannot be written, UserCodeError where it is not
+    finite.
     """
     job = work.job
     if not _keeps(job):
@@ -177,6 +178,12 @@ def keep(
     if is_controlled(job):
         own, changed = control_moved(base, kept.own, done)
         done = replace(done, tensors={**done.tensors, **changed})
+    if name := diverged(own, {}, lambda: {**base, **kept.own}):
+        text = (
+            f"{name!r}, which client {plan.client} keeps to itself, has left the range of "
+            f"{str(own[name].dtype).removeprefix('torch.')}; lower optimizer.lr"
+        )
+        raise UserCodeError("FloatingPointError", text, activity=f"round {work.segment}")
     digest = ""
     if is_at_worker(job):
         of_round = work.key.run_id, plan.client, work.segment
