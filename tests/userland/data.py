@@ -127,6 +127,18 @@ def per_client(client_id: int, num_clients: int) -> dict[str, Any]:
     return {"train": (x[client_id::num_clients], y[client_id::num_clients])}
 
 
+def of_sizes(
+    sizes: list[int], client_id: int, num_clients: int, test: bool = False
+) -> dict[str, Any]:
+    """As many rows as stand there for each client; one below 0 has data that cannot be read."""
+    if sizes[client_id] < 0:
+        raise FileNotFoundError(f"client {client_id}")
+    return {
+        "train": rows_of(sizes[client_id], seed=client_id),
+        **({"test": rows_of(7, seed=100 + client_id)} if test else {}),
+    }
+
+
 def empty_for_client_1(client_id: int = 0, num_clients: int = 1) -> dict[str, Any]:
     x, y = classes(10)["train"]
     return {"train": (x[:0], y[:0]) if client_id == 1 else (x, y)}

@@ -641,17 +641,21 @@ def test_the_last_site_that_may_build_the_model_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "data", "may"),
+    ("options", "data", "raised", "may"),
     [
-        ({}, {"worker_local": "ward"}, True),
-        ({"on_client_error": "fail"}, {"worker_local": "ward"}, False),
-        ({}, {"entrypoint": "m:d"}, False),
+        ({}, {"worker_local": "ward"}, error("KeyError", "'label'"), True),
+        ({"on_client_error": "fail"}, {"worker_local": "ward"}, error("KeyError", "'x'"), False),
+        ({}, {"entrypoint": "m:d"}, None, False),
+        ({}, {"entrypoint": "m:d"}, error("KeyError", "'label'"), False),
+        ({}, {"entrypoint": "m:d"}, error("ModuleNotFoundError", "no module"), True),
+        ({}, {"path": "rows.safetensors"}, error("NotFoundError", "no file rows", ""), True),
+        ({}, {"entrypoint": "m:d"}, error("torch.OutOfMemoryError", "of a GPU"), True),
     ],
 )
-def test_only_rows_of_its_own_tell_one_builder_from_another(
-    options: dict[str, Any], data: dict[str, str], may: bool
+def test_rows_of_its_own_and_what_it_lacks_tell_one_builder_from_another(
+    options: dict[str, Any], data: dict[str, str], raised: ErrorRecord | None, may: bool
 ) -> None:
-    assert may_move(JobSpec.from_json(job_text(federation(options), data=data))) is may
+    assert may_move(JobSpec.from_json(job_text(federation(options), data=data)), raised) is may
 
 
 @pytest.mark.parametrize(

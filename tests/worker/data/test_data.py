@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.worker.data import data_sources as sources
 from stratagem.worker.data.client_partition import by_label, contiguous, dirichlet
 from stratagem.worker.data.data_sources import (
@@ -22,7 +22,8 @@ from stratagem.worker.data.data_sources import (
 )
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.data.order.sampler import BatchOrder, epoch_order
-from tests.jobs import job
+from tests.jobs import job, user_data
+from tests.userland.data import rows_of
 from tests.worker.engine.support import ALLOWED, CPU
 
 FEDERATED = {
@@ -221,3 +222,32 @@ def test_gathered_rows_own_aligned_storage() -> None:
     assert x.data_ptr() % 64 == 0
     assert (x.tolist(), y.dtype) == ([1, 2, 3, 4, 5], torch.int64)
     assert Gather(torch.float32, CPU)(Views(), torch.arange(5), "test")[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_rows"),
+    [([3, 0], 3), ([0, 3], 3), ([0, -1, 0, 5], 5), ([-1, 2], 2), ([0, 0], 0)],
+)
+@pytest.mark.parametrize("has_test", [False, True])
+def test_which_client_has_no_rows_does_not_decide_about_the_model(
+    sizes: list[int], num_rows: int, has_test: bool
+) -> None:
+    """The model is built with the rows of the first client that has any; what is evaluated is, as
+    ever, of client 0 of 1."""
+    data = user_data("of_sizes", sizes=sizes, test=has_test)
+    spec = job(data=data, strategy={**FEDERATED, "num_clients": len(sizes)})
+    splits = load_data(spec, ALLOWED, DataSources())
+    assert len(splits["train"]) == num_rows
+    if has_test and sizes[0] >= 0:
+        expected = rows_of(7, seed=100)[0]
+        assert torch.equal(splits["test"].take(torch.arange(7))[0], expected)
+
+
+def test_rows_that_no_client_can_load_and_those_to_evaluate_fail_the_build() -> None:
+    strategy = {**FEDERATED, "num_clients": 2}
+    for sizes, evaluation in (([-1, -1], None), ([-1, 3], {"split": "test"})):
+        spec = job(
+            data=user_data("of_sizes", sizes=sizes), strategy=strategy, evaluation=evaluation
+        )
+        with pytest.raises(UserCodeError, match="client 0"):
+            load_data(spec, ALLOWED, DataSources())

@@ -6,7 +6,8 @@ Must not know batches, models or the network.
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError, NotFoundError
+from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import DataSpec, JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.strategy import Federated
 from stratagem.worker.data.client_partition import client_rows
 from stratagem.worker.data.data_factory import DataFunction, made_data
 from stratagem.worker.data.datasets import Dataset, Readers, Subset, tensor_dataset
@@ -179,7 +181,13 @@ def _from_entrypoint(
     wanted = _client_arguments(factory, client)
     function = DataFunction(name, job.data.kwargs, job.data.collate)
     seed = job.seed if numerics >= SEEDED_FACTORIES else None
-    splits = made_data(function, entrypoints, wanted, seed)
+    shares = _shares_of_clients(job, factory) if client is None else ()
+    splits = _with_rows(
+        lambda given: made_data(function, entrypoints, given, seed),
+        wanted,
+        shares,
+        is_evaluated=job.evaluation is not None,
+    )
     splits = {
         split: stream_of(dataset, job) if isinstance(dataset, StreamedSplit) else dataset
         for split, dataset in splits.items()
@@ -189,6 +197,51 @@ def _from_entrypoint(
         return splits
     check_same_rows(job, splits, sources.known_rows, "as on the worker that has built the model")
     return _own_rows(job, splits, client)
+
+
+def _shares_of_clients(job: JobSpec, factory: Callable[..., Any]) -> Iterable[dict[str, int]]:
+    """Returns what the factory is given for each client of a federation, in order; nothing where it
+    does not ask for clients."""
+    if not isinstance(job.strategy, Federated) or not _client_arguments(factory, ClientShare(0, 1)):
+        return ()
+    count = job.strategy.num_clients
+    return (_client_arguments(factory, ClientShare(number, count)) for number in range(count))
+
+
+def _with_rows(
+    made: Callable[[Mapping[str, int]], dict[str, Dataset]],
+    given: Mapping[str, int],
+    others: Iterable[Mapping[str, int]],
+    *,
+    is_evaluated: bool,
+) -> dict[str, Dataset]:
+    """Returns what is made for the arguments `given`, with the training rows of the first of
+    `others` that has any, where these have none: what one client lacks is no fault of the run's.
+
+    is_evaluated: the other splits are needed as they are made for `given`, so an error is raised.
+    """
+    splits, failure = dict[str, Dataset](), None
+    try:
+        splits = made(given)
+    except (UserCodeError, InvalidInputError) as error:
+        if is_evaluated:
+            raise
+        failure = error
+    if _has_rows(splits):
+        return splits
+    for other in others:
+        with suppress(UserCodeError, InvalidInputError):
+            own = made(other)
+            if _has_rows(own):
+                return {**own, **splits, "train": own["train"]}
+    if failure is not None:
+        raise failure
+    return splits
+
+
+def _has_rows(splits: Mapping[str, Dataset]) -> bool:
+    train = splits.get("train")
+    return train is not None and (isinstance(train, StreamedSplit) or len(train) > 0)
 
 
 def rows_to_compare(
@@ -231,7 +284,7 @@ def _client_arguments(factory: Callable[..., Any], client: ClientShare | None) -
     """The client's number and their count, for a factory that wants them.
 
     Outside a client's round (building, evaluating) a factory keeps its own defaults; one without
-    defaults is asked for the data of client 0 of 1.
+    defaults is asked for the data of client 0 of 1, and see `_with_rows`.
     """
     parameters = inspect.signature(factory).parameters
     known = client or ClientShare(0, 1)

@@ -35,7 +35,7 @@ async def build(env: EffectContext, effect: Build) -> None:
     asked = {variant.name for variant in plan.variants}
     result = await attend(env, effect.member, request)
     match result.WhichOneof("outcome"):
-        case "error" if may_move(job):
+        case "error" if may_move(job, record_of(result.error)):
             error = record_of(result.error)
             if _is_awaited(env, effect, job, error):
                 raise UnavailableError(reason_of(error))

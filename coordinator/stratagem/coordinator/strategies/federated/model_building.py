@@ -2,30 +2,61 @@
 that can.
 
 A site whose data or code raises when the model is built would otherwise end the federation before
-its first round. All its workers are tried, and the run fails when none can.
+its first round. All its workers are tried, and the run fails when none can; so, too, where a worker
+lacks a file, a package or memory, whatever the data are.
 """
 
 from dataclasses import replace
+from typing import Final
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
 from stratagem.coordinator.core.crash_loops import why
 from stratagem.coordinator.core.effects import Base
-from stratagem.coordinator.core.facts import BuildFailed, Member, ModelBuilt, RunFailed
+from stratagem.coordinator.core.facts import (
+    BuildFailed,
+    ErrorRecord,
+    Member,
+    ModelBuilt,
+    RunFailed,
+)
+from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.metric_course import course_of, resumed_metrics
 from stratagem.coordinator.core.state import WorkerRecord, World
 from stratagem.coordinator.strategies.federated.client_crashes import BUILD
 from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
-from stratagem.coordinator.strategies.federated.update_rejections import FAIL, MAX_NAMED
+from stratagem.coordinator.strategies.federated.update_rejections import (
+    FAIL,
+    MAX_NAMED,
+    cause_of,
+)
 from stratagem.coordinator.strategies.scheduling.placement import is_site_of
 
+_OF_THE_PLACE: Final = frozenset(
+    {
+        *("NotFoundError", "FileNotFoundError", "PermissionError", "OSError"),
+        *("ImportError", "ModuleNotFoundError"),
+    }
+)
+"""Types of errors that say what is not there."""
+_UNWILLING: Final = (Cause.REFUSED_BY_SITE, Cause.OUTSIDE_WINDOW, Cause.BUDGET)
 
-def may_move(job: JobSpec) -> bool:
-    """Return True when a build that fails on one worker may succeed on another one."""
-    if not isinstance(job.strategy, Federated) or job.data.worker_local is None:
+
+def may_move(job: JobSpec, error: ErrorRecord | None = None) -> bool:
+    """Return True when a build that fails on one worker may succeed on another one. error: by which
+    it has failed, unless its process has ended."""
+    if not isinstance(job.strategy, Federated):
         return False
+    if job.data.worker_local is None:
+        return error is not None and _is_of_the_place(error)
     return job.strategy.options.on_client_error != FAIL
+
+
+def _is_of_the_place(error: ErrorRecord) -> bool:
+    """Return True for a file, a package, memory or a permission that only this worker may lack."""
+    name = error.type.rpartition(".")[2]
+    return name in _OF_THE_PLACE or cause_of(error) in (Cause.MEMORY, *_UNWILLING)
 
 
 def build_failed(
