@@ -1,5 +1,6 @@
 """Clients of a federation that fail, on real processes: each is left out alone, with the reason."""
 
+import re
 from collections.abc import Callable
 from math import isclose
 from pathlib import Path
@@ -228,3 +229,36 @@ def test_the_log_of_the_run_has_the_traceback_of_every_failure(
     said = [text for text in lines if text.startswith(f"client {CLIENT}, ")]
     assert len(said) == 2
     assert all("KeyError: 'label'" in text and "tests/userland/data.py" in text for text in said)
+
+
+def test_a_state_that_is_not_finite_ends_its_run_and_is_not_committed(client: Client) -> None:
+    """That of a server optimizer, and that of a last step, which no loss would show any more."""
+    optimizer = {"server_optimizer": {"name": "fedavgm", "learning_rate": 1e300}}
+    huge = {"optimizer": {"name": "sgd", "lr": 1e40}, "steps": 1, "checkpoint": {"every": "1 step"}}
+    for spec, said in (
+        (
+            federated(rounds=2, options=optimizer),
+            r"round 1: the server optimizer fedavgm leads 'model/.*' beyond the range of float32; "
+            r"lower strategy.options.server_optimizer.learning_rate \(1e\+300\)",
+        ),
+        (
+            job(**huge),
+            r"the state after step 1 is not finite: 'model/.*' has left the range of float32; "
+            r"lower optimizer.lr",
+        ),
+    ):
+        run = client.submit(spec)
+        with pytest.raises((RunFailedError, UserCodeError)):
+            run.result()
+        status = run.status()
+        assert re.match(said, status.reason), status.reason
+        assert [commit.segment for commit in status.commits] == [0]
+
+
+@pytest.mark.parametrize("sizes", [[3, 0], [0, 3], [-1, 3]])
+def test_a_client_without_rows_decides_nothing_wherever_it_stands(
+    client: Client, sizes: list[int]
+) -> None:
+    data = user_data("of_sizes", sizes=sizes)
+    outcome = train(client, federated(num_clients=2, rounds=2, data=data, options={"quorum": 1}))
+    assert [client_ for _, client_, _ in rejections(outcome)] == [sizes.index(min(sizes))] * 2
