@@ -234,7 +234,11 @@ def test_the_log_of_the_run_has_the_traceback_of_every_failure(
 def test_a_state_that_is_not_finite_ends_its_run_and_is_not_committed(client: Client) -> None:
     """That of a server optimizer, and that of a last step, which no loss would show any more."""
     optimizer = {"server_optimizer": {"name": "fedavgm", "learning_rate": 1e300}}
-    huge = {"optimizer": {"name": "sgd", "lr": 1e40}, "steps": 1, "checkpoint": {"every": "1 step"}}
+    huge: dict[str, Any] = {
+        "optimizer": {"name": "sgd", "lr": 1e40},
+        "steps": 1,
+        "checkpoint": {"every": "1 step"},
+    }
     for spec, said in (
         (
             federated(rounds=2, options=optimizer),

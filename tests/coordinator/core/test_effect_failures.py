@@ -125,7 +125,7 @@ def failed(effect: Effect, error: BaseException, times: int = 1) -> FailedTries:
 
 def test_every_effect_and_every_error_has_its_row() -> None:
     kinds = {type(effect) for effect in (*ALONE, *WITH_WORKERS)}
-    assert kinds == {*Effect.__args__}  # type: ignore[attr-defined]
+    assert kinds == {*Effect.__args__}
     raised = {kind for _, kind in inspect.getmembers(errors, inspect.isclass)}
     assert {kind for kind in raised if issubclass(kind, errors.StratagemError)} <= CLASSES.keys()
 
@@ -201,12 +201,12 @@ def test_reasons_name_the_place_the_effect_and_the_remedy() -> None:
     assert fact.reason == (
         f"round 3: AggregateRound has failed {MAX_TRIES} times in a row and is given up: x; that "
         "is a defect of Stratagem and not of the job, and the coordinator's log has its traceback; "
-        f"stratagem resume {RUN} goes on from the last commit"
+        f"once it is mended, stratagem resume {RUN} goes on"
     )
     damaged = failed(ALONE[-1], errors.IntegrityError("it is damaged"), MAX_TRIES)
     fact = ending(ALONE[-1], damaged, has_ended=False)
     assert isinstance(fact, PartyFailed)
-    assert "is given up: it is damaged; stratagem resume" in fact.reason
+    assert "is given up: it is damaged; once it is mended, stratagem resume" in fact.reason
 
 
 def test_a_round_that_diverges_ends_its_run_once() -> None:

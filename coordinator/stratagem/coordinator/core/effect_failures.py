@@ -201,7 +201,7 @@ def ending_reason(effect: Effect, tries: FailedTries) -> str:
             "; that is a defect of Stratagem and not of the job, and the coordinator's log has its "
             "traceback"
         )
-    return f"{said}; stratagem resume {effect.run_id} goes on from the last commit"
+    return f"{said}; once it is mended, stratagem resume {effect.run_id} goes on"
 
 
 def _where(effect: Effect) -> str:

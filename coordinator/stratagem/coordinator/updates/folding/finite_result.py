@@ -6,6 +6,7 @@ do so again: the error names who led there, the tensor, and the setting to lower
 """
 
 from bisect import bisect_right
+from dataclasses import asdict
 from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -92,7 +93,7 @@ def server_rule(strategy: Federated) -> Rule:
         return Rule(f"the server optimizer {name}", f"{path}.server_learning_rate ({rate:g})")
     chosen = options.server_optimizer
     setting = f"{path}.server_optimizer.learning_rate ({chosen.learning_rate:g})"
-    return Rule(f"the server optimizer {chosen.name}", setting)
+    return Rule(f"the server optimizer {asdict(chosen)['name']}", setting)
 
 
 def fold_rule(job: JobSpec, strategy: Federated) -> Rule:
@@ -103,7 +104,7 @@ def fold_rule(job: JobSpec, strategy: Federated) -> Rule:
     if job.privacy is not None and job.privacy.unit == "client":
         return Rule("the noised sum of the changes", "privacy.clip.norm, or the noise")
     if options.robust is not None:
-        return Rule(f"{path}.robust ({options.robust.name})", _RATE)
+        return Rule(f"{path}.robust ({asdict(options.robust)['name']})", _RATE)
     if options.normalize is not None:
         return Rule(f"the changes of the clients, by their steps ({path}.normalize),", _RATE)
     if options.q is not None:
