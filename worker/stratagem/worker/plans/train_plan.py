@@ -30,7 +30,6 @@ from stratagem.worker.engine import (
     StepReport,
     Trainer,
 )
-from stratagem.worker.engine.step.finite_state import diverged, of_models
 from stratagem.worker.exchange import ExchangeError
 from stratagem.worker.mesh.shm_segments import UnshareableError
 from stratagem.worker.party.join import give_up, join
@@ -39,6 +38,7 @@ from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.step_history import StepHistory
 from stratagem.worker.plans.step_listener import STOPPED, StepListener
 from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.finite_state import diverged, of_models
 from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.session_states import freeze

@@ -41,7 +41,6 @@ from stratagem.worker.engine import (
     build_sliced_trainer,
     build_trainer,
 )
-from stratagem.worker.engine.step.finite_state import Masks
 from stratagem.worker.engine.step.state_format import state_metadata
 from stratagem.worker.engine.step.step_answer import NO_ANSWER, StepAnswer
 from stratagem.worker.engine.trainers.optimizer_pieces import StateShare
@@ -59,6 +58,7 @@ from stratagem.worker.pipeline.activation_store import ActivationStore
 from stratagem.worker.secure_aggregation.secret_store import SecretStore
 from stratagem.worker.secure_aggregation.secure_rounds import SecureRounds
 from stratagem.worker.secure_aggregation.signing import WorkerSigner
+from stratagem.worker.session.finite_state import Masks
 from stratagem.worker.session.kept_replicas import KeptReplicas
 from stratagem.worker.session.kept_slices import KeptSlices
 from stratagem.worker.session.outbox import Outbox

@@ -18,7 +18,6 @@ from stratagem.common.job.optimizer.optimizer_section import is_matched
 from stratagem.common.strategy import Federated
 from stratagem.common.strategy.ditto import Ditto
 from stratagem.v1 import worker_pb2 as pb
-from stratagem.worker.engine.step.finite_state import diverged
 from stratagem.worker.engine.step.state_format import MODEL, given_model_state, model_state
 from stratagem.worker.engine.trainers.federated_client import (
     ClientRound,
@@ -34,6 +33,7 @@ from stratagem.worker.plans.federated.control_variates import (
     is_controlled,
 )
 from stratagem.worker.session.context import ExecutionContext
+from stratagem.worker.session.finite_state import diverged
 from stratagem.worker.session.session_states import freeze
 
 _FIELD: Final = "strategy.options.personal"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stratagem.worker.engine.step.finite_state import diverged, of_models
+from stratagem.worker.session.finite_state import diverged, of_models
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 INF, NAN = float("inf"), float("nan")
