@@ -154,6 +154,7 @@ CASES: Mapping[str, Case] = {
         sets("stratagem_coordinator_lease_age_seconds", 0.1, 30.0), 2
     ),
     "StratagemWorkerNotRegistered": in_time(sets("stratagem_worker_registered", 1.0, 0.0), 3),
+    "StratagemWorkerStalled": sets("stratagem_worker_torch_stall_seconds", 0.0, 660.0),
     "StratagemHeartbeatsLate": in_time(
         sets("stratagem_coordinator_heartbeat_age_max_seconds", 0.1, 8.0), 2
     ),

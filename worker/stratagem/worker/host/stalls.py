@@ -112,6 +112,7 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
         awaits = next((text for name in ours if (text := _awaited(name))), "{others}")
         if others or "{others}" not in awaits:
             return StallCause(awaits=awaits.format(others=_names(others)))
+        return StallCause(place=told[0].place)
     return StallCause(place=stack[0].place if stack else "")
 
 

@@ -6,6 +6,7 @@ not changed, and since when.
 """
 
 import threading
+from typing import Final
 
 
 class Activity:
@@ -17,11 +18,7 @@ class Activity:
         self.text = ""
         """In the words of errors, such as "training step 12"; empty outside of the user's code."""
         self.num_moves = 0
-
-    def move(self, text: str) -> None:
-        """Note that the thread does something else from now on."""
-        self.text = text
-        self.num_moves += 1
+        """Grows whenever the thread does something else."""
 
 
 class _PerThread(threading.local):
@@ -29,14 +26,6 @@ class _PerThread(threading.local):
         self.activity = Activity()
 
 
-_here = _PerThread()
-
-
-def here() -> Activity:
-    """Return the activity of the calling thread."""
-    return _here.activity
-
-
-def note_in(activity: Activity) -> None:
-    """Have the calling thread note what it does in this object, which others look at."""
-    _here.activity = activity
+per_thread: Final = _PerThread()
+"""Has the activity of the calling thread; one that is watched puts an object there that others
+look at."""

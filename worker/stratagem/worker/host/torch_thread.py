@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from stratagem.worker.host.thread_activity import Activity, note_in
+from stratagem.worker.host.thread_activity import Activity, per_thread
 
 Job = Callable[[], None]
 
@@ -65,10 +65,10 @@ class TorchThread:
     def _work(self) -> None:
         # The setting belongs to the calling thread, so it is made here and nowhere else.
         torch.set_num_threads(self._num_threads)
-        note_in(self.activity)
+        per_thread.activity = self.activity
         while (present := self._jobs.get()) is not None:
             self._present = present
-            self.activity.move("")
+            self.activity.num_moves += 1
             present[0]()
             # A finished job must not keep its session's tensors alive.
             self._present = present = None

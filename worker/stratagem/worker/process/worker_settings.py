@@ -277,8 +277,8 @@ class WorkerSettings(BaseSettings):
     abort_grace_s: float = Field(
         30.0,
         gt=0,
-        description="how long a plan that was ended, as the run was stopped, may stay at one "
-        "thing; then this process ends with a status at which supervisors start it again",
+        description="how long a plan that was ended, as its run was, may stay at one thing; "
+        "then this process ends with a status at which supervisors start it again",
     )
     preempt_signal: str = Field(
         "USR1",

@@ -31,7 +31,7 @@ from stratagem.common.base.errors import (
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.schema.frozen import thawed
 from stratagem.common.schema.json_text import suggest
-from stratagem.worker.host import thread_activity
+from stratagem.worker.host.thread_activity import per_thread
 from stratagem.worker.user_code import bundle_import
 from stratagem.worker.user_code.changed_modules import see_modules
 
@@ -208,12 +208,14 @@ class user_code:  # reads as a statement
         self._activity = activity
 
     def __enter__(self) -> None:
-        self._here = thread_activity.here()
-        self._outer = self._here.text
-        self._here.move(self._activity)
+        here = self._here = per_thread.activity
+        self._outer, here.text = here.text, self._activity
+        here.num_moves += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._here.move(self._outer)
+        here = self._here
+        here.text = self._outer
+        here.num_moves += 1
         if isinstance(error, StratagemError) or not isinstance(error, Exception | SystemExit):
             return
         raise user_error(error, self._activity) from error
