@@ -1,6 +1,7 @@
 """`stratagem check`: jobs without a fault, and each kind of fault."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
 from tests.jobs import NOT_TRAINED, document, job, user_data, user_model
+from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
 from tests.tools.planning.support import SITE, kind_job, replicas
@@ -228,6 +230,19 @@ def test_a_model_whose_parameters_cannot_come_and_go_is_found(model: str, text: 
     told, whole = (faults(job(**sections, strategy=divided(what))) for what in ("full", "none"))
     assert told.pop("strategy.options.partition_state").startswith(text)
     assert told == whole  # nothing but what is a fault in any case
+
+
+@pytest.mark.parametrize("kind", [*BUILT, *TRAINED[:1]], ids=str)
+def test_a_kind_of_tensor_that_is_refused_is_found_with_the_sentence_of_the_run(kind: Kind) -> None:
+    spec = job(kind.entrypoint, **kind.sections)
+    told = [each.found for each in found(spec) if each.level is Level.FAIL]
+    assert any(re.search(kind.refused, text) for text in told)
+
+
+def test_what_is_carried_out_in_another_way_is_a_warning() -> None:
+    findings = found(job(user_model("odd_models:Embedded")))
+    said = [each.found for each in findings if each.check == "settings"]
+    assert [text.partition(":")[0] for text in said] == ['module "words"', 'module "unused"']
 
 
 def test_data_without_rows_to_train_on_are_a_fault_that_is_said_as_the_run_says_it() -> None:

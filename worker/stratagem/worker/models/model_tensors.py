@@ -75,16 +75,17 @@ class ModelForm:
 
     model: nn.Module
     params: NamedParams
-    _state: Mapping[str, object] = field(init=False)
+    _layout: Mapping[str, object] = field(init=False)
     _extra: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._state = _shapes(self.model)
+        self._layout = _layout_of(_state_of(self.model))
         self.note_extra()
 
     def note_extra(self) -> None:
         """Remember what modules keep in `get_extra_state`, after a state was loaded."""
-        self._extra = _extra_of(self.model)
+        kept = _extra_of(_state_of(self.model))
+        self._extra = {name: value.clone() for name, value in kept.items()}
 
     def check(self) -> None:
         """Raise UserCodeError if training has changed the form of the model: its state would no
@@ -98,21 +99,22 @@ class ModelForm:
         for name, param in trained.items():
             now = live.get(name)
             if now is not param:
-                found = "is no longer there" if now is None else "was replaced by another tensor"
-                yield f'parameter "{name}" {found} in training; change its values in place'
+                how = "is no longer there" if now is None else "was replaced by another tensor"
+                yield f'parameter "{name}" {how} in training; change its values in place'
             elif not now.requires_grad:
                 yield f'parameter "{name}" was frozen in training; {_WHEN_FROZEN}'
         for name, param in live.items():
             if name not in trained and param.requires_grad:
                 yield f'parameter "{name}" was made trainable in training; {_WHEN_FROZEN}'
-        state = _shapes(self.model)
-        for name in sorted(state.keys() ^ self._state.keys()):
+        state = _state_of(self.model)
+        layout = _layout_of(state)
+        for name in sorted(layout.keys() ^ self._layout.keys()):
             text = "register all buffers and parameters when the model is made"
             yield f'"{name}" came into the state or left it in training; {text}'
-        for name in sorted(state.keys() & self._state.keys()):
-            if state[name] != self._state[name]:
+        for name, found in layout.items():
+            if found != self._layout.get(name):
                 yield f'"{name}" changed its shape or type in training; a state has one layout'
-        for name, value in _extra_of(self.model).items():
+        for name, value in _extra_of(state).items():
             before = self._extra.get(name)
             if before is None or not torch.equal(value, before):
                 text = "workers compute different shards; what changes must be a buffer"
@@ -207,23 +209,18 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def _shapes(model: nn.Module) -> dict[str, object]:
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
     # With its variables: values of parameters need not be here.
-    state = model.state_dict(keep_vars=True)
+    return dict(model.state_dict(keep_vars=True))
+
+
+def _layout_of(state: Mapping[str, Tensor]) -> dict[str, object]:
     return {name: (value.shape, value.dtype) for name, value in state.items()}
 
 
-def _extra_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the tensors that modules keep in `get_extra_state`."""
-    plain = nn.Module.get_extra_state
-    found: Mapping[str, object] = {}
-    if any(type(module).get_extra_state is not plain for module in model.modules()):
-        found = model.state_dict(keep_vars=True)
-    return {
-        name: value.clone()
-        for name, value in found.items()
-        if name.endswith(_EXTRA) and isinstance(value, Tensor)
-    }
+def _extra_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what modules keep in `get_extra_state`."""
+    return {name: value for name, value in state.items() if name.endswith(_EXTRA)}
 
 
 def _text(kind: torch.dtype | torch.layout) -> str:

@@ -18,6 +18,7 @@ from stratagem.common.model.stage_partition import Boundary, StagePlan
 from stratagem.worker.engine.numerics.activation_checkpointing import grouped
 from stratagem.worker.engine.numerics.mixed_precision import single
 from stratagem.worker.engine.step.autograd_errors import raise_with_names
+from stratagem.worker.models.model_tensors import refuse_sparse_gradients
 from stratagem.worker.models.run_program import Slots, add_uses, evaluate, run_calls
 from stratagem.worker.pipeline.stage_message import Message, put_together, take_apart
 from stratagem.worker.user_code.call_notes import noted
@@ -79,6 +80,7 @@ class StagePart:
         ]
         params = {id(p): p for node in nodes for p in modules[node].parameters()}
         self._params = [param for param in params.values() if param.requires_grad]
+        self._is_first = True  # no backward pass has made gradients of parameters
 
     def forward(
         self, given: Any, received: Mapping[int, Message]
@@ -129,6 +131,9 @@ class StagePart:
             torch.autograd.backward(tensors, gradients, **options)
         except RuntimeError as error:
             raise_with_names(error, tensors, self._named)
+        if self._is_first:  # to look at each is not for every pass
+            refuse_sparse_gradients(self._named)
+            self._is_first = all(param.grad is None for param in self._params)
 
     def _enter(self, boundary: Boundary, message: Message, slots: Slots) -> dict[Place, Tensor]:
         values = message.words["values"]
