@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stratagem.common.base.errors import InvalidInputError, Violation
-from stratagem.common.job import JobSpec
+from stratagem.client.sdk import job_check
+from stratagem.common.base.errors import InvalidInputError, UnavailableError, Violation
+from stratagem.common.diagnostics.findings import Level
+from stratagem.common.job import JobSpec, load_job
 from stratagem.common.job.job_files import parse_yaml
+from stratagem.coordinator.core.state_machine.strategy_boundary import objections_to
+from stratagem.coordinator.runtime.plugins import BUILT_IN
 from tests.common.job.documents import MINIMAL
 
 pytestmark = pytest.mark.core
@@ -93,6 +99,43 @@ def test_what_is_missing_comes_with_its_choices_and_a_line() -> None:
         "strategy.client_selection: missing; one of All, Random, ByCapability, for example "
         "client_selection: {method: All}",
     ]
+
+
+RIGHT_ALONE = {
+    **MINIMAL,
+    "optimizer": {"name": "sgd", "lr": 0.1, "momentun": 0.9},
+    "batch_size": 4,
+    "strategy": {
+        "type": "DataParallel",
+        "num_replicas": 6,
+        "aggregation": {"method": "Decentralized", "topology": "hypercube"},
+    },
+}
+"""A job whose sections go together, and that its strategy cannot train."""
+
+
+@pytest.mark.parametrize("beside", [{}, {"retention": 0}], ids=["valid", "invalid"])
+def test_check_the_file_and_the_coordinator_say_the_same(
+    beside: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_torch(*_args: Any, **_kwargs: Any) -> Any:
+        raise UnavailableError("no torch here")
+
+    monkeypatch.setattr(job_check, "ask", no_torch)
+    path, answers = tmp_path / "job.json", []
+    path.write_text(json.dumps({**RIGHT_ALONE, **beside}))
+    for read in (load_job, lambda file: JobSpec.from_json(file.read_text())):
+        try:
+            answers.append(objections_to(read(path), BUILT_IN))
+        except InvalidInputError as error:
+            answers.append(list(error.violations))
+    findings = job_check.check_job(path)
+    faults = [each for each in findings if each.level is Level.FAIL]
+    answers.append([Violation(each.about, each.found) for each in faults])
+    fields = ["optimizer.momentun", "strategy.aggregation.topology", "strategy.num_replicas"]
+    for answer in answers:
+        assert {each.field for each in answer} == {*fields, *beside}
+        assert sorted(map(str, answer)) == sorted(map(str, answers[0]))
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ class Section(BaseModel):
         def __init__(self, **data: Any) -> None:
             try:
                 super().__init__(**data)
-            except ValidationError as error:
-                raise _said(error, type(self)) from None
+            except ValidationError as error:  # also where a mapping is read: pydantic comes here
+                raise to_invalid_input(error, type(self)) from None
 
     @classmethod
     def parse(cls, value: object) -> Self:

@@ -24,7 +24,6 @@ from stratagem.common.strategy import (
     ModelParallel,
     PopulationBased,
     Random,
-    Strategy,
     describe,
 )
 from stratagem.common.strategy.choices import KNOWN_TOPOLOGIES
@@ -43,7 +42,7 @@ class SubmittedJob(Protocol):
     @property
     def evaluation(self) -> Any: ...
     @property
-    def strategy(self) -> Strategy: ...
+    def strategy(self) -> Any: ...
     @property
     def batch_size(self) -> int: ...
     @property
@@ -73,24 +72,30 @@ def _keywords(job: SubmittedJob) -> Iterator[Violation]:
 
 def check_replicas(job: SubmittedJob) -> Iterator[Violation]:
     """Yield why replicas cannot be trained: more than rows, a topology that does not fit."""
+    if isinstance(job.strategy, DataParallel):
+        yield from found_by((_share, _replica, _topology), job)
+
+
+def _share(job: SubmittedJob) -> Iterator[Violation]:
+    num_replicas = job.strategy.num_replicas
+    if job.batch_size is not None and num_replicas > job.batch_size:
+        text = f"{num_replicas} replicas cannot share batches of {job.batch_size} rows"
+        yield Violation("strategy.num_replicas", f"{text}; must be <= batch_size")
+
+
+def _topology(job: SubmittedJob) -> Iterator[Violation]:
     strategy = job.strategy
-    if not isinstance(strategy, DataParallel):
-        return
-    yield from _replica(job, strategy)
     if isinstance(strategy.aggregation, Decentralized):
         try:
             graph_of(strategy.aggregation.topology, strategy.num_replicas, job.seed)
         except ValueError as error:
             text = f"{error}; known topologies: {KNOWN_TOPOLOGIES}"
             yield Violation("strategy.aggregation.topology", text)
-    if job.batch_size is not None and strategy.num_replicas > job.batch_size:
-        text = f"{strategy.num_replicas} replicas cannot share batches of {job.batch_size} rows"
-        yield Violation("strategy.num_replicas", f"{text}; must be <= batch_size")
 
 
-def _replica(job: SubmittedJob, strategy: DataParallel) -> Iterator[Violation]:
+def _replica(job: SubmittedJob) -> Iterator[Violation]:
     """A replica is one worker, or a pipeline whose gradients are summed stage by stage."""
-    inner = strategy.options.inner
+    strategy, inner = job.strategy, job.strategy.options.inner
     if isinstance(inner, Local | DataParallel | None):
         return  # groups of replicas are replicas, or why not has been said
     if not isinstance(inner, ModelParallel):
