@@ -109,7 +109,7 @@ def workers(
     proof: Proof = PLAINTEXT,
     form: FormatOption = Format.TEXT,
 ) -> None:
-    """List the registered workers, and those that asked to be and were refused, with the reason."""
+    """List the workers: registered, and refused with the reason."""
     with connected(coordinator, proof) as client:
         listed, refused = client.workers(), client.refused_workers()
         if form is Format.JSON:
