@@ -86,7 +86,7 @@ async def test_a_restored_coordinator_holds_nothing_for_backups_of_the_one_befor
     restore(restore_settings(folder, tmp_path / "b"))
     async with served(tmp_path / "b") as (app, address), AsyncClient(address) as client:
         assert app.loop.state.holds, "of the first and the second backup"
-        assert not await app.backups.held()
+        assert not any(await app.backups.held())
         run = await client.get("gone")
         await run.cancel()
         await run.delete()
