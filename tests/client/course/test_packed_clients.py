@@ -103,7 +103,7 @@ def _agree(packed: RoundsFolding, whole: RoundsFolding) -> None:
         assert [one.count(each) for each in ClientState] == [
             other.count(each) for each in ClientState
         ]
-    assert repr(packed.sums.times) == repr(whole.sums.times)
+    assert repr(packed.times) == repr(whole.times)
     assert repr(of_sums(packed.sums, packed.number, {})) == repr(
         of_sums(whole.sums, whole.number, {})
     )

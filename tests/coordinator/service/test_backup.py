@@ -13,7 +13,7 @@ from stratagem.common.base.errors import IntegrityError, InvalidInputError, Wron
 from stratagem.common.base.ids import Digest
 from stratagem.coordinator.app import backups
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.core.state_machine.pending_effects import live_blobs
+from stratagem.coordinator.core.state_machine.pending_effects import needed
 from stratagem.coordinator.process.restore import RestoreSettings, restore
 from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD
 from tests.coordinator.core.jobs import LOCAL, job_text
@@ -36,7 +36,7 @@ def restore_settings(folder: Path, data_dir: Path) -> RestoreSettings:
 
 async def collect(app: App) -> None:
     """Collect blobs, as if all had been written long ago."""
-    app.blobs.collect(live_blobs(app.loop.state) | await app.backups.held(), grace_s=-1.0)
+    app.blobs.collect(needed(app.loop.state, await app.backups.held()), grace_s=-1.0)
 
 
 async def test_what_a_backup_copies_stays_and_comes_back(
@@ -82,11 +82,11 @@ async def test_a_restored_coordinator_holds_nothing_for_backups_of_the_one_befor
     async with served(tmp_path / "a") as (app, address), AsyncClient(address) as client:
         gone = await submitted(client, "gone", 1.0)
         assert [(await client.back_up(folder)).num_copied for _ in range(3)] == [1, 0, 0]
-        assert gone in await app.backups.held()
+        assert gone in needed(app.loop.state, await app.backups.held())
     restore(restore_settings(folder, tmp_path / "b"))
     async with served(tmp_path / "b") as (app, address), AsyncClient(address) as client:
         assert app.loop.state.holds, "of the first and the second backup"
-        assert await app.backups.held() == set()
+        assert not any(await app.backups.held())
         run = await client.get("gone")
         await run.cancel()
         await run.delete()

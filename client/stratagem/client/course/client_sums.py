@@ -1,7 +1,6 @@
 """What is known of the clients of a federation over many rounds, added up round by round."""
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -72,13 +71,10 @@ class ClientSums:
 
     def __init__(self) -> None:
         self._of: dict[int, _Sum] = {}
-        self.times = array("d")
-        """Seconds of all updates, those of earlier rounds where they count, too."""
 
     def copy(self) -> "ClientSums":
         """Return sums to which more can be added, while these stay as they are."""
         made = ClientSums()
-        made.times = self.times[:]
         made._of = {
             number: replace(of, states=Counter(of.states), causes=Counter(of.causes))
             for number, of in self._of.items()
@@ -88,8 +84,6 @@ class ClientSums:
     def add(self, clients: Iterable[ClientInRound]) -> None:
         """Take in the clients of the next round."""
         for each in clients:
-            if each.num_samples:
-                self.times.append(each.seconds)
             if not each.staleness:  # which was seen in its own round
                 self._of.setdefault(each.client, _Sum()).add(each)
 

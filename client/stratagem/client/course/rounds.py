@@ -1,8 +1,10 @@
 """The rounds of a federated run: who was asked, who answered, who came late, and with what loss."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Final
 
 from stratagem.client.course.client_in_round import ClientInRound, ClientState, mean_loss
@@ -102,7 +104,8 @@ class RoundsFolding:
         """Places of rounds whose clients have changed since."""
         self._num_packed, self._names = 0, Names()
         """The first rounds, whose clients are packed, and kept nowhere else."""
-        self._sums, self._are_sums_due = ClientSums(), False
+        self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
+        """Of the packed rounds."""
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -116,14 +119,30 @@ class RoundsFolding:
     def sums(self) -> ClientSums:
         """Return what is known of the clients over all rounds so far, without unpacking old ones
         again."""
-        if self._are_sums_due:
-            self._sums, self._are_sums_due = ClientSums(), False
-            for each in self._found[: self._num_packed]:
-                self._sums.add(each.clients)
+        self._sum_up()
         found = self._sums.copy()
         for each in self.rounds[self._num_packed :]:
             found.add(each.clients)
         return found
+
+    @property
+    def times(self) -> Sequence[float]:
+        """Return the seconds of all updates, those of earlier rounds where they count, too."""
+        self._sum_up()
+        newest = (_times(each.clients) for each in self.rounds[self._num_packed :])
+        return self._times + array("d", chain.from_iterable(newest))
+
+    def _sum_up(self) -> None:
+        """Add up the packed rounds again, where something of them has changed."""
+        if self._are_sums_due:
+            self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
+            for each in self._found[: self._num_packed]:
+                self._take_in(each.clients)
+
+    def _take_in(self, clients: Iterable[ClientInRound]) -> None:
+        known = tuple(clients)
+        self._sums.add(known)
+        self._times.extend(_times(known))
 
     @property
     def number(self) -> int:
@@ -147,7 +166,7 @@ class RoundsFolding:
         """Pack the clients of rounds that are long past."""
         while self._num_packed < len(self._found) - KEPT_WHOLE:
             at = self._num_packed
-            self._sums.add(in_order((*self._own[at].values(), *self._stale[at])))
+            self._take_in(in_order((*self._own[at].values(), *self._stale[at])))
             self._num_packed += 1
             self._put(at, self._own[at], self._stale[at])
 
@@ -323,6 +342,10 @@ class RoundsFolding:
         """Return where the round of a number is, if it is known: rounds follow each other."""
         at = number - self._found[0].number if self._found else -1
         return at if 0 <= at < len(self._found) and self._found[at].number == number else None
+
+
+def _times(clients: Iterable[ClientInRound]) -> Iterator[float]:
+    return (each.seconds for each in clients if each.num_samples)
 
 
 _KINDS: Final = frozenset((

@@ -65,10 +65,6 @@ def num_replicas_apart(strategy: Mapping[str, Any]) -> int:
     return int(strategy.get("num_replicas") or 0) if is_theirs else 0
 
 
-Point = tuple[int, float, float]
-"""Segment, step, value."""
-
-
 class LinesFolding:
     """The metrics of a party's segments and rounds while the events of its run are read; a round's
     step is its number.
@@ -79,7 +75,7 @@ class LinesFolding:
 
     def __init__(self, party: str = "") -> None:
         self._party = party
-        self._found: dict[str, dict[int, Point]] = {}
+        self._found: dict[str, dict[int, float]] = {}
         """By metric, then by segment."""
         self._steps: dict[int, int] = {}
         """Of each segment."""
@@ -87,7 +83,7 @@ class LinesFolding:
     @property
     def lines(self) -> dict[str, Line]:
         """Return the lines so far, by name; a spread over clients is the band of its metric."""
-        lines = {name: _line(name, points) for name, points in self._found.items()}
+        lines = {name: _line(name, points, self._steps) for name, points in self._found.items()}
         return {
             name: _with_band(line, lines) for name, line in lines.items() if of_metric(name) == name
         }
@@ -97,7 +93,7 @@ class LinesFolding:
         last = undone_from(event)
         if last is not None:
             for name, points in self._found.items():
-                self._found[name] = {n: point for n, point in points.items() if n <= last}
+                self._found[name] = {n: value for n, value in points.items() if n <= last}
         if party_of(event) != self._party:
             return
         fact = event.payload
@@ -107,8 +103,9 @@ class LinesFolding:
                 self._add(fact["segment"], fact["step"], fact)
             case "Evaluated":
                 segment = fact["segment"]
-                self._add(segment, self._steps.get(segment, segment), fact)
+                self._add(segment, self._steps.setdefault(segment, segment), fact)
             case "GenerationClosed":
+                self._steps[fact["generation"]] = fact["step"]
                 self._add(fact["generation"], fact["step"], fact)
 
     def _add(self, segment: int, step: int, fact: Mapping[str, object]) -> None:
@@ -117,7 +114,7 @@ class LinesFolding:
             values[_TRAIN] = number(fact["loss"])
         for name, value in values.items():
             if not name.startswith(_COUNTED):
-                self._found.setdefault(name, {})[segment] = (segment, step, value)
+                self._found.setdefault(name, {})[segment] = value
 
 
 def num_nodes(job: Mapping[str, Any]) -> int:
@@ -179,10 +176,12 @@ def recorded_line(name: str, series: SeriesLike) -> Line:
     return Line(name, step, last, low, high, provisional_from=until)
 
 
-def _line(name: str, points: Mapping[int, Point]) -> Line:
-    in_order = sorted(points.values(), key=lambda point: point[1])
+def _line(name: str, points: Mapping[int, float], steps_of: Mapping[int, int]) -> Line:
+    """Return the line of values by segment; steps_of: the last step of each segment."""
+    told = ((steps_of[segment], value) for segment, value in points.items())
+    in_order = sorted(told, key=lambda point: point[0])
     dots = not name.startswith("train.")
-    steps, values = [p[1] for p in in_order], [p[2] for p in in_order]
+    steps, values = [step for step, _ in in_order], [value for _, value in in_order]
     if len(in_order) <= MAX_POINTS:
         return Line(name, steps, values, dots=dots)
     rows = _few(np.array(steps), np.array(values))

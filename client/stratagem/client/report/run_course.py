@@ -73,7 +73,7 @@ class PartyCourse:
     @property
     def client_times(self) -> Sequence[float]:
         """Return the seconds that updates of the clients of a federation have taken."""
-        return self._rounds.sums.times
+        return self._rounds.times
 
     def fold(self, event: EventLike) -> None:
         """Take the next event of the run."""

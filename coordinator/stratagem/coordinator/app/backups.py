@@ -56,15 +56,15 @@ class Backups:
         self.is_fixing = False
         """True while no blob may be collected."""
 
-    async def held(self) -> frozenset[Digest]:
-        """Return the blobs that are kept for backups of this coordinator now."""
+    async def held(self) -> Sequence[frozenset[Digest]]:
+        """Return the blobs that are kept for backups of this coordinator now, by backup."""
         now_s = self._loop.clock.now()
         present = [each for each, until_s in self._loop.state.holds.items() if until_s > now_s]
         for listed in present:
             if listed not in self._held:
                 self._held[listed] = await asyncio.to_thread(_read, self._blobs, listed)
         self._held = {listed: self._held[listed] for listed in present}
-        return frozenset().union(*self._held.values())
+        return tuple(self._held.values())
 
     @asynccontextmanager
     async def taken(self, by: str) -> AsyncIterator[Taken]:

@@ -101,7 +101,7 @@ class Collector:
         if self.backups.is_fixing:  # it asks for a collection at its end
             return
         # Together: what is named from now on is not in `live`, and must not be settled yet.
-        live, named, self._named = needed(self._loop.state, *held), self._named, []
+        live, named, self._named = needed(self._loop.state, held), self._named, []
 
         def collect() -> None:
             for digest in named:

@@ -12,7 +12,6 @@ from zlib import crc32
 
 K = TypeVar("K", bound=str)
 V = TypeVar("V")
-D = TypeVar("D")
 
 _BITS: Final = 5
 _MASK: Final = 2**_BITS - 1

@@ -151,7 +151,7 @@ class Loop:
         May take minutes, in which other tasks run on the event loop, and the lead is renewed.
         """
         resting, others = await self.recorded.runs()
-        self.state = put_to_rest(self.state, resting)
+        self.state = await asyncio.to_thread(put_to_rest, self.state, resting)
         num_facts = num_since = 0
         read: dict[RunId, float] = {}
         async for page in self.recorded.pages(others):

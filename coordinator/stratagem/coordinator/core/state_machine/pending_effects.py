@@ -1,6 +1,6 @@
 """The effects that are due and the blobs that are still needed, both derived from the state."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -41,19 +41,22 @@ class Needed(Container[Digest]):
 
     active: frozenset[Digest]
     ended: EndedRuns
+    held: Sequence[Container[Digest]] = ()
+    """Others, in lists that may be as long."""
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self.active or digest in self.ended.blobs
+        is_named = digest in self.active or digest in self.ended.blobs
+        return is_named or any(digest in each for each in self.held)
 
     def all(self) -> frozenset[Digest]:
-        """Return all of them, which takes long where runs are many."""
+        """Return all that runs need, which takes long where those are many."""
         return frozenset(chain(self.active, self.ended.blobs))
 
 
-def needed(state: CoordinatorState, *more: Digest) -> Needed:
-    """Return the blobs that must be kept, and more of them."""
+def needed(state: CoordinatorState, held: Sequence[Container[Digest]] = ()) -> Needed:
+    """Return the blobs that must be kept; held: others, for backups."""
     active = (blobs_of(run) for run in state.runs.values())
-    return Needed(frozenset(chain(state.holds, more, *active)), state.ended)
+    return Needed(frozenset(chain(state.holds, *active)), state.ended, held)
 
 
 def blobs_of(run: RunRecord) -> frozenset[Digest]:
