@@ -277,7 +277,7 @@ def test_a_wish_to_stop_and_the_rates_of_all_groups_reach_all() -> None:
         (
             "Residual",
             ["first", "last"],
-            r"Residual cannot be cut: its forward computes add .*modules.py, line \d+: .* in a row",
+            r"Residual cannot be cut: its forward computes add .*models.py, line \d+: .* in a row",
         ),
         ("shared_block", ["0", "123"], "'2' .Linear. is the same object in the nodes '0' and '2'"),
         ("deep", ["012", "3456"], "'7': claimed by no partition"),

@@ -123,7 +123,7 @@ def _refusal(model: nn.Module, does: str, line: _Line | None, remedy: str) -> In
     code = getattr(type(model).forward, "__code__", None)
     if line is None and code is not None:
         line = code.co_filename, code.co_firstlineno
-    where = f", {_text_of(line)}" if line is not None else ""
+    where = f", at {_text_of(line)}" if line is not None else ""
     text = f"{type(model).__name__} cannot be cut: its forward {does}{where}; {remedy}; {RULE}"
     return InvalidInputError.at("model", text)
 
