@@ -5,7 +5,7 @@ import re
 from docs.execute_tutorials import VARIES
 from tests.repository import ROOT
 
-BLOCK = re.compile(r"^```text\n(digits-allreduce-.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```text\n(starting a coordinator.*?)^```$", re.DOTALL | re.MULTILINE)
 LEFT_OUT = "..."
 
 
