@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stratagem.client.course import rounds as course
 from stratagem.client.course.client_in_round import ClientInRound, ClientState
 from stratagem.client.course.clients import of_sums
-from stratagem.client.course.packed_clients import Names, PackedClients, in_order
+from stratagem.client.course.packed_clients import PackedClients, SharedWords, in_order
 from stratagem.client.course.rounds import RoundsFolding
 from stratagem.client.sdk.views import Event, Phase
 
@@ -42,7 +42,7 @@ def _same(client: ClientInRound) -> str:
 def test_packed_clients_come_back_as_they_were(clients: list[ClientInRound], num_own: int) -> None:
     own = {each.client: each for each in clients[:num_own]}
     stale = tuple(clients[num_own:])
-    packed = PackedClients(own, stale, Names())
+    packed = PackedClients(own, stale, SharedWords())
     assert list(map(_same, packed)) == list(map(_same, in_order(clients)))
     again, later = packed.unpacked()
     assert list(map(_same, again.values())) == list(map(_same, own.values()))
@@ -118,6 +118,6 @@ def test_a_packed_client_takes_a_tenth_of_the_memory() -> None:
         ClientInRound(each, ClientState.DONE, f"worker-{each}", 1.1 / (each + 1), 500, 3.3 * each)
         for each in range(100)
     ]
-    packed = PackedClients({each.client: each for each in clients}, (), Names())
+    packed = PackedClients({each.client: each for each in clients}, (), SharedWords())
     of_whole = sum(map(sys.getsizeof, clients)) + 4 * 24 * len(clients)
     assert 10 * sys.getsizeof(packed._packed) < 1.2 * of_whole

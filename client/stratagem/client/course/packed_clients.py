@@ -34,7 +34,7 @@ _LEVEL: Final = 1
 """Of zlib: others take longer, and save a twentieth."""
 
 
-class Names:
+class SharedWords:
     """Numbers of words that very many clients share: workers and causes."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class PackedClients(Sequence[ClientInRound]):
     __slots__ = ("_counts", "_names", "_num", "_num_own", "_packed", "num_selected")
 
     def __init__(
-        self, own: Mapping[int, ClientInRound], stale: Sequence[ClientInRound], names: Names
+        self, own: Mapping[int, ClientInRound], stale: Sequence[ClientInRound], names: SharedWords
     ) -> None:
         """own: that were selected for the round; stale: of earlier ones, that count in it."""
         clients = (*own.values(), *stale)

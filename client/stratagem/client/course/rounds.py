@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from stratagem.client.course.client_in_round import ClientInRound, ClientState, mean_loss
 from stratagem.client.course.client_sums import ClientSums
-from stratagem.client.course.packed_clients import Names, PackedClients, in_order
+from stratagem.client.course.packed_clients import PackedClients, SharedWords, in_order
 from stratagem.client.course.payloads import number, numbers, party_of, undone_from
 from stratagem.client.course.shapes import EventLike
 
@@ -102,7 +102,7 @@ class RoundsFolding:
         """Of each round, the clients of earlier ones that count in it."""
         self._changed: set[int] = set()
         """Places of rounds whose clients have changed since."""
-        self._num_packed, self._names = 0, Names()
+        self._num_packed, self._names = 0, SharedWords()
         """The first rounds, whose clients are packed, and kept nowhere else."""
         self._sums, self._times, self._are_sums_due = ClientSums(), array("d"), False
         """Of the packed rounds."""

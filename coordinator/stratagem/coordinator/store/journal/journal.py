@@ -11,6 +11,7 @@ Knows nothing of what an event means.
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -220,11 +221,9 @@ class Journal:
         """
         if not records and not summaries and not histories:
             return []
-        positions = self._database.persist(
+        return self._persist(
             lambda again: self._append(term, records, summaries, histories, returns or {}, again)
         )
-        failpoint("coordinator.journal.after_commit")
-        return positions
 
     def _append(
         self,
@@ -237,7 +236,7 @@ class Journal:
     ) -> list[int]:
         rows = [{"term": term, **asdict(record)} for record in records]
         try:
-            with leading(self._database, term) as connection:
+            with self._writing(term) as connection:
                 if is_repeat and (committed := _committed(connection, term, records)):
                     return committed
                 written = connection.execute(_PLACED, rows) if rows else ()
@@ -246,7 +245,6 @@ class Journal:
                 for run_id, segment in returns.items():
                     step_histories.cut(connection, run_id, segment)
                 step_histories.put(connection, histories)
-                failpoint("coordinator.journal.before_commit")
                 return positions
         except ConstraintError as error:
             raise self._conflict(records) from error
@@ -258,13 +256,12 @@ class Journal:
         Places in the order of all events, and times, stay those of the events that are replaced.
         Raises FencedError when `term` does not lead.
         """
-        self._database.persist(lambda _: self._sum_up(term, records))
-        failpoint("coordinator.journal.after_commit")
+        self._persist(lambda _: self._sum_up(term, records))
 
     def _sum_up(self, term: int, records: Sequence[Record]) -> None:
         first, last = records[0], records[-1]
         of_run = event.c.run_id == first.run_id
-        with leading(self._database, term) as connection:
+        with self._writing(term) as connection:
             places = select(func.count()).where(of_run, event.c.seq.between(first.seq, last.seq))
             if connection.execute(places).scalar() != len(records):
                 raise ConflictError(f"not all events {first.seq} to {last.seq} are there")
@@ -275,7 +272,19 @@ class Journal:
                 connection.execute(
                     _REPLACED, {**place, **row, "new_schema_version": each.schema_version}
                 )
+
+    @contextmanager
+    def _writing(self, term: int) -> Iterator[Connection]:
+        """Open a transaction that writes events."""
+        with leading(self._database, term) as connection:
+            yield connection
             failpoint("coordinator.journal.before_commit")
+
+    def _persist(self, act: Callable[[bool], T]) -> T:
+        """Do such a transaction; see Database.persist."""
+        done = self._database.persist(act)
+        failpoint("coordinator.journal.after_commit")
+        return done
 
     def briefs(self, version: str) -> dict[RunId, str | None]:
         """Return every run that has events, in the order of their first ones, with the brief of its
