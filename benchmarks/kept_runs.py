@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from stratagem.coordinator.core.commands import (  # noqa: E402
     SubmitRun,
 )
 from stratagem.coordinator.core.facts import (  # noqa: E402
+    Fact,
     RunCancelled,
     RunReleased,
     RunSubmitted,
@@ -64,12 +64,13 @@ def fill(place: Path, num_runs: int) -> None:
     """Write a journal of runs at rest: what each of them needs is its own, but for the data."""
     simulation, run_id = Simulation(), RunId("template")
     data = digest_of(2**100)
-    facts = (
-        RunSubmitted(job_json=job_text(LOCAL, data={"inline": data}), wall_s=1.0),
+    submitted = RunSubmitted(job_json=job_text(LOCAL, data={"inline": data}), wall_s=1.0)
+    facts: tuple[Fact, ...] = (
+        submitted,
         RunCancelled(reason="nobody wants it"),
         RunReleased(),
     )
-    simulation.tell(SubmitRun(run_id, facts[0].job_json, 1.0, owner="alice"))
+    simulation.tell(SubmitRun(run_id, submitted.job_json, 1.0, owner="alice"))
     simulation.tell(CancelRun(run_id))
     simulation.tell(Report(run_id, RunReleased()))
     found = at_rest(simulation.agenda.world, simulation.state.runs[run_id], 1.0)
@@ -114,8 +115,7 @@ async def tasks(app: App) -> None:
         assert RunId("new") in app.loop.state.ended
 
     async def watch() -> None:
-        async with aclosing(runs.watch()) as stream:
-            await anext(stream)
+        await anext(runs.watch())
 
     async def last_page() -> None:
         token = ""
