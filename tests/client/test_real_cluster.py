@@ -65,8 +65,9 @@ def test_an_exception_in_the_users_model_is_shown_with_its_worker(tmp_path: Path
     lines = done.stderr.splitlines()
     assert "Traceback (most recent call last):" in lines
     assert f'  File "{tmp_path}/mymodel.py", line 10, in hook' in lines
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         "KeyError: 'third batch'",
+        "model Linear was called with float32[8, 3]",
         "error: KeyError in your code on worker-0, training step 3",
     ]
     report = (tmp_path / "report.html").read_text()

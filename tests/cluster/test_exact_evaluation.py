@@ -77,7 +77,8 @@ def test_a_file_of_weights_is_evaluated_in_other_precision(
         initial={"file": str(path)}, execution={"parallelism": "Automatic", "precision": "Full"}
     )
     run = client.submit(spec)
-    assert run.note == "DataParallel over 4 workers: nothing is exchanged in an evaluation"
+    note = "DataParallel over 4 workers: nothing is exchanged in an evaluation"
+    assert run.note == f"strategy: {note}"
     assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED, trained.state)
 
 

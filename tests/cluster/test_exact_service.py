@@ -57,7 +57,7 @@ def test_what_two_workers_record_is_one_trace_and_changes_no_bit(
     spec = job(execution=execution, checkpoint={"every": "5 steps"})
     run = client.submit(spec)
     assert_same_bits(outcome_of(run).state, sharded_loop(spec, ALLOWED, 2).state)
-    assert run.note == "DataParallel over 2 workers, as asked for"
+    assert run.note == "strategy: DataParallel over 2 workers, as asked for"
     assert any(line.text == run.note for line in run.logs())
 
     trace = json.loads(run.download_profile(tmp_path / "trace.json").read_text())
@@ -94,13 +94,14 @@ def test_a_run_that_recorded_nothing_says_so(client: Client, tmp_path: Path) -> 
 def test_exception_in_the_model_reaches_the_caller(client: Client, method: str) -> None:
     model = user_model("acting_models:Failing", at_call=3)
     error = failure_of(client, job(model, strategy=data_parallel(2, method)))
-    assert (error.type, error.message) == ("KeyError", "'no such layer'")
+    called = "model Failing was called with float32[8, 12]"
+    assert (error.type, error.message) == ("KeyError", f"'no such layer'; {called}")
     assert error.activity == "training step 3"
     assert error.worker_id.startswith("worker-")
     lines = error.traceback.strip().splitlines()
     assert "tests/userland/acting_models.py" in error.traceback
     assert 'raise KeyError("no such layer")' in error.traceback
-    assert lines[-1] == "KeyError: 'no such layer'"
+    assert lines[-2:] == ["KeyError: 'no such layer'", called]
     assert "stratagem/worker" not in error.traceback
 
 

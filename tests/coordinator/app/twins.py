@@ -96,7 +96,7 @@ class Twins:
 def _of_cluster(state: CoordinatorState) -> tuple[object, ...]:
     """The part of a state that facts of the cluster make, without the times of its own clock."""
     workers = {
-        name: replace(worker, lost_s=0.0, registered_s=0.0)
+        name: replace(worker, lost_s=0.0, beat_s=0.0, registered_s=0.0)
         for name, worker in state.workers.items()
     }
     return workers, state.uploads, state.pinned, state.holds.keys()

@@ -29,7 +29,10 @@ INTEGERS: Final[Mapping[str, int]] = {
 MOST: Final[Mapping[str, int]] = dict.fromkeys(("--health-port", "--metrics-port"), 65535)
 """The greatest one, where there is one."""
 SECONDS: Final = frozenset(
-    {"--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s", "--stream-idle-timeout-s"}
+    {
+        *("--abort-grace-s", "--compile-timeout-s", "--drain-grace-s", "--exchange-timeout-s"),
+        *("--stall-report-s", "--stream-idle-timeout-s"),
+    }
 )
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--data-plane": ("trusted", "tls"),
