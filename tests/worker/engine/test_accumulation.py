@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,13 +20,22 @@ from stratagem.worker.engine import ClientRunner, Tally, Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
+from stratagem.worker.host.thread_activity import checking
 from tests.every_pair import every_pair
 from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.worker.engine import client_rounds as rounds
 from tests.worker.engine import gossip_nodes as gossip
-from tests.worker.engine.support import ALLOWED, assert_same_bits, model_of, solo, train, trainer_of
+from tests.worker.engine.support import (
+    ALLOWED,
+    CPU,
+    assert_same_bits,
+    model_of,
+    solo,
+    train,
+    trainer_of,
+)
 from tests.worker.exchange.cases import buckets_of, no_scalars
 
 ADAM = {"name": "adamw", "lr": 0.01, "clip_norm": 0.5}
@@ -305,6 +315,43 @@ def test_a_failing_micro_batch_drops_its_window(
     trainer.train_step(exchange, range(num_shards), num_shards)
     train(undisturbed, num_shards, 2)
     assert trainer.fingerprint() == undisturbed.fingerprint()
+
+
+class Unwanted(Exception):
+    """Nobody wants the plan any more."""
+
+
+def at_third_check() -> Callable[[], None]:
+    """A check that raises when it is made for the third time."""
+    numbers = count(1)
+
+    def check() -> None:
+        if next(numbers) == 3:
+            raise Unwanted
+
+    return check
+
+
+def test_a_plan_that_nobody_wants_ends_between_two_micro_batches() -> None:
+    trainer, undisturbed = told(), told()
+    train(trainer, 1, 1)
+    before, exchange = trainer.copy_state()[0], solo(trainer, 1)
+    with checking(at_third_check()), pytest.raises(Unwanted):
+        trainer.train_step(exchange, range(1), 1)
+    assert_same_bits(trainer.copy_state()[0], before)
+    trainer.train_step(exchange, range(1), 1)
+    train(undisturbed, 1, 2)
+    assert trainer.fingerprint() == undisturbed.fingerprint()
+
+
+def test_a_client_that_nobody_waits_for_ends_between_two_micro_batches() -> None:
+    spec = rounds.federated(data=OF_ROWS, num_clients=1, accumulation={"steps": 4})
+    state = {name: t for name, t in trainer_of(spec).copy_state()[0].items() if "model/" in name}
+    runner, undisturbed = (ClientRunner(spec, ALLOWED, CPU) for _ in range(2))
+    with checking(at_third_check()), pytest.raises(Unwanted):
+        runner.run(state, 0, 1, 1)
+    again, expected = runner.run(state, 0, 1, 1), undisturbed.run(state, 0, 1, 1)
+    assert_same_bits(dict(again.tensors), dict(expected.tensors))
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

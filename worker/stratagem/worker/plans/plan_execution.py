@@ -21,6 +21,7 @@ from stratagem.common.observe import tracing
 from stratagem.common.observe.logs import about
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.engine.numerics.memory_modes import give_back
+from stratagem.worker.host.thread_activity import checking
 from stratagem.worker.plans.build_plan import build
 from stratagem.worker.plans.client_round import client_round
 from stratagem.worker.plans.evaluate_plan import evaluate_state
@@ -262,6 +263,7 @@ class PlanExecution:
             about(**ids),
             work.host.last_words.at(work.key.run_id, work.key.party),
             output_capture.to(self._log_line),
+            checking(work.control.check),
             tracing.span(
                 self.key.kind,
                 work.traceparent,

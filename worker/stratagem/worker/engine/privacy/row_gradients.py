@@ -26,6 +26,7 @@ from stratagem.worker.data.row_datasets import BatchKeys
 from stratagem.worker.engine.privacy.row_budget import RowCosts
 from stratagem.worker.engine.privacy.row_noise import RowNoise
 from stratagem.worker.engine.step.forward_backward import Counted, Passes, Rows, Window
+from stratagem.worker.host.thread_activity import per_thread
 from stratagem.worker.user_code.entrypoints import user_code
 
 _MAX_NUMBERS: Final = 1 << 25
@@ -69,23 +70,24 @@ class RowGradients:
             _check_rows(leaves, num_rows)
             self.noise = self.noise.after(leaves)
             passes.randomness.begin(*key)
-            with user_code(rows.activity):
-                self._add(sums, x, y, num_rows)
+            self._add(sums, x, y, rows)
         for name, param in self.named:
             param.grad = self._noised(name, sums[name]).to(param.dtype).to(param.device)
         self.step += 1
         return Counted(0.0, self.costs.num_expected)
 
-    def _add(self, sums: Mapping[str, Tensor], x: Any, y: Any, num_rows: int) -> None:
+    def _add(self, sums: Mapping[str, Tensor], x: Any, y: Any, rows: Rows) -> None:
         """Add the clipped gradients of rows to the sums, some rows at a time, in order."""
         params = {name: param.detach() for name, param in self.named}
         size = max(
             1, min(_MAX_ROWS, _MAX_NUMBERS // max(1, sum(map(Tensor.numel, params.values()))))
         )
-        gradients = _row_gradients(self.passes, params)
-        for first in range(0, num_rows, size):
+        gradients, here = _row_gradients(self.passes, params), per_thread.activity
+        for first in range(0, rows.indices.shape[0], size):
+            here.check()
             part = slice(first, first + size)
-            own = gradients(params, *tree_map(itemgetter(part), (x, y)))
+            with user_code(rows.activity):
+                own = gradients(params, *tree_map(itemgetter(part), (x, y)))
             factors = _factors(own, self.clip_norm)
             for name, total in sums.items():
                 total.add_(_shrunk(own[name], factors).sum(0))

@@ -22,6 +22,7 @@ from stratagem.worker.engine.objectives.objective import Objective
 from stratagem.worker.engine.step.autograd_errors import raise_with_names
 from stratagem.worker.engine.step.backward_pass import run_backward
 from stratagem.worker.engine.step.logged_sums import LoggedSums, sums_of
+from stratagem.worker.host.thread_activity import per_thread
 from stratagem.worker.models.model_tensors import refuse_sparse_gradients
 from stratagem.worker.user_code.entrypoints import user_code
 
@@ -106,7 +107,7 @@ class Passes:
     """A model with what it takes to compute its gradients. Used by one thread.
 
     A window is one transaction: an error in any micro-batch ends it, and the owner of the
-    gradients drops them all.
+    gradients drops them all. So does the end of a plan that nobody wants, between two of them.
     """
 
     model: nn.Module
@@ -138,7 +139,7 @@ class Passes:
     def _run(self, rows: Rows, window: Window, *, is_weighted: bool) -> Counted:
         is_users = self.objective.is_users or not isinstance(rows.dataset, TensorDataset)
         values: list[LossValue] = []
-        weight = 0.0
+        weight, here = 0.0, per_thread.activity
 
         def weigh(own: float) -> None:
             nonlocal weight
@@ -146,6 +147,8 @@ class Passes:
             window.before_backward(weight)
 
         for number, cut in enumerate(window.cuts):
+            if number:
+                here.check()
             window.before(number)
             key = window.key(number)
             self.randomness.begin(*key, is_users=is_users)
