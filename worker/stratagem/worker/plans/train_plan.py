@@ -31,6 +31,7 @@ from stratagem.worker.engine import (
     Trainer,
 )
 from stratagem.worker.exchange import ExchangeError
+from stratagem.worker.host.thread_activity import moved
 from stratagem.worker.mesh.shm_segments import UnshareableError
 from stratagem.worker.party.join import give_up, join
 from stratagem.worker.phases import TrainingPhase
@@ -256,9 +257,12 @@ def _conclude(
         else:
             state = trainer.copy_state(is_first=view.rank == 0, into=into)
             work.host.kept.unsent.discard(work.key.run_id)
+        moved()
         _check_finite(work, plan, trainer, state[0])
+        moved()
         copy = trainer.copy_mirror(into) if isinstance(trainer, Trainer) else None
         mirror = None if copy is None else freeze(*copy, is_reusable=True)
+        moved()
         frozen = freeze(*state, is_reusable=True, mirror=mirror)
         work.post(work.states.keep, work.segment, frozen)
         work.host.stats.snapshot_stall_seconds.add(time.perf_counter() - began_s)

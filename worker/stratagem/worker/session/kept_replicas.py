@@ -22,6 +22,7 @@ from stratagem.common.base.errors import InvalidInputError, NotFoundError, SoleC
 from stratagem.common.files.atomic_file import whole_file
 from stratagem.common.tensors.safetensors_file import blob_digest, file_digest, header_bytes
 from stratagem.common.tensors.torch_codec import bytes_of, load_file
+from stratagem.worker.host.thread_activity import moved
 from stratagem.worker.session.session_states import Frozen, freeze
 
 MAX_RUNS: Final = 64
@@ -67,6 +68,7 @@ class KeptReplicas:
             file.write(header_bytes(frozen.manifest))
             for buffer in frozen.buffers:
                 file.write(buffer)
+                moved()
         for folder in (path.parent, self._folder):
             _sync_names(folder)
         return digest

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
+from stratagem.worker.host.thread_activity import moved
 
 MODEL: Final = "model/"
 OPTIMIZER: Final = "optimizer/"
@@ -152,6 +153,7 @@ def copied(
     taken: set[int] = set()
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        moved()
         key = storage_key(tensor)
         if tensor.numel() == 0 or key not in made:
             old = into.get(name)
@@ -184,6 +186,7 @@ def fingerprint(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> s
         if tensor.numel():
             flat = tensor.reshape(-1).view(torch.uint8).numpy()
             for start in range(0, flat.size, _CRC_BYTES):
+                moved()
                 crc = google_crc32c.extend(crc, flat[start : start + _CRC_BYTES])
     return f"{crc:08x}"
 
