@@ -68,6 +68,10 @@ def test_a_worker_refuses_them_too() -> None:
             "--for-run: 'bad id!' is not 1 to 64 of a-z, 0-9, '-'",
         ),
         (["worker", "--coordinator", "127.0.0.1:1", "--log-level", "x"], "--log-level: 'x'"),
+        (
+            ["worker", "--coordinator", "127.0.0.1:1", "--stall-report-s", "inf"],
+            "--stall-report-s: Input should be less than or equal to 31536000",
+        ),
         (["worker", "--coordinator", "127.0.0.1:1", "--no-such"], "unrecognized arguments"),
     ],
     ids=lambda each: each[-1] if isinstance(each, list) else "",

@@ -38,6 +38,8 @@ from stratagem.worker.process.launch_place import Launcher
 from stratagem.worker.process.placed_settings import with_place
 
 MAX_BLOB_MEMORY_BYTES: Final = 4 << 30
+MAX_STALL_REPORT_S: Final = 365 * 86_400.0
+"""Timers of the system take no time without end."""
 PREEMPT_SIGNALS: Final = ("USR1", "USR2", "HUP", "QUIT", "XCPU", "URG")
 """Signals that schedulers can be configured to send."""
 
@@ -265,20 +267,23 @@ class WorkerSettings(BaseSettings):
     compile_timeout_s: float = Field(
         900.0,
         ge=0,
-        description="added to that in jobs with compiled code: another member may be compiling",
+        description="added to that in jobs with compiled code: another member may be compiling; "
+        "and to --abort-grace-s while code is compiled, or in the first step of a run that goes on",
     )
     drain_grace_s: float = Field(30.0, ge=0, description="time to finish a step at SIGTERM")
     stall_report_s: float = Field(
         60.0,
         gt=0,
+        le=MAX_STALL_REPORT_S,
         description="from when on the status of a run says that this worker stays at one thing, "
         "and at which; nothing is ended for it",
     )
     abort_grace_s: float = Field(
         30.0,
         gt=0,
-        description="how long a plan that was ended, as its run was, may stay at one thing; "
-        "then this process ends with a status at which supervisors start it again",
+        description="how long a plan that was ended, as its run was, may stay at one thing while "
+        "others wait for it; then this process ends with a status at which supervisors start it "
+        "again",
     )
     preempt_signal: str = Field(
         "USR1",
