@@ -8,6 +8,8 @@ from stratagem.worker.host.stalls import (
     StallLimits,
     ThreadStay,
     cause_of,
+    counted_s,
+    is_compiling,
     is_due_again,
 )
 
@@ -82,22 +84,50 @@ def test_a_stay_is_long_beyond_the_limit_and_beyond_what_is_usual() -> None:
 
 
 @pytest.mark.parametrize(
-    ("since_s", "longest_s", "ended_s", "last_s"),
+    ("since_s", "longest_s", "last_s"),
     [
-        (0.0, 0.0, 100.0, 130.0),  # it has not moved for the grace
-        (110.0, 0.0, 100.0, 140.0),
-        (210.0, 0.0, 100.0, 220.0),  # it moves, and has not ended for four times as long
-        (0.0, 40.0, 100.0, 180.0),  # it usually stays longer than the grace
-        (0.0, 0.0, None, 60.0),  # nobody has ended it, and nobody attends it
-        (0.0, 40.0, None, 80.0),
+        (0.0, 0.0, 130.0),  # it was there before others came to wait
+        (110.0, 0.0, 140.0),
+        (1000.0, 0.0, 1030.0),  # it has moved on all the time
+        (0.0, 40.0, 180.0),  # it usually stays longer than the grace
     ],
 )
-def test_a_thread_that_is_wanted_back_is_given_up_after_a_bounded_time(
-    since_s: float, longest_s: float, ended_s: float | None, last_s: float
+def test_a_thread_that_others_wait_for_is_given_up_once_it_has_not_moved_for_the_grace(
+    since_s: float, longest_s: float, last_s: float
 ) -> None:
-    stay, limits = ThreadStay(1, since_s, longest_s), StallLimits(report_s=60.0, grace_s=30.0)
-    assert not stay.is_hopeless(last_s - 1.0, limits, ended_s=ended_s)
-    assert stay.is_hopeless(last_s, limits, ended_s=ended_s)
+    stay = ThreadStay(1, since_s, longest_s)
+    assert not stay.is_hopeless(last_s - 1.0, 30.0, wanted_s=100.0)
+    assert stay.is_hopeless(last_s, 30.0, wanted_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("is_run_over", "has_stepped", "compiles", "patience_s"),
+    [
+        (True, False, False, 30.0),  # it was cancelled, and never comes back
+        (False, True, False, 30.0),
+        (False, False, False, 930.0),  # its round was closed: it would be late again for ever
+        (True, True, True, 930.0),
+    ],
+)
+def test_a_first_step_of_a_run_that_goes_on_and_a_compiler_are_given_more_time(
+    is_run_over: bool, has_stepped: bool, compiles: bool, patience_s: float
+) -> None:
+    found = StallLimits().patience_s(
+        is_run_over=is_run_over, has_stepped=has_stepped, is_compiling=compiles
+    )
+    assert found == patience_s
+
+
+def test_what_compiles_is_told_from_what_runs_compiled() -> None:
+    library = f"{LIBRARY}/site-packages/torch/_dynamo"
+    runs = StackFrame("torch._dynamo.eval_frame", f"{library}/eval_frame.py", 5, "compile_wrapper")
+    compiles = StackFrame("torch._dynamo.convert_frame", f"{library}/convert_frame.py", 5, "call")
+    assert not is_compiling([MODEL, runs, *ENGINE])
+    assert is_compiling([LOCK, compiles, runs, *ENGINE])
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+    assert (counted_s(1.5, 1.0), counted_s(3600.0, 1.0)) == (1.5, 10.0)
 
 
 def test_a_stall_is_told_again_when_it_has_grown() -> None:

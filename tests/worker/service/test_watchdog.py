@@ -1,4 +1,4 @@
-"""A worker whose torch thread is blocked by user code says so, and ends when it is wanted back."""
+"""A worker whose torch thread is blocked by user code says so, and ends when others wait for it."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.worker.service.saying import (
 
 pytestmark = pytest.mark.cluster
 
-PROMPT = ("--stall-report-s", "0.2", "--abort-grace-s", "0.2")
+PROMPT = ("--stall-report-s", "0.2", "--abort-grace-s", "0.2", "--compile-timeout-s", "0")
 
 
 async def stalls_of(
@@ -37,7 +37,7 @@ async def stalls_of(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_blocked_plan_is_reported_and_once_it_is_ended_so_is_the_process(
+async def test_a_blocked_plan_is_reported_and_once_it_is_ended_so_is_the_process_for_the_next_one(
     own_rig: Rig, tmp_path: Path, is_closed: bool
 ) -> None:
     worker, run_id = await own_rig.start("w", *PROMPT), "blocked"
@@ -54,7 +54,10 @@ async def test_a_blocked_plan_is_reported_and_once_it_is_ended_so_is_the_process
         await worker.stub.CloseSession(pb.CloseSessionRequest(fence=fence(), run_id=run_id))
     else:
         await worker.stub.Abort(pb.AbortRequest(fence=fence(), session=session(run_id)))
+    other = Plan("other", spec, base, num_shards=1).request([worker], 0)
+    waits = worker.stub.Execute(other, timeout=PATIENCE_S)
     assert await worker.wait() == 1, "a supervisor starts it again"
+    waits.cancel()
     (said,) = own_rig.coordinator.left
     assert said.reason == "drained after the torch thread was lost"
     log = (own_rig.directory / "w.log").read_text()

@@ -11,10 +11,10 @@ from typing import Final, NamedTuple
 
 USUAL: Final = 2.0
 """A stay is long if it takes this many times as long as any that has ended before."""
-PATIENCE: Final = 4.0
-"""A plan that was ended and does move on is given so many times the grace in all."""
 AGAIN: Final = 1.5
 """A stall is reported again when it has lasted so many times as long as the last time."""
+LATE: Final = 10.0
+"""A pause between two looks counts as so many times as long as it should be at most."""
 MAX_NAMED: Final = 3
 """Members that are named one by one."""
 
@@ -29,6 +29,7 @@ _AWAITED: Final = (
     ("pipeline.", "{others} in a step of the pipeline"),
     ("session.context", "a state or data from the coordinator"),
 )
+_COMPILERS: Final = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "triton.compiler")
 _READERS: Final = "data.reader."
 _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
@@ -36,10 +37,22 @@ _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 @dataclass(frozen=True, slots=True)
 class StallLimits:
     """report_s: from when on a stay is reported. grace_s: how long a plan that was ended may keep
-    the thread."""
+    the thread at one thing while others wait for it. compile_s: added to that where it may be long
+    for once."""
 
     report_s: float = 60.0
     grace_s: float = 30.0
+    compile_s: float = 900.0
+
+    def patience_s(self, *, is_run_over: bool, has_stepped: bool, is_compiling: bool) -> float:
+        """Return how long the thread may stay at one thing that nobody wants, while others wait.
+
+        A run that goes on comes back to a process that takes its place, and would be late there
+        again: its first step here, of which nobody knows how long it takes, is given more time. A
+        run that is over does not come back.
+        """
+        is_first = not (is_run_over or has_stepped)
+        return self.grace_s + (self.compile_s if is_first or is_compiling else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +62,7 @@ class ThreadStay:
     num_moves: int
     since_s: float
     longest_s: float = 0.0
-    """The longest stay of the same plan that has ended."""
+    """The longest stay of the same run that has ended."""
 
     def seen(self, num_moves: int, now_s: float) -> "ThreadStay":
         """Return the stay that a look at the thread shows."""
@@ -62,15 +75,11 @@ class ThreadStay:
         """Return whether it is to be reported: it is longer than the limit, and than usual."""
         return now_s - self.since_s >= max(limit_s, USUAL * self.longest_s)
 
-    def is_hopeless(self, now_s: float, limits: StallLimits, *, ended_s: float | None) -> bool:
-        """Return whether the thread has to be given up to be had back: it is at something that
-        nobody wants since ended_s (None: since the limits say that it takes too long), and has not
-        moved for the grace, or has not come to an end for several times as long."""
-        if ended_s is None:
-            return self.is_long(now_s, max(limits.report_s, limits.grace_s))
-        grace_s = max(limits.grace_s, USUAL * self.longest_s)
-        is_stuck = now_s - max(ended_s, self.since_s) >= grace_s
-        return is_stuck or now_s - ended_s >= PATIENCE * grace_s
+    def is_hopeless(self, now_s: float, patience_s: float, *, wanted_s: float) -> bool:
+        """Return whether the thread has to be given up to be had back: others have waited for it
+        since wanted_s, and for longer than the limit, and than usual, it has not moved since."""
+        waited_s = now_s - max(wanted_s, self.since_s)
+        return waited_s >= max(patience_s, USUAL * self.longest_s)
 
 
 class StackFrame(NamedTuple):
@@ -114,6 +123,18 @@ def cause_of(stack: Sequence[StackFrame], others: Sequence[str]) -> StallCause:
             return StallCause(awaits=awaits.format(others=_names(others)))
         return StallCause(place=told[0].place)
     return StallCause(place=stack[0].place if stack else "")
+
+
+def is_compiling(stack: Sequence[StackFrame]) -> bool:
+    """Return whether torch compiles code in this stack; to run what is compiled is something
+    else."""
+    return any(frame.module.startswith(_COMPILERS) for frame in stack)
+
+
+def counted_s(seconds: float, pause_s: float) -> float:
+    """Return how much of the time between two looks counts: a process that was suspended meanwhile
+    has not been at anything."""
+    return min(seconds, LATE * pause_s)
 
 
 def is_due_again(seconds: float, told_s: float) -> bool:

@@ -95,7 +95,6 @@ class PlanExecution:
         self._phase = ExecutionPhase.ACTIVE
         self._membership = work.control.view.membership  # that a finished result is of
         self._num_followers = 0
-        self._ended_s: float | None = None  # when it was told to end now, by the loop's clock
         self._can_go_on: Callable[[], bool] | None = None  # set while it is parked
         self._look: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
@@ -128,9 +127,9 @@ class PlanExecution:
         return self._work.control.is_deserted
 
     @property
-    def ended_s(self) -> float | None:
-        """When it was told to end now, by the clock of the loop; None: it was not."""
-        return self._ended_s
+    def is_ended(self) -> bool:
+        """True once it was told to end now."""
+        return self._work.control.is_interrupted
 
     def start(self) -> None:
         self._work.host.thread.submit(self._run, self)
@@ -197,8 +196,6 @@ class PlanExecution:
     def _interrupt(self, reason: str) -> None:
         if self._phase is not ExecutionPhase.ACTIVE:
             return
-        if self._ended_s is None:
-            self._ended_s = self._work.host.loop.time()
         self._work.control.interrupt(reason)
         self._unpark()
 
@@ -235,7 +232,7 @@ class PlanExecution:
         return is_shared and self._membership < self._work.control.view.membership
 
     def _again(self) -> None:
-        self._phase, self._ended_s = ExecutionPhase.ACTIVE, None
+        self._phase = ExecutionPhase.ACTIVE
         self._look_later()
         self._work.outbox.reopen()
         self._work.control.reset()

@@ -246,13 +246,15 @@ def _device_lost(stop: Stop, loop: asyncio.AbstractEventLoop, fault: DeviceFault
 
 def _watchdog(settings: WorkerSettings, host: Host, sessions: Sessions, stop: Stop) -> Watchdog:
     """Return what watches the torch thread, and ends this process where that does not come back
-    from a plan that was ended."""
+    from a plan that was ended while others wait."""
 
     def give_up(cause: str) -> None:
         log.error("torch thread lost: this process ends, to be started again", reason=cause)
         stop.give_up(cause)
 
-    limits = StallLimits(settings.stall_report_s, settings.abort_grace_s)
+    limits = StallLimits(
+        settings.stall_report_s, settings.abort_grace_s, settings.compile_timeout_s
+    )
     return Watchdog(host, sessions, limits, give_up)
 
 

@@ -169,9 +169,13 @@ class Sessions:
                 f"is {self._max_sessions}"
             )
 
+    def holds_run(self, run_id: str) -> bool:
+        """Return whether anything of a run is here: it is not over, as far as this worker knows."""
+        return run_id in self._run_caches
+
     def check_run(self, run_id: str) -> None:
         """Raise NotFoundError for a run of which nothing is here."""
-        if run_id not in self._run_caches:
+        if not self.holds_run(run_id):
             raise NotFoundError(f"this worker holds no session of run {run_id!r}")
 
     def get(self, ref: types_pb2.SessionRef) -> Session:

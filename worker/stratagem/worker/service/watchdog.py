@@ -1,9 +1,10 @@
 """Looks at the torch thread every now and then: reports where it stays at one thing, and ends a
-process whose torch thread nobody can get back.
+process whose torch thread nobody can get back while others wait for it.
 
 Runs on the event loop, which user code in another thread leaves free, unless it holds the
-interpreter's lock: for that there is a timer that needs no Python (`faulthandler`). A plan that
-takes long is reported to those who attend it, and goes on; decisions are in `host/stalls.py`.
+interpreter's lock: for that there is a timer that needs no Python (`faulthandler`) and writes down
+where. It ends nothing: after a pause of the whole process it goes off as well. A plan that takes
+long is reported to those who attend it, and goes on; decisions are in `host/stalls.py`.
 """
 
 import asyncio
@@ -12,12 +13,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
 
 import structlog
 
+from stratagem.common.base.printable_text import printable
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.stalls import (
     StackFrame,
@@ -25,6 +28,8 @@ from stratagem.worker.host.stalls import (
     StallLimits,
     ThreadStay,
     cause_of,
+    counted_s,
+    is_compiling,
     is_due_again,
 )
 from stratagem.worker.plans.plan_execution import PlanExecution
@@ -39,7 +44,7 @@ LONGEST_PAUSE_S: Final = 1.0
 LOOKS: Final = 8
 """At least so many in each limit."""
 HUNG: Final = 10
-"""A process whose event loop does not run for so many times the limit ends itself."""
+"""The stacks of a process whose event loop does not run for so many times the limit are written."""
 REARM_S: Final = 5.0
 """The timer of such a process begins anew this often at most."""
 _EVENT_LOOP: Final = "MainThread"
@@ -57,39 +62,65 @@ class Watchdog:
     on_stuck: Callable[[str], None]
     _owner: object = None
     _stay: ThreadStay = field(default_factory=lambda: ThreadStay(-1, 0.0))
+    _run_id: str = ""
+    """Whose plan had the thread last."""
+    _num_steps: int = 0
+    """That this worker had taken when the run came to have it."""
+    _wanted_s: float | None = None
+    """Since when others have waited for a thread that is at what nobody wants."""
     _told: list[PlanExecution] = field(default_factory=list)
     """The plans that have been told of the present stay."""
     _told_s: float = 0.0
     """How long it had lasted then."""
     _is_stuck: bool = False
+    _has_failed: bool = False
 
     async def run(self) -> None:
         """Look until cancelled."""
         pause_s = min(LONGEST_PAUSE_S, min(self.limits.report_s, self.limits.grace_s) / LOOKS)
         loop, armed_s = asyncio.get_running_loop(), float("-inf")
+        looked_s, watched_s = loop.time(), 0.0
         hung_s = HUNG * self.limits.report_s
         try:
             while True:
                 now_s = loop.time()
                 if now_s - armed_s >= min(REARM_S, hung_s / LOOKS):
-                    # The proxy of sys.stderr passes its file descriptor on.
-                    faulthandler.dump_traceback_later(hung_s, exit=True)
+                    _write_stacks_in(hung_s)
                     armed_s = now_s
-                self.look(now_s)
+                watched_s += counted_s(now_s - looked_s, pause_s)
+                looked_s = now_s
+                self._try_to_look(watched_s)
                 await asyncio.sleep(pause_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _try_to_look(self, now_s: float) -> None:
+        """Look at the thread; what fails is a defect or odd code of the user's, such as a loader of
+        sources, and no reason to end the process."""
+        try:
+            self.look(now_s)
+        except Exception as error:  # the supervisor of the torch thread: it looks again
+            if not self._has_failed:
+                self._has_failed = True
+                log.error("the torch thread cannot be watched", exc_info=error)
 
     def look(self, now_s: float) -> None:
         """Look at the thread once."""
         thread = self.host.thread
         owner, before = thread.owner, self._stay
-        if owner is not self._owner:
-            self._owner, self._stay = owner, ThreadStay(thread.activity.num_moves, now_s)
+        num_moves = thread.activity.num_moves
+        if owner is self._owner:
+            self._stay = before.seen(num_moves, now_s)
         else:
-            self._stay = before.seen(thread.activity.num_moves, now_s)
+            longest_s = self._take_over(owner, now_s)
+            self._stay = ThreadStay(num_moves, now_s, longest_s)
         if self._told_s and self._stay is not before:
             self._clear()
+        is_wanted = thread.is_busy and self._is_in_the_way()
+        if not is_wanted:
+            self._wanted_s = None
+        elif self._wanted_s is None:
+            self._wanted_s = now_s
         if not thread.is_busy or self._is_stuck:
             return
         if self._must_end(now_s):
@@ -97,37 +128,52 @@ class Watchdog:
         elif self._stay.is_long(now_s, self.limits.report_s):
             self._report(now_s - self._stay.since_s)
 
+    def _take_over(self, owner: object, now_s: float) -> float:
+        """Take in that another plan has the thread; return the longest stay of its run so far."""
+        before, self._owner, self._wanted_s = self._owner, owner, None
+        if isinstance(owner, PlanExecution) and owner.work.key.run_id != self._run_id:
+            self._run_id, self._num_steps = owner.work.key.run_id, self.host.stats.num_steps
+            return 0.0
+        # A thread that was free, or put things in order, says nothing of the pace of a run.
+        is_plans = isinstance(before, PlanExecution)
+        return (self._stay.seen(-1, now_s) if is_plans else self._stay).longest_s
+
     def _must_end(self, now_s: float) -> bool:
-        """Return whether the thread has to be had back: its plan was ended, or nobody has attended
-        it for a while and others wait."""
-        owner = self._owner
-        ended_s = owner.ended_s if isinstance(owner, PlanExecution) else None
-        if ended_s is None and not self._is_in_the_way():
+        """Return whether the thread has to be had back, and does not come back by itself."""
+        wanted_s, limits = self._wanted_s, self.limits
+        if wanted_s is None or not self._stay.is_hopeless(now_s, limits.grace_s, wanted_s=wanted_s):
             return False
-        return self._stay.is_hopeless(now_s, self.limits, ended_s=ended_s)
+        patience_s = limits.patience_s(
+            is_run_over=not self.sessions.holds_run(self._run_id),
+            has_stepped=self.host.stats.num_steps > self._num_steps,
+            is_compiling=any(
+                is_compiling(_frames(each)) for each in sys._current_frames().values()
+            ),
+        )
+        return self._stay.is_hopeless(now_s, patience_s, wanted_s=wanted_s)
 
     def _is_in_the_way(self) -> bool:
+        """Return whether others wait for the thread while its plan was ended, or nobody has
+        attended it for a while."""
         owner = self._owner
-        if isinstance(owner, PlanExecution) and not owner.is_deserted:
+        if isinstance(owner, PlanExecution) and not (owner.is_ended or owner.is_deserted):
             return False
         waiting = self.sessions.awaiting_thread()
-        return any(plan.is_attended for plan in waiting if plan is not owner)
+        return any(plan.is_attended and not plan.is_ended for plan in waiting if plan is not owner)
 
     def _end(self, now_s: float) -> None:
         self._is_stuck = True
         cause, seconds = self._cause(), now_s - self._stay.since_s
-        if not self._told_s:
-            self._log(cause, seconds)
         at = f" at {cause.place}" if cause.place else ""
         self.on_stuck(f"the torch thread has been in {self._activity()}{at} for {seconds:.0f} s")
+        if not self._told_s:
+            self._log(cause, seconds)
 
     def _report(self, seconds: float) -> None:
         self.host.stats.stalled_s = seconds
         if not is_due_again(seconds, self._told_s):
             return
-        cause = self._cause()
-        if not self._told_s:
-            self._log(cause, seconds)
+        cause, is_new = self._cause(), not self._told_s
         self._told_s = seconds
         activity = self._activity()
         own = pb.Stall(seconds=seconds, activity=activity, place=cause.place, awaits=cause.awaits)
@@ -135,6 +181,8 @@ class Watchdog:
         self._told = list(self.sessions.awaiting_thread())
         for plan in self._told:
             plan.work.outbox.stall(own if plan is self._owner else behind)
+        if is_new:
+            self._log(cause, seconds)
 
     def _clear(self) -> None:
         """Take back what was said: the thread has moved on."""
@@ -146,12 +194,12 @@ class Watchdog:
 
     def _activity(self) -> str:
         """Return what the thread does, in words."""
-        if text := self.host.thread.activity.text:
-            return text
-        if not isinstance(self._owner, PlanExecution):
-            return "putting in order what an ended plan has left"
-        outbox = self._owner.work.outbox
-        return f"{outbox.activity} after step {outbox.step}" if outbox.step else outbox.activity
+        text = self.host.thread.activity.text
+        if not text and isinstance(self._owner, PlanExecution):
+            outbox = self._owner.work.outbox
+            text = f"{outbox.activity} after step {outbox.step}" if outbox.step else outbox.activity
+        text = text or "putting in order what an ended plan has left"
+        return printable(text, is_line=True)
 
     def _cause(self) -> StallCause:
         others: list[str] = []
@@ -159,7 +207,8 @@ class Watchdog:
             view = self._owner.work.control.view
             me = self.host.worker_id
             others = [peer.worker_id for peer in view.members if peer.worker_id != me]
-        return cause_of(_stack_of(self.host.thread.ident), others)
+        cause = cause_of(_frames(sys._current_frames().get(self.host.thread.ident)), others)
+        return StallCause(printable(cause.place, is_line=True), cause.awaits)
 
     def _log(self, cause: StallCause, seconds: float) -> None:
         """Write down where the threads are that run code of the job or of ours."""
@@ -173,14 +222,22 @@ class Watchdog:
             place=cause.place,
             awaits=cause.awaits,
             seconds=round(seconds, 1),
-            stack="\n".join(_stacks(self.host.thread.ident)),
+            stack=printable("\n".join(_stacks(self.host.thread.ident))),
             **about,
         )
 
 
-def _stack_of(ident: int) -> list[StackFrame]:
-    """Return the frames of a thread, innermost first."""
-    frame, found = sys._current_frames().get(ident), []
+def _write_stacks_in(seconds: float) -> None:
+    """Have the stacks of all threads written to standard error unless this is called again before;
+    nothing where there is no such file."""
+    with suppress(RuntimeError, AttributeError, OSError, ValueError):
+        # The proxy of sys.stderr passes its file descriptor on.
+        faulthandler.dump_traceback_later(seconds)
+
+
+def _frames(frame: FrameType | None) -> list[StackFrame]:
+    """Return the frames of a thread from its innermost one on."""
+    found = []
     while frame is not None:
         found.append(_told(frame))
         frame = frame.f_back
@@ -188,8 +245,9 @@ def _stack_of(ident: int) -> list[StackFrame]:
 
 
 def _told(frame: FrameType) -> StackFrame:
-    code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
-    return StackFrame(module, plain_path(code.co_filename), frame.f_lineno, code.co_name)
+    code, module = frame.f_code, dict.get(frame.f_globals, "__name__")
+    name = module if isinstance(module, str) else ""
+    return StackFrame(name, plain_path(code.co_filename), frame.f_lineno or 0, code.co_name)
 
 
 def _stacks(ident: int) -> Iterator[str]:

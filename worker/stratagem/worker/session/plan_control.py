@@ -154,6 +154,11 @@ class Control:
         """True if the plan was asked to end: now, or after its present step."""
         return self._is_draining or self._interrupt is not None
 
+    @property
+    def is_interrupted(self) -> bool:
+        """True if the plan was asked to end now."""
+        return self._interrupt is not None
+
     def check(self) -> None:
         """Raise PlanStopped when the plan was asked to end now."""
         if self._interrupt is not None:
