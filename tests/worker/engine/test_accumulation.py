@@ -20,7 +20,7 @@ from stratagem.worker.engine import ClientRunner, Tally, Trainer
 from stratagem.worker.exchange import GradientBuckets, GradientReducer, solo_exchange
 from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from stratagem.worker.host.thread_activity import checking
+from stratagem.worker.host.thread_activity import checking, per_thread
 from tests.every_pair import every_pair
 from tests.jobs import job
 from tests.reference.gossip_loop import gossip_loop
@@ -352,6 +352,14 @@ def test_a_client_that_nobody_waits_for_ends_between_two_micro_batches() -> None
         runner.run(state, 0, 1, 1)
     again, expected = runner.run(state, 0, 1, 1), undisturbed.run(state, 0, 1, 1)
     assert_same_bits(dict(again.tensors), dict(expected.tensors))
+
+
+@pytest.mark.parametrize("what", ["copy_state", "fingerprint"])
+def test_the_end_of_a_segment_moves_on_from_tensor_to_tensor(what: str) -> None:
+    trainer, here = trainer_of(job()), per_thread.activity
+    before = here.num_moves
+    getattr(trainer, what)()
+    assert here.num_moves - before >= len(trainer.params)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

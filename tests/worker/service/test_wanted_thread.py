@@ -1,5 +1,6 @@
 """When the watchdog gives a torch thread up, with plans, moves and times as literals."""
 
+import faulthandler
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.host.stalls import StallLimits
 from stratagem.worker.host.thread_activity import Activity
 from stratagem.worker.plans.plan_execution import PlanExecution
-from stratagem.worker.service.watchdog import Watchdog
+from stratagem.worker.service.watchdog import Watchdog, write_stacks_in
 
 LIMITS = StallLimits(report_s=60.0, grace_s=30.0, compile_s=900.0)
 
@@ -151,3 +152,17 @@ def test_odd_code_of_the_users_ends_neither_the_watchdog_nor_what_it_says(
     (stall,) = plan.stalls
     assert stall.place == "\\xdcff\\x1b.py, line 1, in forward"
     assert scene.dog._has_failed
+
+
+def test_the_timer_for_a_held_lock_ends_nothing_and_may_be_without_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def later(timeout: float, **options: Any) -> None:
+        given.append(options)
+        raise RuntimeError("sys.stderr is None")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    write_stacks_in(600.0)
+    assert given == [{"exit": False}]

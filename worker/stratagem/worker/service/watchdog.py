@@ -85,7 +85,7 @@ class Watchdog:
             while True:
                 now_s = loop.time()
                 if now_s - armed_s >= min(REARM_S, hung_s / LOOKS):
-                    _write_stacks_in(hung_s)
+                    write_stacks_in(hung_s)
                     armed_s = now_s
                 watched_s += counted_s(now_s - looked_s, pause_s)
                 looked_s = now_s
@@ -227,12 +227,12 @@ class Watchdog:
         )
 
 
-def _write_stacks_in(seconds: float) -> None:
+def write_stacks_in(seconds: float) -> None:
     """Have the stacks of all threads written to standard error unless this is called again before;
     nothing where there is no such file."""
     with suppress(RuntimeError, AttributeError, OSError, ValueError):
         # The proxy of sys.stderr passes its file descriptor on.
-        faulthandler.dump_traceback_later(seconds)
+        faulthandler.dump_traceback_later(seconds, exit=False)
 
 
 def _frames(frame: FrameType | None) -> list[StackFrame]:
