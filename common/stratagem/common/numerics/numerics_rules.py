@@ -6,8 +6,9 @@
     3   a metric of the user's own is computed once, of all rows of a split; before, it was the mean
         over batches; the generators are seeded before the function that returns the data is called
     4   a job without `execution.precision` keeps the dtypes of its model; before, it meant Single.
-        Parameters are laid out contiguously; before, as the model did. A model whose parameters
-        are no longer finite ends the run at the segment's end; before, the run went on
+        Parameters are made contiguous; before, they kept the layout of the model, and an exchange
+        made wrong updates of those that were not. A run fails at the end of a segment whose
+        parameters are not finite; before, it went on
 
 A rule that has changed is one function, which takes the number; its caller passes on the
 run's. A number goes once no run of it can be left.

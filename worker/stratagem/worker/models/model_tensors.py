@@ -20,6 +20,10 @@ from stratagem.common.tensors.dtypes import DTYPES
 _FIELD: Final = "model"
 _ALLOWED: Final = tuple(dtype.name for dtype in DTYPES)
 _EXTRA: Final = "_extra_state"
+_KEPT_LAYOUT: Final = (
+    "it stays so, since the run began under earlier rules, by which updates of such parameters are "
+    "wrong where gradients are exchanged; a new run makes it contiguous"
+)
 _NOT_KEPT: Final = (
     "a buffer that is built anew with the model can be registered with `persistent=False`"
 )
@@ -40,7 +44,7 @@ def make_plain(model: nn.Module, numerics: int) -> list[str]:
 
     Embeddings that ask for sparse gradients make dense ones. Parameters become contiguous: kernels
     and the exchange of gradients go through memory in order. Runs of earlier rules keep the layout
-    that they began with, on which the bits of sums depend.
+    that they began with, and the updates that an exchange makes of it.
     """
     notes = []
     for name, module in model.named_modules():
@@ -49,9 +53,11 @@ def make_plain(model: nn.Module, numerics: int) -> list[str]:
             text = "gradients are exchanged dense, so this embedding makes dense ones"
             notes.append(f'module "{name}": sparse=True is left out: {text}')
     for name, param in model.named_parameters():
-        if numerics >= LAYS_OUT_PARAMETERS and not param.is_contiguous():
-            param.data = param.data.contiguous()
-            text = "it is made so, with the same values"
+        if not param.is_contiguous():
+            text = _KEPT_LAYOUT
+            if numerics >= LAYS_OUT_PARAMETERS:
+                param.data = param.data.contiguous()
+                text = "it is made so, with the same values"
             notes.append(f'parameter "{name}" is not contiguous in memory: {text}')
     return notes
 
