@@ -70,7 +70,7 @@ TRAINED = [
         "extra tensor", "WithExtraState", {"is_tensor": True}, "which get_extra_state returns, ch"
     ),
     Kind("hook that raises", "Hooked", {"raises": True}, "the hook is torn"),
-    Kind("dict", "DictOut", refused="cross_entropy got outputs dict"),
+    Kind("dict", "DictOut", refused=r"cross_entropy got outputs \{"),
     Kind("strings", "DictIn", {}, "holds a str", {"data": _rows("string")}),
     Kind("nothing", "DictIn", {}, "found <class 'NoneType'>", {"data": _rows("none")}),
 ]

@@ -156,6 +156,8 @@ class Buffered(Odd):
             self.register_buffer("flags", torch.randn(8, 3).t())
         elif which == "expanded":
             self.register_buffer("flags", torch.ones(1, 1).expand(2, 8))
+        elif which == "refilled":
+            self.register_buffer("flags", torch.zeros(8))
         elif which == "grows":
             self.register_buffer("flags", torch.zeros(0))
         elif which == "none":
@@ -175,6 +177,8 @@ class Buffered(Odd):
                     self.flags += 1
                 case "strided":
                     self.flags += hidden.mean(0)
+                case "refilled":
+                    self.flags.fill_(-torch.inf)
                 case "grows":
                     self.flags = torch.cat([self.flags, hidden.mean().view(1)])
                 case "none":
@@ -362,3 +366,14 @@ def odd_rows(which: str) -> dict[str, Any]:
 class DictIn(Odd):
     def forward(self, batch: Any) -> Tensor:
         return super().forward(batch["x"])
+
+
+MARKS: dict[str, Any] = {}
+"""The mark of a parameter of `marked`, and the devices it was made on."""
+
+
+def marked() -> nn.Module:
+    layer = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+    setattr(layer.weight, "is_tp", MARKS["mark"])  # noqa: B010
+    MARKS["devices"].append(layer.weight.device)
+    return nn.Sequential(layer)

@@ -17,6 +17,7 @@ from stratagem.client.cli.reporting import (
     complain_of_warnings,
     describe,
 )
+from stratagem.client.local import local_run
 from stratagem.client.local.local_run import LocalRun
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.torch_process import import_folders
@@ -316,6 +317,15 @@ def test_a_local_run_is_remembered_for_resume(tmp_path: Path) -> None:
     assert LocalRun.load(tmp_path, "mine") == known
     done = invoke("resume", "other", "--local", "1", "--data-dir", tmp_path)
     assert done.stderr == f"error: no local run other in {tmp_path}\n"
+
+
+def test_a_run_of_old_goes_on_with_the_threads_of_the_cores_that_it_was_bound_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Version 0.2.0 did not look at what the control groups of a container pay for."""
+    monkeypatch.setattr(local_run, "bound_cores", lambda: 8)
+    old = LocalRun(("a:b",), ())
+    assert [old.threads_of(number).number for number in (1, 3, 16)] == [8, 2, 1]
 
 
 def test_tags_are_of_one_local_worker_or_of_all(job_file: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import load_file
 
 from stratagem.client import AsyncClient, Client, Event, Phase, Progress
+from stratagem.client.sdk import async_run
 from stratagem.client.sdk.connection import outage_notice, retrying_calls
 from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.base.errors import (
@@ -142,6 +143,19 @@ def test_a_wait_of_no_time_asks_once(client: Client, fake: FakeCoordinator) -> N
     for wrong in (-1, float("nan")):
         with pytest.raises(InvalidInputError, match=f"timeout_s: {wrong} is not 0 or more"):
             run.wait(timeout_s=wrong)
+
+
+async def test_a_wait_of_no_time_ends_although_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_run, "ASKING_S", 0.05)
+    server, address = await serve(FakeCoordinator(), free_port())
+    async with AsyncClient(address) as client:
+        run = await client.submit(JOB, "mine")
+        await server.stop(None)
+        for waiting in (run.wait, run.result):
+            with pytest.raises(TimeoutError, match="run mine has not ended; nobody has answered"):
+                await waiting(0)
 
 
 def test_cancel_resume_delete(client: Client, fake: FakeCoordinator) -> None:

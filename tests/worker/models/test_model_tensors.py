@@ -1,11 +1,15 @@
 """Which tensors and modules a model may hold, in one process: exact, or refused with a sentence."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
 from stratagem.worker.engine import Trainer
 from stratagem.worker.engine.step.step_report import Tally
 from stratagem.worker.engine.trainers.federated_client import ClientRunner
@@ -14,6 +18,7 @@ from stratagem.worker.exchange.reducer import solo_exchange
 from stratagem.worker.exchange.single_member import SingleMemberReducer
 from stratagem.worker.host.device_faults import device_fault
 from stratagem.worker.models.model_builder import build_model
+from stratagem.worker.models.model_tensors import ModelForm
 from tests.cluster.jobs import data_parallel, federated
 from tests.jobs import SGD, job, user_model
 from tests.odd_kinds import BUILT, EXACT, TRAINED, Kind
@@ -125,7 +130,37 @@ def test_sparse_gradients_are_made_dense_with_a_word_and_no_other_numbers(bag: b
     assert_same_bits(*ends)
 
 
-def test_a_parameter_is_made_contiguous_with_a_word() -> None:
-    trainer = trainer_of(job(user_model("odd_models:Shapes", which="strided")))
-    text = 'parameter "scale" is not contiguous in memory: it is made so, with the same values'
-    assert trainer.setup.notes == [text]
+@pytest.mark.parametrize("numerics", [KEEPS_DTYPES - 1, CURRENT])
+def test_a_parameter_is_made_contiguous_with_a_word_but_not_in_a_run_of_old(numerics: int) -> None:
+    spec = job(user_model("odd_models:Shapes", which="strided"))
+    trainer = trainer_of(spec, numerics=numerics)
+    said = "it is made so, with the same values" if numerics == CURRENT else "it stays so, since"
+    (note,) = trainer.setup.notes
+    assert note.startswith(f'parameter "scale" is not contiguous in memory: {said}')
+    scale = trainer.model.get_parameter("scale")
+    assert scale.is_contiguous() == (numerics == CURRENT)
+
+
+class _Counting(nn.Module):
+    """Keeps a buffer with a name like that of extra state, and as extra state what is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("my_extra_state", torch.zeros(1))
+        self.kept = torch.tensor([math.nan, 1.0])
+
+    def get_extra_state(self) -> Tensor:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_extra_state_is_known_by_its_whole_name_and_no_number_is_the_same_as_itself() -> None:
+    model = _Counting()
+    form = ModelForm(model, [])
+    model.get_buffer("my_extra_state").add_(1)
+    form.check()
+    model.kept = torch.tensor([math.nan, math.nan])
+    with pytest.raises(UserCodeError, match="which get_extra_state returns, changed"):
+        form.check()

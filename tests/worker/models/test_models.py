@@ -156,3 +156,17 @@ def test_a_sparse_buffer_is_refused_where_it_would_be_part_of_the_state() -> Non
     model = build_model(allowed, ALLOWED, device=CPU, fresh=True)
     assert "links" not in model.state_dict()
     assert torch.equal(model.get_buffer("links").to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(("mark", "is_empty"), [(True, True), ("row", True), ([1], False)])
+def test_a_parameter_with_a_plain_attribute_is_built_empty_and_keeps_it(
+    mark: Any, is_empty: bool
+) -> None:
+    devices: list[torch.device] = []
+    saw = {"devices": devices, "mark": mark}
+    spec = job({"entrypoint": "tests.userland.odd_models:marked"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.userland.odd_models.MARKS", saw)
+        model = build_model(spec, ALLOWED, device=CPU, fresh=False)
+    assert [device.type for device in devices] == (["meta"] if is_empty else ["meta", "cpu"])
+    assert vars(model.get_parameter("0.weight")) == {"is_tp": mark}

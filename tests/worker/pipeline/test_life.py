@@ -10,6 +10,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError, UserCodeError
 from stratagem.common.job import with_fields
 from stratagem.common.numerics.batch_shards import Node, tree_sum
+from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
 from stratagem.worker.engine import build_trainer
 from stratagem.worker.exchange import GradientBuckets, StepScalars, solo_exchange
 from stratagem.worker.mesh.link import ExchangeError
@@ -18,9 +19,10 @@ from stratagem.worker.pipeline.rank_trainer import StageRunner
 from stratagem.worker.pipeline.replica_reduction import SumOverReplicas
 from stratagem.worker.pipeline.stage_exchange import StageExchange, StageGradients
 from stratagem.worker.pipeline.stage_transport import LocalPost, LocalTransport
-from tests.jobs import LOSSES
+from tests.jobs import LOSSES, user_model
 from tests.patience import PATIENCE_S
 from tests.reference.loops import sharded_loop
+from tests.userland.models import NUM_FEATURES
 from tests.worker.engine.support import assert_same_bits, evaluated
 from tests.worker.pipeline.graphs import BRANCHES
 from tests.worker.pipeline.support import ADAM, ALLOWED, SGD, Party, cut, deep_job
@@ -65,6 +67,19 @@ def test_resumes_on_another_split_and_in_a_single_process(spec: Any, sizes: Any)
     alone = build_trainer(spec, ALLOWED, device=CPU, fresh=False)
     alone.load_state(tensors, metadata)
     assert alone.state()[0].keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("numerics", "dtype"), [(KEEPS_DTYPES - 1, torch.float32), (CURRENT, torch.bfloat16)]
+)
+def test_only_a_run_of_old_widens_what_its_model_says_in_16_bits(
+    numerics: int, dtype: torch.dtype
+) -> None:
+    names = tuple(str(i) for i in range(5))
+    spec = deep_job(user_model("in_dtypes", dtypes=["float32", "bfloat16"]))
+    party = Party(spec, StageAssignment((names,), (0,), numerics=numerics))
+    part = party.runners[0]._setup.parts[0]
+    assert part.forward(torch.zeros(2, NUM_FEATURES), {})[0].output.dtype == dtype
 
 
 def test_a_rank_holds_and_wants_its_own_nodes_only() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem.common.job import JobSpec
+from stratagem.common.numerics.numerics_rules import CURRENT, REFUSES_INFINITE
 from stratagem.common.tensors.manifest import Purpose, build_manifest, to_proto
 from stratagem.v1 import tensor_pb2
 from stratagem.v1 import worker_pb2 as pb
@@ -105,6 +106,27 @@ async def test_one_worker_equals_the_sharded_loop(w0: Worker, num_shards: int) -
     tensors, manifest = await fetch(w0, run_id, 1)
     assert manifest.metadata["step"] == "7"
     assert_same_bits(model_of(tensors), reference(spec, num_shards, 7))
+
+
+@pytest.mark.parametrize(
+    ("which", "lr", "numerics", "error"),
+    [
+        ("refilled", 0.1, CURRENT, ""),
+        ("int64", 1e40, CURRENT, "FloatingPointError"),
+        ("int64", 1e40, REFUSES_INFINITE - 1, ""),
+    ],
+)
+async def test_a_segment_fails_where_parameters_are_not_finite_by_the_rules_that_say_so(
+    w0: Worker, which: str, lr: float, numerics: int, error: str
+) -> None:
+    run_id = f"infinite-{which}-{numerics}"
+    model = user_model("odd_models:Buffered", which=which)
+    spec = evaluated_job(model, optimizer={"name": "sgd", "lr": lr})
+    base = await base_of(w0, run_id, spec)
+    plan = Plan(run_id, spec, base, to_step=1, numerics=numerics)
+    result = (await attend(w0, plan.request([w0], 0), base)).result
+    assert result.error.type == error
+    assert result.HasField("train") == (not error)
 
 
 async def test_the_next_segment_goes_on_without_a_blob(w0: Worker) -> None:

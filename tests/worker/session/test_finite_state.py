@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from stratagem.worker.session.finite_state import diverged, of_models
+from stratagem.worker.session.finite_state import diverged, parameters_of
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 INF, NAN = float("inf"), float("nan")
@@ -38,4 +39,17 @@ def test_models_apart_and_averages_begin_with_the_one_model() -> None:
     assert diverged(after, {}, lambda: base) == ""
     assert diverged({"node0/model/w": torch.tensor([-INF])}, {}, lambda: base) == "node0/model/w"
     optimizer = {"optimizer/w/amax": torch.tensor([INF]), "outer/w/buffer": torch.tensor([INF])}
-    assert of_models({**after, **optimizer}).keys() == {*names}
+    assert parameters_of({**after, **optimizer}, nn.Module()).keys() == {*names}
+
+
+def test_buffers_may_become_anything_and_parameters_under_no_name() -> None:
+    """A running maximum begins late, and a mask is filled again."""
+    model = nn.BatchNorm1d(1)
+    model.tied = model.weight
+    names = [f"{of}model/{key}" for of in ("", "node0/") for key in model.state_dict()]
+    state = {name: torch.tensor([INF]) for name in (*names, "average/weight")}
+    kept = parameters_of(state, model).keys()
+    assert kept == {
+        *(f"{of}model/{key}" for of in ("", "node0/") for key in ("weight", "bias", "tied")),
+        "average/weight",
+    }

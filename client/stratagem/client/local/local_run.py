@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stratagem.common.base.errors import NotFoundError
-from stratagem.common.process.cpu_threads import ThreadChoice, available_cores
+from stratagem.common.process.cpu_threads import ThreadChoice, bound_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class LocalRun:
 
     def threads_of(self, num_workers: int) -> ThreadChoice:
         """Return the threads of each worker, with which the run goes on: 0.2.0 shared the cores
-        among the workers."""
-        number = self.threads or max(1, available_cores() // num_workers)
+        that it was bound to among the workers, whatever its control groups paid for."""
+        number = self.threads or max(1, bound_cores() // num_workers)
         return ThreadChoice(number, "as it began")
 
     def with_code_in(self, overrides: list[str]) -> "LocalRun":

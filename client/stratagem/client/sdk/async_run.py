@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import grpc
 
@@ -48,6 +48,10 @@ from stratagem.v1 import coordinator_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+
+ASKING_S: Final = 5.0
+"""How long a coordinator that may be away is asked for an answer that nobody waits for."""
 
 
 class AsyncRun:
@@ -230,12 +234,12 @@ class AsyncRun:
         """Wait for the end of the run, whatever that is, and return its last status.
 
         timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
-        limit, 0 asks once. The run goes on either way.
+        limit, 0 asks once, and waits a few seconds for the answer. The run goes on either way.
         """
         if timeout_s is not None and not timeout_s >= 0:
             raise InvalidInputError.at("timeout_s", f"{timeout_s} is not 0 or more, nor None")
         status: RunStatus | None = None
-        limit = asyncio.timeout(timeout_s or None)
+        limit = asyncio.timeout(None if timeout_s is None else timeout_s or ASKING_S)
         try:
             async with limit:
                 status = await self.status()

@@ -136,7 +136,7 @@ class RunHandle:
         """Wait for the end of the run, whatever that is, and return its last status.
 
         timeout_s: raise TimeoutError when it has not ended after so long; None waits without a
-        limit, 0 asks once. The run goes on either way.
+        limit, 0 asks once, and waits a few seconds for the answer. The run goes on either way.
         """
         return self._loop.call(self._run.wait(timeout_s))
 

@@ -5,7 +5,10 @@
         mean gradient; phase training and `vsa` as their pages say
     3   a metric of the user's own is computed once, of all rows of a split; before, it was the mean
         over batches; the generators are seeded before the function that returns the data is called
-    4   a job without `execution.precision` keeps the dtypes of its model; before, it meant Single
+    4   a job without `execution.precision` keeps the dtypes of its model; before, it meant Single.
+        Parameters are made contiguous; before, they kept the layout of the model, and an exchange
+        made wrong updates of those that were not. A run fails at the end of a segment whose
+        parameters are not finite; before, it went on
 
 A rule that has changed is one function, which takes the number; its caller passes on the
 run's. A number goes once no run of it can be left.
@@ -23,6 +26,12 @@ CURRENT: Final = 4
 
 KEEPS_DTYPES: Final = 4
 """The first by which a job without `execution.precision` keeps the dtypes of its model."""
+
+LAYS_OUT_PARAMETERS: Final = 4
+"""The first by which parameters that are not contiguous are made so."""
+
+REFUSES_INFINITE: Final = 4
+"""The first by which a run ends where parameters are no longer finite."""
 
 OF_SILENT_WORKERS: Final = 2
 """The newest that workers know which do not say: those of the versions before they did."""

@@ -79,12 +79,17 @@ def wait_passively() -> str:
     return "OpenMP waits passively" if added else f"OpenMP waits as told, {', '.join(own)}"
 
 
+def bound_cores() -> int:
+    """Return the cores that this process is bound to, whatever its control groups pay for."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def available_cores() -> int:
     """Return the cores that this process may use: those it is bound to, but no more than its
     control groups pay for, and at least one."""
     if sys.platform != "linux":
-        return os.cpu_count() or 1
-    return cores_within(len(os.sched_getaffinity(0)), OWN_GROUPS, CGROUPS)
+        return bound_cores()
+    return cores_within(bound_cores(), OWN_GROUPS, CGROUPS)
 
 
 def cores_within(num_bound: int, own_groups: Path, root: Path) -> int:

@@ -160,7 +160,7 @@ def make_setup(
     callbacks = make_callbacks(job, entrypoints)
     callbacks.built(model)
     randomness = KeyedRandomness(model, gather.device)
-    execution = prepare(model, job, gather.device, randomness)
+    execution = prepare(model, job, gather.device, randomness, numerics)
     evaluator = make_evaluator(
         job, entrypoints, model, data, execution, randomness, gather, numerics
     )

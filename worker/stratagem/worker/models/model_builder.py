@@ -28,6 +28,7 @@ from stratagem.worker.models.model_fit import checks_of_the_model
 from stratagem.worker.models.model_tensors import check_tensors, memory_of
 from stratagem.worker.user_code.entrypoints import EntryPoints, user_code
 
+_PLAIN: Final = (bool, int, float, str, type(None))
 _ACTIVITY: Final = "building the model"
 _NUM_NAMES: Final = 5
 """How many names of parameters a refusal lists."""
@@ -153,18 +154,23 @@ def _build_empty(factory: Callable[[], nn.Module], device: torch.device) -> nn.M
 
 def _can_be_empty(module: nn.Module) -> bool:
     """Return whether a module is whole once the tensors of its state are loaded into another one's
-    parameters: without hooks, attributes or a class of theirs, and without parametrizations, which
-    make other tensors on the meta device."""
+    parameters: without hooks, a class, or attributes of theirs but plain values, which are copied,
+    and without parametrizations, which make other tensors on the meta device."""
     if module._non_persistent_buffers_set or is_parametrized(module):
         return False
     params = [param for param in module._parameters.values() if param is not None]
     return not any(
         param._backward_hooks
         or param._post_accumulate_grad_hooks
-        or vars(param)
+        or len(_plain_attributes(param)) < len(vars(param))
         or type(param) is not nn.Parameter
         for param in params
     )
+
+
+def _plain_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that were set on a tensor to plain values, such as `is_tp = True`."""
+    return {name: value for name, value in vars(tensor).items() if type(value) in _PLAIN}
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
@@ -176,6 +182,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
             empty = _empty_like(tensor, device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            vars(empty).update(_plain_attributes(tensor))
             made[id(tensor)] = empty
         return made[id(tensor)]
 

@@ -14,11 +14,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stratagem.common.base.errors import InvalidInputError, UserCodeError, Violation
+from stratagem.common.numerics.numerics_rules import LAYS_OUT_PARAMETERS
 from stratagem.common.tensors.dtypes import DTYPES
 
 _FIELD: Final = "model"
 _ALLOWED: Final = tuple(dtype.name for dtype in DTYPES)
 _EXTRA: Final = "_extra_state"
+_KEPT_LAYOUT: Final = (
+    "it stays so, since the run began under earlier rules, by which updates of such parameters are "
+    "wrong where gradients are exchanged; a new run makes it contiguous"
+)
 _NOT_KEPT: Final = (
     "a buffer that is built anew with the model can be registered with `persistent=False`"
 )
@@ -34,11 +39,12 @@ def check_tensors(model: nn.Module) -> None:
         raise InvalidInputError(violations=[Violation(_FIELD, text) for text in refused])
 
 
-def make_plain(model: nn.Module) -> list[str]:
+def make_plain(model: nn.Module, numerics: int) -> list[str]:
     """Change what has a plainer form of the same values, and return a sentence about each.
 
     Embeddings that ask for sparse gradients make dense ones. Parameters become contiguous: kernels
-    and the exchange of gradients go through memory in order.
+    and the exchange of gradients go through memory in order. Runs of earlier rules keep the layout
+    that they began with, and the updates that an exchange makes of it.
     """
     notes = []
     for name, module in model.named_modules():
@@ -48,8 +54,10 @@ def make_plain(model: nn.Module) -> list[str]:
             notes.append(f'module "{name}": sparse=True is left out: {text}')
     for name, param in model.named_parameters():
         if not param.is_contiguous():
-            param.data = param.data.contiguous()
-            text = "it is made so, with the same values"
+            text = _KEPT_LAYOUT
+            if numerics >= LAYS_OUT_PARAMETERS:
+                param.data = param.data.contiguous()
+                text = "it is made so, with the same values"
             notes.append(f'parameter "{name}" is not contiguous in memory: {text}')
     return notes
 
@@ -116,7 +124,7 @@ class ModelForm:
                 yield f'"{name}" changed its shape or type in training; a state has one layout'
         for name, value in _extra_of(state).items():
             before = self._extra.get(name)
-            if before is None or not torch.equal(value, before):
+            if before is None or not _are_same(value, before):
                 text = "workers compute different shards; what changes must be a buffer"
                 yield f'"{name}", which get_extra_state returns, changed in training: {text}'
 
@@ -145,7 +153,7 @@ def _unusual(model: nn.Module) -> Iterator[str]:
         label = f'parameter "{name}"' if name in params else f'state_dict()["{name}"]'
         hint = "" if name in params else f"; {_NOT_KEPT}"
         if not isinstance(value, Tensor):
-            where = ", from get_extra_state" if name.endswith(_EXTRA) else ""
+            where = ", from get_extra_state" if _is_extra(name) else ""
             yield f"{label} is a {type(value).__name__}{where}; all state must be tensors"
         elif value.layout is not torch.strided:
             text = "allowed is strided, which `to_dense()` makes"
@@ -220,7 +228,20 @@ def _layout_of(state: Mapping[str, Tensor]) -> dict[str, object]:
 
 def _extra_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what modules keep in `get_extra_state`."""
-    return {name: value for name, value in state.items() if name.endswith(_EXTRA)}
+    return {name: value for name, value in state.items() if _is_extra(name)}
+
+
+def _is_extra(name: str) -> bool:
+    """Return whether a name in a state is that of `get_extra_state`; others may end alike."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have equal elements, of which those that are no numbers count as
+    equal."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _text(kind: torch.dtype | torch.layout) -> str:

@@ -7,7 +7,7 @@ import torch
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.model.stage_partition import plan_stages
-from stratagem.common.numerics.numerics_rules import CURRENT
+from stratagem.common.numerics.numerics_rules import CURRENT, KEEPS_DTYPES
 from stratagem.common.strategy.schedule_names import AUTO, SCHEDULE_NAMES
 from stratagem.worker.data.data_sources import DataSources, load_data
 from stratagem.worker.data.datasets import training_split
@@ -109,12 +109,12 @@ def build_stage_runner(
     trained = without_storage(trained, foreign)
     model.to(device)
     tie_again(trained)
-    execution = prepare_nodes(model, job, device, randomness, program, foreign)
+    execution = prepare_nodes(model, job, device, randomness, program, foreign, placement.numerics)
     evaluator = make_evaluator(
         job, entrypoints, model, data, execution, randomness, gather, placement.numerics
     )
     interval = job.execution.checkpoint_interval
-    ends_single = low_dtype(job.execution) is not None
+    ends_single = low_dtype(job.execution) is not None or placement.numerics < KEEPS_DTYPES
     parts = {
         stage: StagePart(
             plan, stage, node_modules(model, program), device, interval, ends_single=ends_single

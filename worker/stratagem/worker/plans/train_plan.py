@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from stratagem.common.base.errors import IntegrityError, UnavailableError, UserCodeError
+from stratagem.common.numerics.numerics_rules import REFUSES_INFINITE
 from stratagem.common.process.failpoints import failpoint
 from stratagem.common.strategy import are_models_apart
 from stratagem.v1 import worker_pb2 as pb
@@ -39,7 +40,7 @@ from stratagem.worker.plans.measure_plan import own_metrics
 from stratagem.worker.plans.step_history import StepHistory
 from stratagem.worker.plans.step_listener import STOPPED, StepListener
 from stratagem.worker.session.context import ExecutionContext
-from stratagem.worker.session.finite_state import diverged, of_models
+from stratagem.worker.session.finite_state import diverged, parameters_of
 from stratagem.worker.session.plan_control import DRAINED, MemberView, PlanStopped, ViewChanged
 from stratagem.worker.session.profiling import EVALUATING, StepRecorder
 from stratagem.worker.session.session_states import freeze
@@ -300,8 +301,12 @@ def _check_finite(
 ) -> None:
     """Refuse to have a state committed that training has made infinite: the next step would be
     blamed for it. Raises UserCodeError."""
+    if work.numerics < REFUSES_INFINITE:
+        return
     known = work.holding.infinite
-    name = diverged(of_models(tensors), known, lambda: work.base_state(plan.base)[0])
+    name = diverged(
+        parameters_of(tensors, trainer.model), known, lambda: work.base_state(plan.base)[0]
+    )
     if name:
         cure = "optimizer.lr"
         if isinstance(trainer, LocalStepsTrainer):

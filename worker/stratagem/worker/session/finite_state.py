@@ -1,16 +1,17 @@
 """The check that a state has finite numbers, before it is committed or kept.
 
 What a model begins with that is not finite, such as a mask of infinities, is no fault; what becomes
-so in training is.
+so in training is. Buffers may hold anything: a running maximum begins with an infinity, and a mask
+may be filled again in any step.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.worker.engine.optim.weight_average import AVERAGE
 from stratagem.worker.engine.step.state_format import MODEL
@@ -44,9 +45,17 @@ def diverged(
     return ""
 
 
-def of_models(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of models and of their averages; those of optimizers may be anything."""
-    return {name: tensor for name, tensor in tensors.items() if _OF_MODEL.search(name)}
+def parameters_of(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of the models in a state and the averages of these; `model` is one of
+    the same form."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = model.state_dict(keep_vars=True).keys() - params
+    return {name: tensor for name, tensor in tensors.items() if _is_parameter(name, others)}
+
+
+def _is_parameter(name: str, others: Collection[str]) -> bool:
+    kind = _OF_MODEL.search(name)
+    return kind is not None and name[kind.end() :] not in others
 
 
 def _found(name: str, given: Mapping[str, Tensor]) -> Tensor | None:

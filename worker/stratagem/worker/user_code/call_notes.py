@@ -7,6 +7,7 @@ user's code runs is marked by `user_code`, which tells notes with the message.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from stratagem.common.base.errors import StratagemError
 _NUM_ITEMS: Final = 8
 """How many items of a dict or a list are told."""
 _MAX_DEPTH: Final = 4
+_TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 
 class noted:  # reads as a statement
@@ -39,21 +41,29 @@ class noted:  # reads as a statement
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, StratagemError):
-            is_model = isinstance(self._callee, nn.Module)
-            name = f"model {type(self._callee).__name__}" if is_model else self._callee
-            hint = "" if self._model is None else input_hint(str(error), self._given, self._model)
-            error.add_note(f"{name} was called with {text_of(self._given)}{hint}")
+            # Objects of the user's are asked, which may raise anything: their error is told.
+            with suppress(Exception):
+                error.add_note(self._note(error))
+
+    def _note(self, error: Exception) -> str:
+        is_model = isinstance(self._callee, nn.Module)
+        name = f"model {type(self._callee).__name__}" if is_model else self._callee
+        hint = "" if self._model is None else input_hint(str(error), self._given, self._model)
+        return f"{name} was called with {text_of(self._given)}{hint}"
 
 
 def text_of(value: Any, depth: int = 0) -> str:
     """Return the type and shape of each tensor in a value, in its nesting: "(float32[8, 4],
-    int64[8])"; of anything else its type."""
+    int64[8])"; of anything else its type. Keys are told where they are names, and no other
+    ones, for they may be data."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        sides = "[nested]" if value.is_nested else list(value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}{sides}"
     if not isinstance(value, Mapping | tuple | list) or depth == _MAX_DEPTH:
         return type(value).__name__
     if isinstance(value, Mapping):
-        parts = [f"{key!r}: {text_of(value[key], depth + 1)}" for key in list(value)[:_NUM_ITEMS]]
+        keys = list(value)[:_NUM_ITEMS]
+        parts = [f"{_key_text(key)}: {text_of(value[key], depth + 1)}" for key in keys]
     else:
         parts = [text_of(item, depth + 1) for item in value[:_NUM_ITEMS]]
     if len(value) > _NUM_ITEMS:
@@ -63,6 +73,11 @@ def text_of(value: Any, depth: int = 0) -> str:
     )
     comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
     return f"{opening}{', '.join(parts)}{comma}{closing}"
+
+
+def _key_text(key: object) -> str:
+    """Return a key that is a name; of any other its type."""
+    return repr(key) if type(key) is str and key.isidentifier() else type(key).__name__
 
 
 def input_hint(text: str, given: object, model: nn.Module) -> str:
@@ -82,8 +97,11 @@ def input_hint(text: str, given: object, model: nn.Module) -> str:
         )
     if _IS_ABOUT_DTYPES.search(text):
         return _dtype_hint(given, model)
-    if "index out of range in self" in text and isinstance(given, Tensor) and given.numel():
-        return f"; an embedding has fewer rows: the largest number in x is {given.max().item():g}"
+    if "index out of range in self" in text:
+        tables = [each for each in model.modules() if isinstance(each, _TABLES)]
+        sizes = " or ".join(str(size) for size in sorted({each.num_embeddings for each in tables}))
+        rows = f"; of its embeddings each has {sizes} rows" if sizes else ""
+        return f"; an index in x is below 0 or beyond the rows of an embedding{rows}"
     return ""
 
 

@@ -80,7 +80,7 @@ def make_local_model(setup: Setup, model: nn.Module, num_steps: int) -> LocalMod
     params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = setup.optimizer_of(params)
     randomness = KeyedRandomness(model, setup.gather.device)
-    execution = prepare(model, setup.job, setup.gather.device, randomness)
+    execution = prepare(model, setup.job, setup.gather.device, randomness, setup.numerics)
     passes = Passes(model, setup.objective, setup.gather, randomness, execution)
     buffers = Buffers(model, setup.gather.device)
     schedule = shadow_schedule(setup.job.optimizer, num_steps, setup.entrypoints)

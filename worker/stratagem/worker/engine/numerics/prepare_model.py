@@ -13,6 +13,7 @@ from torch import nn
 
 from stratagem.common.job import ExecutionSpec, JobSpec
 from stratagem.common.model.program import ModelProgram
+from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.common.strategy import is_cut
 from stratagem.worker.engine.numerics.activation_checkpointing import checkpointed, in_groups
 from stratagem.worker.engine.numerics.keyed_randomness import KeyedRandomness
@@ -55,16 +56,20 @@ class ModelExecution:
 
 
 def prepare(
-    model: nn.Module, job: JobSpec, device: torch.device, randomness: KeyedRandomness
+    model: nn.Module,
+    job: JobSpec,
+    device: torch.device,
+    randomness: KeyedRandomness,
+    numerics: int = CURRENT,
 ) -> ModelExecution:
-    """Applies the execution settings to the model, in place.
+    """Applies the execution settings to the model, in place, by these rules of the bits.
 
     Raises InvalidInputError for what this worker cannot do.
     """
     spec, is_compiled = job.execution, job.execution.mode != "Eager"
     check_able(model.named_modules(), spec, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
-    execution.notes.extend(make_plain(model))
+    execution.notes.extend(make_plain(model, numerics))
     interval = spec.checkpoint_interval
     in_blocks = interval or is_cut(job.strategy) or spec.mode == "Hybrid"
     if not in_blocks:
@@ -89,6 +94,7 @@ def prepare_nodes(
     randomness: KeyedRandomness,
     program: ModelProgram,
     foreign: Collection[str],
+    numerics: int = CURRENT,
 ) -> ModelExecution:
     """Applies the settings to the nodes of one rank of a pipeline, in place, as `prepare` does.
 
@@ -100,7 +106,7 @@ def prepare_nodes(
     inside = (named for node, name in own.items() for named in node.named_modules(prefix=name))
     check_able(inside, job.execution, device, trains=not job.only_evaluates)
     execution, wrap = _begin(job, device, randomness)
-    execution.notes.extend(make_plain(model))
+    execution.notes.extend(make_plain(model, numerics))
     for node in own:
         wrap.put_on(node, is_compiled=job.execution.mode != "Eager")
     return execution

@@ -142,7 +142,7 @@ class ClientRunner:
         objective = make_objective(job, entrypoints)
         gather = make_gather(job, self._model, device, sources.readers)
         randomness = KeyedRandomness(self._model, device)
-        self._execution = prepare(self._model, job, device, randomness)
+        self._execution = prepare(self._model, job, device, randomness, numerics)
         self._passes = Passes(self._model, objective, gather, randomness, self._execution)
         self._randomness = randomness
         self._buffers, self._numerics = Buffers(self._model, device), numerics

@@ -4,7 +4,7 @@ members of a party, and the exchange that they are taken over."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stratagem.worker.engine.objectives.evaluator import EvaluationPart, EvaluationShare, Evaluator
 from stratagem.worker.engine.step.callbacks import Callbacks
@@ -40,6 +40,10 @@ class MemberTrainer(Protocol[Exchange_contra]):
 
     step: int
     """Steps applied."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that this member has, or the one that its models have in common."""
 
     @property
     def callbacks(self) -> Callbacks:

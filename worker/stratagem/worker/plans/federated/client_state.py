@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stratagem.common.base.errors import InvalidInputError, NotFoundError, UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.optimizer.optimizer_section import is_matched
+from stratagem.common.numerics.numerics_rules import REFUSES_INFINITE
 from stratagem.common.strategy import Federated
 from stratagem.common.strategy.ditto import Ditto
 from stratagem.v1 import worker_pb2 as pb
@@ -178,7 +179,9 @@ def keep(
     if is_controlled(job):
         own, changed = control_moved(base, kept.own, done)
         done = replace(done, tensors={**done.tensors, **changed})
-    if name := diverged(own, {}, lambda: {**base, **kept.own}):
+    numbers = {n: t for n, t in own.items() if n in done.trained or not n.startswith(MODEL)}
+    is_checked = work.numerics >= REFUSES_INFINITE
+    if is_checked and (name := diverged(numbers, {}, lambda: {**base, **kept.own})):
         text = (
             f"{name!r}, which client {plan.client} keeps to itself, has left the range of "
             f"{str(own[name].dtype).removeprefix('torch.')}; lower optimizer.lr"
