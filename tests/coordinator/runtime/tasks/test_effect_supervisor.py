@@ -4,13 +4,16 @@ import asyncio
 import re
 from collections import Counter
 
+import grpc
+import grpc.aio
 import pytest
 from structlog.testing import capture_logs
 
 from stratagem.common.base.errors import DivergedError, StaleError, StratagemError, UnavailableError
 from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Digest, Party, RunId
-from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries, TryAgain
 from stratagem.coordinator.core.effects import (
     Base,
     Build,
@@ -300,6 +303,43 @@ async def test_failures_of_what_waits_for_slots_go_on_with_it_or_are_forgotten(
     supervisor.reconcile(frozenset({queued, rival}))
     supervisor.reconcile(frozenset({rival}))
     assert not supervisor._failed
+    await supervisor.close()
+
+
+def of_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "http status 500")
+
+
+def told_by(code: grpc.StatusCode) -> StratagemError:
+    error = from_rpc_error(of_grpc(code))
+    error.__cause__ = of_grpc(code)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "retry"),
+    [
+        *((of_grpc(code), TryAgain.ENDLESS) for code in supervisor_module._OF_PROXIES),
+        *((told_by(code), TryAgain.ENDLESS) for code in supervisor_module._OF_PROXIES),
+        (grpc.aio.UsageError("Channel is closed."), TryAgain.ENDLESS),
+        (grpc.aio.UsageError("Async iterator is not an iterator."), TryAgain.LIMITED),
+        (of_grpc(grpc.StatusCode.INTERNAL), TryAgain.LIMITED),
+        (told_by(grpc.StatusCode.INTERNAL), TryAgain.LIMITED),
+    ],
+)
+async def test_outages_of_grpc_and_of_proxies_are_waited_for(
+    error: Exception, retry: TryAgain
+) -> None:
+    effect, has_failed = segment("x", "a"), asyncio.Event()
+
+    async def fail(_effect: Effect) -> None:
+        asyncio.get_running_loop().call_soon(has_failed.set)
+        raise error
+
+    supervisor = RunSupervisor(fail, never)
+    supervisor.reconcile(frozenset({effect}))
+    await has_failed.wait()
+    assert supervisor._failed[effect].retry is retry
     await supervisor.close()
 
 

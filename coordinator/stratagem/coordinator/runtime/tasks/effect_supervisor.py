@@ -13,12 +13,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import grpc
+import grpc.aio
 import structlog
 
-from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.errors import StratagemError, UnavailableError
 from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.base.exception_text import leaves, sole, told
 from stratagem.common.base.ids import RunId
@@ -35,6 +36,8 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
 """Seconds that close waits for stopped tasks to end before it gives up on them."""
+_OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
+"""Codes that none of our errors has, and that gRPC makes of HTTP 500 and 404."""
 
 log = structlog.get_logger()
 
@@ -216,8 +219,20 @@ class RunSupervisor:
 
 
 def _ours(error: BaseException) -> BaseException:
-    """Return an error as one of ours where gRPC has raised it."""
-    return from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+    """Return an error as one of ours where gRPC has raised it.
+
+    A proxy on the way that is out of order answers with codes that say nothing of the worker, and a
+    channel that somebody has closed is opened anew.
+    """
+    told, call = error, error.__cause__
+    if isinstance(error, grpc.RpcError):
+        told, call = from_rpc_error(error), error
+    is_of_a_proxy = isinstance(call, grpc.RpcError) and call.code() in _OF_PROXIES
+    if (type(told) is StratagemError and is_of_a_proxy) or (
+        isinstance(error, grpc.aio.UsageError) and "closed" in str(error).lower()
+    ):
+        return UnavailableError(str(told))
+    return told
 
 
 def _is_same_request(new: Effect, old: Effect) -> bool:
