@@ -10,6 +10,7 @@ import pytest
 
 from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, WorkerId
+from stratagem.common.base.retry_backoff import Backoff
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution import execute_plan as module
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -83,7 +84,7 @@ async def test_a_worker_whose_streams_break_at_once_is_not_asked_without_a_pause
     async def answers() -> bool:
         return True
 
-    monkeypatch.setattr(module.Backoff, "pause", pause)
+    monkeypatch.setattr(Backoff, "pause", pause)
     link = SimpleNamespace(execute=execute, answers=answers)
     links = SimpleNamespace(to=lambda _member, _state: link)
     env = SimpleNamespace(links=links, state=None, say=lambda *_, **_ids: None)
