@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from stratagem.common.base.errors import UnavailableError
 from stratagem.common.base.ids import Digest, Incarnation, WorkerId
+from stratagem.common.base.retry_backoff import Backoff
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.effects.execution import execute_plan as module
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -64,3 +66,29 @@ async def test_a_wish_that_is_repeated_is_one_wish_and_the_job_is_read_once(
     await attend(cast(EffectContext, env), member, request)
     assert brought == [BASE, BASE]
     assert num_read == 1
+
+
+async def test_a_worker_whose_streams_break_at_once_is_not_asked_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the state that the plan needs finds no room: the effect is tried again then."""
+    paused: list[None] = []
+
+    async def pause(_backoff: object) -> None:
+        paused.append(None)
+
+    async def execute(_request: Any) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield worker_pb2.ExecuteResponse(accepted=worker_pb2.Accepted())
+        raise UnavailableError("this worker cannot store what it is sent now: it is full")
+
+    async def answers() -> bool:
+        return True
+
+    monkeypatch.setattr(Backoff, "pause", pause)
+    link = SimpleNamespace(execute=execute, answers=answers)
+    links = SimpleNamespace(to=lambda _member, _state: link)
+    env = SimpleNamespace(links=links, state=None, say=lambda *_, **_ids: None)
+    member = Member(worker_id=WorkerId("full"), incarnation=Incarnation("full"))
+    with pytest.raises(UnavailableError, match="it is full"):
+        await attend(cast(EffectContext, env), member, worker_pb2.ExecuteRequest())
+    assert len(paused) == module.MAX_BROKEN - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -131,6 +132,19 @@ async def test_a_defect_leaks_nothing(kind: str, caplog: pytest.LogCaptureFixtur
     everything = f"{raised.value.details()} {raised.value.trailing_metadata()}"
     assert "secret" not in everything
     assert "Traceback" not in everything
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full", "/secret"), MemoryError("secret")])
+async def test_a_process_without_room_is_unavailable_and_names_no_path(error: Exception) -> None:
+    service = Raiser()
+    service.error = error
+    async with serving(service) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        with (
+            pytest.raises(errors.UnavailableError, match=r"this process .* now") as back,
+            rpc_errors(),
+        ):
+            await kinds(stub_of(channel))[KINDS[0]]()
+    assert "secret" not in str(back.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,10 @@ from stratagem.common.numerics.numerics_rules import CURRENT
 from stratagem.coordinator.core.commands import LoseWorker, RegisterWorker, SubmitRun, Tick
 from stratagem.coordinator.core.facts import MembersFormed, ModelBuilt, RunSubmitted
 from stratagem.coordinator.core.state import RunPhase
+from stratagem.coordinator.core.state_machine.apply import CLUSTER
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.strategy_boundary import why_waiting
-from stratagem.coordinator.observe.event_feed import Feed, FeedEvent
+from stratagem.coordinator.observe.event_feed import Feed, FeedEvent, SegmentProgress
 from stratagem.coordinator.observe.waiting_reasons import say_what_is_missing
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import job_text
@@ -324,6 +325,19 @@ def test_watchers_are_told_when_it_changes() -> None:
     assert feed.progress(RUN) is first
     simulation.tell(register("a", tags=("gpu", "large")))
     say_what_is_missing(feed, simulation.state, world_of(simulation.state), {RUN})
+    assert feed.progress(RUN) is None
+    for is_stall in (True, False):
+        told = "a stays at one thing" if is_stall else "Build keeps failing"
+        if is_stall:
+            feed.set_stall(RUN, told)
+        else:
+            feed.set_trouble(RUN, told, is_news=True)
+        say_what_is_missing(feed, simulation.state, world_of(simulation.state), {CLUSTER})
+        shown = feed.progress(RUN)
+        assert shown is not None
+        assert shown.reason == told, "another worker that comes ends neither"
+    feed.set_progress(RUN, SegmentProgress(reason="long over"))
+    say_what_is_missing(feed, simulation.state, world_of(simulation.state), {CLUSTER})
     assert feed.progress(RUN) is None
 
 

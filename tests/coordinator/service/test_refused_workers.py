@@ -92,6 +92,10 @@ async def test_a_run_that_waits_says_who_was_refused_until_it_is_registered(tmp_
         listed = await stub.ListWorkers(pb.ListWorkersRequest())
         assert ([each.worker_id for each in listed.workers], list(listed.refused)) == (["w"], [])
         assert "refused" not in (await stub.GetRun(asked)).run.reason
+        await refused(stub.RegisterWorker(asking(nowhere)))
+        assert (await stub.ListWorkers(pb.ListWorkersRequest())).refused
+        await stub.RegisterWorker(asking(well))  # which is no fact: it is registered
+        assert not (await stub.ListWorkers(pb.ListWorkersRequest())).refused
 
 
 def test_only_so_many_for_so_long_and_no_more_text_than_people_read() -> None:

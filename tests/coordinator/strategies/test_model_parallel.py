@@ -91,6 +91,15 @@ def test_partitions_go_to_the_first_registered_worker_that_fits(
     assert placed(simulation) == expected
 
 
+def test_many_workers_are_taken_in_the_order_in_which_they_registered() -> None:
+    simulation, names = started(job_text(model_parallel(GPU, CPU))), [f"w{n:02}" for n in range(40)]
+    for now_s, name in enumerate(reversed(names), 1):
+        simulation.now_s = float(now_s)
+        simulation.tell(register(name, tags=("gpu",)))
+    simulation.tell(register("late", tags=("cpu",)))
+    assert placed(simulation) == (["w39", "late"], (0, 1))
+
+
 def test_run_waits_for_the_tags_and_names_them() -> None:
     simulation = start(model_parallel(GPU, {"WorkerId": "z"}), x=("cpu",), y=())
     assert not simulation.facts(MembersFormed)

@@ -1,17 +1,21 @@
 """The files of blobs that a worker has no memory for: they go with it, even if it is killed."""
 
+import errno
 import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 import torch
 
+from stratagem.common.base.errors import LimitError, UnavailableError
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
-from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
+from stratagem.worker.host import worker_blob_cache as module
+from stratagem.worker.host.worker_blob_cache import ReceivedBlobs, _OnDisk
 from tests.common.tensors.chunk_messages import iter_chunks
 
 OTHER = """
@@ -61,6 +65,49 @@ def test_files_of_a_killed_worker_are_removed_when_the_next_begins(tmp_path: Pat
         receive(cache)
         cache.clear()
         assert {*tmp_path.iterdir()} == {*folders[:2]}
+
+
+@pytest.mark.parametrize("where", ["write", "finish", "mkdir"])
+def test_a_disk_that_is_full_is_waited_for_and_what_was_torn_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What a failed write has left of the file must not stay in it."""
+    cache, real = ReceivedBlobs(tmp_path, 0, worker_id="w"), _OnDisk.sink
+
+    def torn(blob: _OnDisk, offset: int, data: memoryview) -> None:
+        real(blob, offset, data[:3])
+        full()
+
+    def full(*_: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, "no", str(tmp_path / "secret"))
+
+    with monkeypatch.context() as patch:
+        match where:
+            case "write":
+                patch.setattr(_OnDisk, "sink", torn)
+            case "finish":
+                patch.setattr(_OnDisk, "finish", full)
+            case _:
+                patch.setattr(Path, "mkdir", full)
+        with pytest.raises(UnavailableError, match=r"now: No space left on device$"):
+            receive(cache)
+        (*uploads,) = cache._uploads.values()
+        for upload in uploads:
+            upload.is_open = False  # as the caller does
+    receive(cache)
+    (blob,) = cache._runs["run"].held.values()
+    assert torch.equal(blob.load()[0]["x"], torch.ones(7))
+    cache.clear()
+
+
+def test_memory_that_is_short_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(module, "allocate", none_left)
+    with pytest.raises(LimitError) as short:
+        receive(ReceivedBlobs(None, 0))
+    assert short.value.retry_after_s
 
 
 def test_a_folder_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ iterator.
 """
 
 import asyncio
+import errno
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
@@ -62,6 +64,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 OnRefusal: TypeAlias = Callable[[Any, StratagemError], None]
 """Is told the request and the error of a call whose caller was admitted, and which was refused."""
 
+_OUTAGES: Final = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
+)
+"""Of the operating system, which end by themselves or once somebody makes room."""
 PROBE_TIMEOUT_S: Final = 5.0
 PROBES: Final = ("Check", "List")
 
@@ -363,10 +369,20 @@ def _ending() -> UnavailableError:
     return UnavailableError("this process ends, and what the call waited for with it")
 
 
+def _outage(error: Exception) -> UnavailableError | None:
+    """Return what a process says that has no room, files or memory now, without a path; None where
+    the error is another one."""
+    if isinstance(error, MemoryError):
+        return UnavailableError("this process has no memory for it now")
+    if isinstance(error, OSError) and error.errno in _OUTAGES:
+        return UnavailableError(f"this process cannot store it now: {os.strerror(error.errno)}")
+    return None
+
+
 async def _abort(context: Context, method: str, raised: Exception, calls: CallStats) -> NoReturn:
     cause = sole(raised)
     error = cause if isinstance(cause, Exception) else raised
-    status = to_status(error)
+    status = to_status(_outage(error) or error)
     if status is not None:
         calls.refuse(name_of(method), status.code.name, type(error).__name__)
         log.info("call refused", method=method, code=status.code.name, reason=status.details)

@@ -2,7 +2,8 @@
 small pieces with the one before.
 
 A trie by hash: inner nodes are tuples, leaves are small dicts. The hash is the same in every
-process, and so is the order of iteration, which is none that means anything.
+process. The order of iteration means nothing and is no order of insertion: it is that of the hashes
+above one leaf, and within a leaf that of the changes, so equal mappings may differ in it.
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView

@@ -24,7 +24,8 @@ def say_what_is_missing(
     feed: Feed, state: CoordinatorState, world: World, changed: Set[RunId], refused: str = ""
 ) -> None:
     """Publish as progress the sentence about missing workers of these runs (all runs, where the
-    cluster changed) when it is another one; clear it once there are workers. refused: the sentence
+    cluster changed) when it is another one; clear it once there are workers, but for what keeps
+    failing or stays at one thing, which is not over then. refused: the sentence
     about workers that were refused."""
     looked_at = state.runs.keys() if CLUSTER in changed else changed & state.runs.keys()
     for run_id in looked_at:
@@ -35,7 +36,7 @@ def say_what_is_missing(
         reason = with_refused(reason, refused)
         if reason and (shown is None or shown.reason != reason):
             feed.set_progress(run_id, SegmentProgress(reason=reason))
-        elif not reason and shown is not None and shown.reason:
+        elif not reason and shown is not None and shown.reason not in ("", feed.trouble(run_id)):
             feed.set_progress(run_id, None)
 
 

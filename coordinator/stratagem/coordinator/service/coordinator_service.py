@@ -260,6 +260,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         capability = Capability.model_validate(request.capability, from_attributes=True)
         ending = ending_of(request)
         await self._app.loop.submit(RegisterWorker(member, request.address, capability, ending))
+        self._app.refusals.forget(member.worker_id)  # the same start once more makes no fact
         # The pace of a few, which workers keep to that send single heartbeats; see Heartbeat.
         pace = self._app.leases.rule
         self._app.leases.grant([member], pace.ttl_s)

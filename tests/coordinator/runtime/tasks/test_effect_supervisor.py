@@ -4,13 +4,16 @@ import asyncio
 import re
 from collections import Counter
 
+import grpc
+import grpc.aio
 import pytest
 from structlog.testing import capture_logs
 
-from stratagem.common.base.errors import DivergedError, StaleError, UnavailableError
+from stratagem.common.base.errors import DivergedError, StaleError, StratagemError, UnavailableError
 from stratagem.common.base.exception_text import told
 from stratagem.common.base.ids import Digest, Party, RunId
-from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries
+from stratagem.common.rpc.status_codes import from_rpc_error
+from stratagem.coordinator.core.effect_failures import MAX_TRIES, TROUBLE, FailedTries, TryAgain
 from stratagem.coordinator.core.effects import (
     Base,
     Build,
@@ -18,6 +21,7 @@ from stratagem.coordinator.core.effects import (
     Effect,
     EvaluateState,
     RunSegment,
+    TrainClient,
 )
 from stratagem.coordinator.core.event_span import EventSpan
 from stratagem.coordinator.core.facts import RunReleased
@@ -212,6 +216,131 @@ async def test_members_that_change_do_not_make_a_defect_another_one(
         await ended.wait()
     await supervisor.close()
     assert tried == [*range(MAX_TRIES)]
+
+
+def training(client: int, worker: str, round_num: int = 1) -> TrainClient:
+    base, of_round = Base(0, 0, Digest("d")), (round_num, client, 2, 1)
+    return TrainClient(RUN, ROOT, 1, *of_round, member(worker), base)
+
+
+def evaluation(segment: int) -> EvaluateState:
+    base = Base(segment, segment, Digest("d"))
+    return EvaluateState(RUN, ROOT, 1, base, ("test",), (member("a"),))
+
+
+def commit(step: int) -> CommitSegment:
+    return CommitSegment(RUN, ROOT, 1, step, 1, ((member("a"),),))
+
+
+NEXT: dict[str, tuple[Effect, Effect]] = {
+    "another client": (training(0, "a"), training(1, "a")),
+    "another round": (training(0, "a"), training(0, "a", round_num=2)),
+    "another state to evaluate": (evaluation(1), evaluation(2)),
+    "a later step of the segment": (commit(10), commit(20)),
+    "given up elsewhere": (training(0, "a"), training(0, "b")),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "succeeds"),
+    [*((case, True) for case in NEXT if case != "given up elsewhere"), *((n, False) for n in NEXT)],
+)
+async def test_failures_of_other_work_do_not_count(
+    case: str, succeeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fact that ends the first effect removes it while it is still performed or given up, and
+    what is due next is tried as often as the first."""
+    monkeypatch.setattr(supervisor_module, "FIRST_RETRY_S", 1e-4)
+    monkeypatch.setattr(supervisor_module, "LAST_RETRY_S", 1e-4)
+    first, second = NEXT[case]
+    tried, ended = Counter[Effect](), asyncio.Event()
+
+    async def fail(effect: Effect) -> None:
+        tried[effect] += 1
+        if succeeds and effect == first and tried[first] == MAX_TRIES - 1:
+            supervisor.reconcile(frozenset({second}))
+            await asyncio.Event().wait()
+        raise StratagemError("x")
+
+    async def give_up(effect: Effect, tries: FailedTries) -> None:
+        supervisor.reconcile(frozenset({second} if effect == first else ()))
+        if effect == second:
+            ended.set()
+        await asyncio.Event().wait()
+
+    supervisor = RunSupervisor(fail, give_up)
+    supervisor.reconcile(frozenset({first}))
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    await supervisor.close()
+    assert tried == {first: MAX_TRIES - succeeds, second: MAX_TRIES}
+
+
+async def test_failures_of_what_waits_for_slots_go_on_with_it_or_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_RETRY_S", 60.0)
+    monkeypatch.setattr(supervisor_module, "LAST_RETRY_S", 60.0)
+    has_failed = asyncio.Event()
+
+    async def fail(effect: Effect) -> None:
+        if isinstance(effect, RunSegment):
+            await asyncio.Event().wait()
+        asyncio.get_running_loop().call_soon(has_failed.set)
+        raise StratagemError("x")
+
+    supervisor = RunSupervisor(fail, never)
+    rival = segment("y", "b")
+    supervisor.reconcile(frozenset({training(0, "a"), rival}))
+    await has_failed.wait()
+    queued = training(0, "b")
+    supervisor.reconcile(frozenset({queued, rival}))
+    assert [*supervisor._failed] == [queued]
+    has_failed.clear()
+    supervisor.reconcile(frozenset({training(0, "c"), rival}))
+    await has_failed.wait()
+    assert [tries.num for tries in supervisor._failed.values()] == [2]
+    supervisor.reconcile(frozenset({queued, rival}))
+    supervisor.reconcile(frozenset({rival}))
+    assert not supervisor._failed
+    await supervisor.close()
+
+
+def of_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "http status 500")
+
+
+def told_by(code: grpc.StatusCode) -> StratagemError:
+    error = from_rpc_error(of_grpc(code))
+    error.__cause__ = of_grpc(code)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "retry"),
+    [
+        *((of_grpc(code), TryAgain.ENDLESS) for code in supervisor_module._OF_PROXIES),
+        *((told_by(code), TryAgain.ENDLESS) for code in supervisor_module._OF_PROXIES),
+        (grpc.aio.UsageError("Channel is closed."), TryAgain.ENDLESS),
+        (grpc.aio.UsageError("Async iterator is not an iterator."), TryAgain.LIMITED),
+        (of_grpc(grpc.StatusCode.INTERNAL), TryAgain.LIMITED),
+        (told_by(grpc.StatusCode.INTERNAL), TryAgain.LIMITED),
+    ],
+)
+async def test_outages_of_grpc_and_of_proxies_are_waited_for(
+    error: Exception, retry: TryAgain
+) -> None:
+    effect, has_failed = segment("x", "a"), asyncio.Event()
+
+    async def fail(_effect: Effect) -> None:
+        asyncio.get_running_loop().call_soon(has_failed.set)
+        raise error
+
+    supervisor = RunSupervisor(fail, never)
+    supervisor.reconcile(frozenset({effect}))
+    await has_failed.wait()
+    assert supervisor._failed[effect].retry is retry
+    await supervisor.close()
 
 
 async def test_effect_that_fails_while_it_is_cancelled_is_not_tried_again() -> None:

@@ -21,7 +21,7 @@ from stratagem.coordinator.updates.folding.server_optimizers import server_optim
 from stratagem.coordinator.updates.folding.server_step import ServerStep
 from stratagem.coordinator.updates.numpy_floats import Wide, narrow, storage, widen
 from stratagem.coordinator.updates.spool import Spool
-from tests.coordinator.updates.updates import MIXED, accept, arrays, data_of, manifest_of
+from tests.coordinator.updates.updates import MIXED, accept, arrays, data_of, key, manifest_of
 
 # A frozen tensor and a buffer between trained ones; MIXED has sizes 0, 1 and odd ones.
 LAYOUT = [*MIXED[:2], ("model/frozen", "float32", (7,)), *MIXED[2:], ("model/mean", "float32", ())]
@@ -164,3 +164,25 @@ def test_a_change_beyond_the_range_of_the_type_is_refused(tmp_path: Path) -> Non
     writer = a_round.store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
     with pytest.raises(DivergedError, match="beyond the range of float32"):
         fold_weighted_mean([late, high], [1, 1], manifest, writer, rebasing=rebasing)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_what_was_not_finite_in_its_own_base_takes_no_part(tmp_path: Path, is_buffer: bool) -> None:
+    """The client was accepted with it, as no fault of its own, and the state is finite by now."""
+    metadata = {"averaged": '["w"]'} if is_buffer else {}
+    manifest = manifest_of([("w", "float32", (2,))], metadata=metadata)
+    a_round = Round(tmp_path, manifest)
+
+    def state(*values: float) -> bytes:
+        return np.array(values, "<f4").tobytes()
+
+    on_time = accept(a_round.spool, 1, manifest, state(4.0, 5.0))
+    writer = a_round.spool.open(key(0), manifest, before=lambda *_: np.array([np.inf, 3.0], "<f4"))
+    writer.write(state(np.inf, 3.0))
+    late = writer.commit(manifest, 1)
+    present, base = (stored(a_round.store, manifest, state(*v)) for v in [(2, 5), (np.inf, 3.0)])
+    rebasing = Rebasing(a_round.store, present, {0: base})
+    out = a_round.store.writer(len(header_bytes(manifest)) + manifest.total_bytes)
+    digest, *_ = fold_weighted_mean([late, on_time], [1, 1], manifest, out, rebasing=rebasing)
+    found = a_round.store.path(digest).read_bytes()[-8:]
+    assert found == state(3.0, 4.0 if is_buffer else 5.0)

@@ -18,16 +18,23 @@ computed again: they may have been those of different callers.
 """
 
 import asyncio
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from torch import Tensor
 
-from stratagem.common.base.errors import ConflictError, IntegrityError, LimitError, StaleError
+from stratagem.common.base.errors import (
+    ConflictError,
+    IntegrityError,
+    LimitError,
+    StaleError,
+    UnavailableError,
+)
 from stratagem.common.process.own_folder import OwnFolder, remove_abandoned
 from stratagem.common.tensors.chunks import ChunkWriter
 from stratagem.common.tensors.manifest import Manifest, Purpose
@@ -65,6 +72,18 @@ class Blob(Protocol):
     def drop(self) -> None: ...
 
 
+@contextmanager
+def _room_needed() -> Iterator[None]:
+    """Turn the errors of a disk that is full or away, and of memory, into UnavailableError, which
+    is waited for. The message has no path: it goes to the coordinator."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        why = "no memory is left" if number is None else os.strerror(number)
+        raise UnavailableError(f"this worker cannot store what it is sent now: {why}") from error
+
+
 class _InMemory:
     def __init__(self, manifest: Manifest) -> None:
         self.purpose, self.memory_bytes = manifest.purpose, manifest.total_bytes
@@ -73,9 +92,12 @@ class _InMemory:
         try:
             self.sink, self._views = allocate(manifest)
         except (MemoryError, RuntimeError) as error:  # torch has no type of its own for it
+            # Where there is as much, it is freed as other runs end.
+            there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             raise LimitError(
                 f"{manifest.total_bytes} bytes are more than this worker's memory; give it a "
-                "data_dir for what exceeds max_blob_memory_bytes"
+                "data_dir for what exceeds max_blob_memory_bytes",
+                retry_after_s=RETRY_AFTER_S if manifest.total_bytes <= there_is else None,
             ) from error
 
     def digest(self) -> str:
@@ -123,7 +145,8 @@ class _OnDisk:
         return tensors, manifest.metadata
 
     def drop(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what a full disk has not taken is not needed any more
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
 
@@ -134,17 +157,32 @@ class BlobUpload:
         self.digest = digest
         self.manifest = manifest
         self.is_open = False
+        self.is_broken = False
+        """Not all that was taken is stored, so that no later stream can continue it."""
         self.term = 0
         """Term of the coordinator whose stream has it open."""
         self.num_streams = 0
         self._blob = blob
-        self.writer = ChunkWriter(manifest.total_bytes, blob.sink, purpose=manifest.purpose)
+        self.writer = ChunkWriter(manifest.total_bytes, self._sink, purpose=manifest.purpose)
 
     def fill(self, pieces: Iterable[memoryview]) -> None:
         """Take all bytes, which have been checked; takes its time, so in a thread."""
         for piece in pieces:
-            self._blob.sink(self.writer.received, piece)
+            self._sink(self.writer.received, piece)
             self.writer.received += len(piece)
+
+    def _sink(self, offset: int, data: bytes | memoryview) -> None:
+        with self._or_broken():
+            self._blob.sink(offset, data)
+
+    @contextmanager
+    def _or_broken(self) -> Iterator[None]:
+        try:
+            with _room_needed():
+                yield
+        except UnavailableError:
+            self.is_broken = True
+            raise
 
     def read(self, file: tensor_pb2.OpenFile, limit_s: float) -> None:
         """Take what is offered, where that can be read and nothing is here yet: what is missing
@@ -169,7 +207,8 @@ class BlobUpload:
     def finish(self) -> Blob:
         """Return the blob. Raise IntegrityError while bytes are missing."""
         self.writer.finish()
-        self._blob.finish()
+        with self._or_broken():
+            self._blob.finish()
         return self._blob
 
     def drop(self) -> None:
@@ -282,11 +321,14 @@ class ReceivedBlobs:
         if upload is not None and upload.is_open and upload.term >= term:
             raise ConflictError(f"another stream uploads blob {digest}")
         self._check_uploads()
-        if upload is None or upload.is_open or upload.manifest != manifest:
+        is_lost = upload is not None and (upload.is_open or upload.is_broken)
+        if upload is None or is_lost or upload.manifest != manifest:
             self._forget_oldest()
             if upload is not None:
                 upload.drop()
-            upload = BlobUpload(digest, manifest, self._begin(run_id, digest, manifest))
+            with _room_needed():
+                blob = self._begin(run_id, digest, manifest)
+            upload = BlobUpload(digest, manifest, blob)
             self._uploads[run_id, digest] = upload
         upload.is_open, upload.term = True, term
         upload.num_streams += 1

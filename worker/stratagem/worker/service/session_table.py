@@ -47,6 +47,7 @@ from stratagem.worker.session.plan_control import Control
 from stratagem.worker.session.session_states import StateStore
 from stratagem.worker.site.site_admission import SiteAdmission
 
+RETRY_AFTER_S: Final = 1.0
 NUM_RESULTS: Final = 2
 
 
@@ -166,7 +167,8 @@ class Sessions:
         if len(self._sessions) >= self._max_sessions:
             raise LimitError(
                 f"max_sessions: {len(self._sessions)} sessions are open on this worker, the limit "
-                f"is {self._max_sessions}"
+                f"is {self._max_sessions}",
+                retry_after_s=RETRY_AFTER_S,
             )
 
     def holds_run(self, run_id: str) -> bool:

@@ -6,6 +6,7 @@ lines) are passed on.
 """
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from stratagem.common.base.errors import (
 )
 from stratagem.common.base.exception_text import leaves, told
 from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.common.base.retry_backoff import Backoff
 from stratagem.common.rpc.status_codes import shown
+from stratagem.coordinator.core.effect_failures import STEADY_S
 from stratagem.coordinator.core.effects import EvaluateState, RunSegment
 from stratagem.coordinator.core.facts import ErrorRecord, Member, PartyFailed
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
@@ -31,6 +34,10 @@ from stratagem.coordinator.runtime.tasks.task_group import stop_if_cancelled, ta
 from stratagem.coordinator.runtime.worker_links import WorkerLink
 from stratagem.v1 import types_pb2, worker_pb2
 
+FIRST_PAUSE_S: Final = 0.05
+LAST_PAUSE_S: Final = 5.0
+MAX_BROKEN: Final = 5
+"""Streams of a plan that break one after the other, each within STEADY_S."""
 MAX_PROFILES: Final = 4
 """Recordings taken of one plan; our workers record its steps once, and its evaluation."""
 
@@ -61,14 +68,17 @@ async def attend(
     *,
     base: Digest | None = None,
 ) -> worker_pb2.ExecuteResult:
-    """The result of the plan; raises UnavailableError once the worker is lost.
+    """The result of the plan; raises UnavailableError once the worker is lost, or where stream
+    after stream breaks at once, as on a worker whose disk is full.
 
     A worker that refuses the plan for what it says would refuse it again: that is a result, too.
     base: a state that the plan is certain to need, brought without waiting for the wish.
     """
     had_begun, run_id = False, RunId(request.session.run_id)
     plan = _Plan(request, is_secret=_is_secret(env, request))
+    backoff, num_broken = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S), 0
     while True:
+        began_s = time.monotonic()
         link = env.links.to(member, env.state)
         attended = _Attended(env, member, plan, listener, base)
         refusal: BaseException | None = None
@@ -87,7 +97,14 @@ async def attend(
         if not await link.answers():
             await env.lose(member, f"connection lost: {reason}", had_begun=had_begun)
             raise UnavailableError(reason)
-        env.say("stream broke, attaching again", run_id, worker_id=member.worker_id)
+        if time.monotonic() - began_s > STEADY_S:
+            backoff.reset()
+            num_broken = 0
+        num_broken += 1
+        if num_broken >= MAX_BROKEN:  # the effect is tried again without end, and watchers told
+            raise UnavailableError(reason)
+        env.say("stream broke, attaching again", run_id, worker_id=member.worker_id, reason=reason)
+        await backoff.pause()
 
 
 async def finish(

@@ -13,19 +13,20 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import grpc
+import grpc.aio
 import structlog
 
-from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.errors import StratagemError, UnavailableError
 from stratagem.common.base.exception_frames import without_frames
 from stratagem.common.base.exception_text import leaves, sole, told
 from stratagem.common.base.ids import RunId
 from stratagem.common.base.retry_backoff import Backoff
 from stratagem.common.rpc.status_codes import from_rpc_error
 from stratagem.coordinator.core.effect_failures import TROUBLE, FailedTries
-from stratagem.coordinator.core.effects import Effect, slots
+from stratagem.coordinator.core.effects import Effect, EvaluateState, slots
 from stratagem.coordinator.core.facts import Member
 from stratagem.coordinator.core.gang_scheduler import Request, grant
 from stratagem.coordinator.observe.log_ids import ids_of
@@ -35,6 +36,8 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
 GRACE_S = 5.0
 """Seconds that close waits for stopped tasks to end before it gives up on them."""
+_OF_PROXIES: Final = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
+"""Codes that none of our errors has, and that gRPC makes of HTTP 500 and 404."""
 
 log = structlog.get_logger()
 
@@ -79,21 +82,23 @@ class RunSupervisor:
         concerned = self._of_run if of is None else set(of)
         running = [started for run_id in concerned for started in self._of_run.get(run_id, ())]
         ended = [effect for effect in running if effect not in effects]
-        left = {effect: self._failed[effect] for effect in ended if effect in self._failed}
-        for effect in ended:
-            self._stop(effect)
         known = {request.key for request in self._waiting}
         self._waiting = [
             request
             for request in self._waiting
             if request.key in effects or (of is not None and request.key.run_id not in concerned)
         ]
+        unqueued = known - {request.key for request in self._waiting}
+        left = {old: self._failed.pop(old) for old in (*ended, *unqueued) if old in self._failed}
+        for effect in ended:
+            self._stop(effect)
         new = [e for e in effects if e not in self._tasks and e not in known]
         for effect in sorted(new, key=lambda e: (e.run_id, repr(e))):
-            before = next((old for old in ended if _is_same_work(effect, old)), None)
-            if before in left:  # members that change do not mend what fails for another reason
-                self._failed[effect] = left[before]
-            self._enqueue(effect, succeeds=before is not None)
+            # Members that change do not mend what fails for another reason.
+            failed = next((left[old] for old in left if _is_same_request(effect, old)), None)
+            if failed is not None and not failed.are_too_many:
+                self._failed[effect] = failed
+            self._enqueue(effect, succeeds=any(_is_same_work(effect, old) for old in ended))
         self._start_granted()
 
     def yield_slots(self, effect: Effect) -> None:
@@ -214,11 +219,40 @@ class RunSupervisor:
 
 
 def _ours(error: BaseException) -> BaseException:
-    """Return an error as one of ours where gRPC has raised it."""
-    return from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+    """Return an error as one of ours where gRPC has raised it.
+
+    A proxy on the way that is out of order answers with codes that say nothing of the worker, and a
+    channel that somebody has closed is opened anew.
+    """
+    told, call = error, error.__cause__
+    if isinstance(error, grpc.RpcError):
+        told, call = from_rpc_error(error), error
+    is_of_a_proxy = isinstance(call, grpc.RpcError) and call.code() in _OF_PROXIES
+    if (type(told) is StratagemError and is_of_a_proxy) or (
+        isinstance(error, grpc.aio.UsageError) and "closed" in str(error).lower()
+    ):
+        return UnavailableError(str(told))
+    return told
+
+
+def _is_same_request(new: Effect, old: Effect) -> bool:
+    """Return True where the new effect asks for what the old one has not done, maybe of others.
+
+    A success ends with a fact that removes its effect, and what is asked for after it differs in
+    one of these, so that no failure before a success counts any more.
+    """
+
+    def asked(effect: Effect) -> tuple[object, ...]:
+        return tuple(getattr(effect, name, None) for name in ("client", "attempt", "step"))
+
+    # A state is evaluated after each round, with nothing by which one is known from the next.
+    is_told_apart = not isinstance(new, EvaluateState)
+    return is_told_apart and _is_same_work(new, old) and asked(new) == asked(old)
 
 
 def _is_same_work(new: Effect, old: Effect) -> bool:
+    """Return True where the new effect keeps the turn of the old one."""
+
     def work(effect: Effect) -> tuple[object, ...]:
         segment = getattr(effect, "segment", getattr(effect, "round_num", None))
         return (

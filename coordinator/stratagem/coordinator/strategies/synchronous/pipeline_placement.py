@@ -90,9 +90,13 @@ def _spreads_better(
 
 
 def _by_registration(job: JobSpec, run: PartyRun, world: World) -> Mapping[WorkerId, WorkerRecord]:
-    """Return eligible workers in the order in which they registered."""
-    fitting = {worker.member.worker_id for worker in eligible(job, world, run.fingerprint)}
-    return {name: record for name, record in world.workers.items() if name in fitting}
+    """Return eligible workers in the order in which they last registered, by name where that was at
+    once or its time is not known."""
+    fitting = sorted(
+        eligible(job, world, run.fingerprint),
+        key=lambda worker: (worker.registered_s, worker.member.worker_id),
+    )
+    return {worker.member.worker_id: worker for worker in fitting}
 
 
 def _width(run: PartyRun) -> int:

@@ -306,9 +306,9 @@ class _Folder:
             source.read(window.offset, raw)
             target = term if index else total
             widen(window.dtype, raw, target)
-            if window.is_rebased:
-                assert self._rebasing is not None
-                self._rebasing.apply(index, window.dtype, window.offset, target)
+            if self._rebasing is not None:
+                place, is_rebased = (window.dtype, window.offset), window.is_rebased
+                self._rebasing.apply(index, *place, target, is_rebased=is_rebased)
             target *= self._factors[index]
             if index:
                 total += term

@@ -4,11 +4,15 @@
 
 A whole model of an earlier round would pull the state back to where it was then; its change does
 not. Buffers (running statistics) and frozen parameters enter as they are: a sum of changes could
-leave their range, a variance below zero for one. Memory is some windows. Knows nothing of rounds.
+leave their range, a variance below zero for one. What was not finite in the base of an update has
+no change: it takes the number of the present state. Memory is some windows. Knows nothing of
+rounds.
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+
+import numpy as np
 
 from stratagem.common.base.ids import Digest
 from stratagem.common.tensors.dtypes import dtype_named
@@ -40,11 +44,25 @@ class Rebasing:
         """Return True for parameters that are trained."""
         return dtype_named(spec.dtype).is_floating and spec.name not in self._averaged
 
-    def apply(self, index: int, dtype: str, offset: int, values: Wide) -> None:
-        """Rebase one window of an update in place; offset: of the window in the state."""
-        if index in self._bases:
-            values -= self._bases[index].read(dtype, offset, values.size)
-            values += self._state.read(dtype, offset, values.size)
+    def apply(
+        self, index: int, dtype: str, offset: int, values: Wide, *, is_rebased: bool = True
+    ) -> None:
+        """Rebase one window of an update in place; offset: of the window in the state. is_rebased:
+        see above; other floating numbers only lose what was not finite in their base."""
+        if index not in self._bases:
+            return
+        if not is_rebased:
+            lost = ~np.isfinite(values)  # it was accepted because it has the bits of its base
+        else:
+            before = self._bases[index].read(dtype, offset, values.size)
+            lost = ~np.isfinite(before)
+            values -= before
+        if not is_rebased and not lost.any():
+            return
+        state = self._state.read(dtype, offset, values.size)
+        if is_rebased:
+            values += state
+        np.copyto(values, state, where=lost)
 
     def close(self) -> None:
         self._files.close()
