@@ -1,4 +1,5 @@
-"""The files of blobs that a worker has no memory for: they go with it, even if it is killed."""
+"""The files of blobs that a worker has no memory for: they go with it, even if it is killed. A
+worker that has no room is waited for."""
 
 import errno
 import shutil
@@ -14,8 +15,10 @@ from stratagem.common.base.errors import LimitError, UnavailableError
 from stratagem.common.tensors.manifest import Purpose
 from stratagem.common.tensors.safetensors_file import blob_digest
 from stratagem.common.tensors.torch_codec import manifest_of
+from stratagem.v1 import worker_pb2
 from stratagem.worker.host import worker_blob_cache as module
 from stratagem.worker.host.worker_blob_cache import ReceivedBlobs, _OnDisk
+from stratagem.worker.service.session_table import Sessions
 from tests.common.tensors.chunk_messages import iter_chunks
 
 OTHER = """
@@ -108,6 +111,13 @@ def test_memory_that_is_short_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(LimitError) as short:
         receive(ReceivedBlobs(None, 0))
     assert short.value.retry_after_s
+
+
+def test_sessions_that_other_runs_hold_are_waited_for() -> None:
+    sessions = Sessions(None, 0)  # type: ignore[arg-type]
+    with pytest.raises(LimitError, match="max_sessions") as full:
+        sessions.begin(worker_pb2.ExecuteRequest(), None)  # type: ignore[arg-type]
+    assert full.value.retry_after_s
 
 
 def test_a_folder_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
