@@ -35,6 +35,9 @@ MAY_READ: Mapping[str, str] = {
     ),
     "coordinator/effects/federated/client_failures.py": LOG_LINES,
     "coordinator/runtime/loop.py": "when a fact was journaled",
+    "coordinator/runtime/tasks/effect_supervisor.py": (
+        "since when what fails has failed, and when it is tried next, as a status shows it"
+    ),
     "coordinator/service/cluster_diagnosis.py": "compares clocks, and says which one is wrong",
     "coordinator/service/run_queries.py": "how old what is shown is",
     "coordinator/service/coordinator_service.py": f"when a run was submitted; {RECORDINGS}",

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.tensors.state_slices import parameter_slice, slice_name
 from stratagem.worker.engine import build_sliced_trainer
 from stratagem.worker.engine.trainers.dealt_tensors import dealt_out
@@ -114,13 +113,6 @@ def test_what_is_not_divided_is_dealt_out_without_a_trace(
     spec = spec_of(model, **sections)
     assert_same_training(spec, "shm", size, 3, is_mirrored=size > 1)
     assert_same_training(spec, "shm", size, 3)
-
-
-def test_trained_parameters_that_overlap_are_refused() -> None:
-    spec = spec_of(user_model("slices:shares_storage"))
-    problem = "needs trained parameters with memory of their own; 0.weight and 1.weight share some"
-    with pytest.raises(InvalidInputError, match=problem):
-        build_sliced_trainer(spec, ALLOWED, StateShare(0, 2), device=CPU, fresh=True)
 
 
 def test_each_member_copies_its_slices_alone() -> None:

@@ -10,7 +10,6 @@ a job may name with it. Must not know how gradients and parameters travel.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
@@ -94,8 +93,6 @@ class OptimizerPieces:
             if not param.is_contiguous():
                 text = f"needs contiguous parameters; {name} is not: its pieces would have copies"
                 raise InvalidInputError.at(_FIELD, text)
-        if held is None:
-            _check_memory(params)
         self.optimizer, self.owners, self.rank = optimizer, owners, rank
         self._names, self._params = {name for name, _ in params}, [param for _, param in params]
         self._pieces = [_piece_of(*params[part.index], part) for part in owners.parts[rank]]
@@ -344,17 +341,6 @@ class OptimizerPieces:
             for each in own:
                 if each.param in before:
                     self.optimizer.state[each.piece] = _sliced(before[each.param], each)
-
-
-def _check_memory(params: NamedParams) -> None:
-    """Raises InvalidInputError for parameters that overlap: a step of one would change the other.
-    They may lie in one storage."""
-    ranges = sorted((p.data_ptr(), p.nbytes, name) for name, p in params if p.numel())
-    for (start, size, name), (other_start, _, other) in pairwise(ranges):
-        if other_start < start + size:
-            first, second = sorted((name, other))
-            text = f"needs trained parameters with memory of their own; {first} and {second} share"
-            raise InvalidInputError.at(_FIELD, f"{text} some")
 
 
 def _piece_of(name: str, param: nn.Parameter, part: OwnedPart) -> _OwnPiece:
