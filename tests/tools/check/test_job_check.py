@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from stratagem.client.cli import check_command
 from stratagem.client.cli.main import app
+from stratagem.client.sdk import torch_process
 from stratagem.client.sdk.job_check import check_job as check_file
 from stratagem.client.sdk.views import Worker
 from stratagem.common.base.errors import InvalidInputError
@@ -322,6 +324,40 @@ def test_the_command_says_all_and_ends_with_1_for_a_fault(tmp_path: Path) -> Non
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
+
+
+HANGING = """
+import threading
+import torch
+
+class Hanging(torch.nn.Linear):
+    def forward(self, x):
+        if x.device.type != "meta" and torch.is_grad_enabled():
+            threading.Semaphore(0).acquire()
+        return super().forward(x)
+
+def build():
+    return torch.nn.Sequential(torch.nn.Flatten(), Hanging(64, 10))
+"""
+
+
+def test_a_check_that_hangs_tells_its_place_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGING)
+    (tmp_path / "job.json").write_text(job({"entrypoint": "hangs:build"}).canonical_json())
+
+    def interrupt(text: str) -> None:
+        if "hangs.py" in text:
+            raise KeyboardInterrupt(text)
+
+    monkeypatch.setattr(torch_process, "_LONG_S", 0.1)
+    monkeypatch.setattr(check_command, "complain", interrupt)
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
+    assert done.exit_code == 130
+    assert "Sequential, 650 parameters" in done.stdout
+    assert "steps to an epoch" in done.stdout
+    assert "stopped at training step 1 (hangs.py, line 8, in forward)" in done.stderr
 
 
 def test_the_command_finds_a_model_that_the_first_step_would_refuse(tmp_path: Path) -> None:

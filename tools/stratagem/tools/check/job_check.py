@@ -49,12 +49,17 @@ _NUM_NAMES: Final = 5
 """How many names a finding lists."""
 
 
-def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Finding]:
+def check_job(
+    job: JobSpec,
+    site: Site,
+    memory: Callable[[], str],
+    say: Callable[[Finding], None] = lambda _: None,
+) -> list[Finding]:
     """Return what is found about a job whose document is valid, where faults are of level FAIL.
 
-    memory: says how much the job needs, or raises.
+    memory: says how much the job needs, or raises. say: is given each finding at once.
     """
-    checks = _JobChecks(job, site, CheckReport())
+    checks = _JobChecks(job, site, CheckReport(say))
     checks.code()
     placed = job.execution.with_changes(parallelism="None")  # a strategy is made of it beforehand
     checks.report.attempt("settings", "execution", lambda: check_supported(placed))
