@@ -18,7 +18,7 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
-from tests.jobs import NOT_TRAINED, document, job, user_data, user_model
+from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
@@ -301,6 +301,37 @@ def test_a_step_that_fails_is_said_once() -> None:
     )
     assert wrong.endswith("must be a loss or (loss, weight), not 3 values")
     assert 'what "tests.userland.losses:three_values" returns' in wrong
+
+
+@pytest.mark.parametrize(("loss", "is_warned"), [("summed", True), ("half_squared", False)])
+def test_a_loss_that_is_a_sum_over_rows_is_a_warning(loss: str, is_warned: bool) -> None:
+    told = [each.found for each in found(job(loss=f"{LOSSES}:{loss}")) if each.level == "warn"]
+    said = f"{LOSSES}:summed is twice as large for each row twice: a sum over rows, not their mean"
+    assert told == ([said] if is_warned else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "2 clients, 2 steps to a local epoch"),
+        (
+            {"partition": {"method": "by_label"}},
+            "2 clients; the steps of each follow from its own rows",
+        ),
+    ],
+)
+def test_the_steps_of_a_federation_are_those_of_a_client(
+    changes: dict[str, Any], said: str
+) -> None:
+    orders = [
+        each.found for each in found(job(strategy=FEDERATED, **changes)) if each.check == "order"
+    ]
+    assert orders == [said]
+
+
+def test_a_step_names_only_what_failed_before_it() -> None:
+    last = found(job(model=user_model("gone")))[-1]
+    assert last.found == "not tried: needs the model, which failed"
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
