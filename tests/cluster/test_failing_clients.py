@@ -137,7 +137,8 @@ def test_a_quorum_that_failures_leave_no_room_for_fails_the_run(
     with pytest.raises((RunFailedError, UserCodeError)):
         run.result()
     assert run.status().reason == (
-        "round 2: 3 of 4 updates; 1 not finite: non-finite loss (client 2); 4 are needed"
+        "round 2: 3 of 4 updates; 1 not finite: non-finite loss; lower optimizer.lr, or look at "
+        "the data (client 2); 4 are needed"
     )
 
 

@@ -364,6 +364,12 @@ def grouped(*groups: dict[str, Any]) -> dict[str, Any]:
             {"loss": "model", "strategy": STAGES},
             "loss: model is not allowed with strategy ModelParallel: a stage cannot call model(**",
         ),
+        (
+            {"loss": "seqs.loss"},
+            "loss.name: 'seqs.loss' is not one of bce_with_logits, cross_entropy, l1, model, mse, "
+            "nll, token_cross_entropy; an entry point is written module:name, did you mean "
+            "seqs:loss?",
+        ),
         ({"loss": "a:b:c"}, "loss.entrypoint: 'a:b:c' is not of the form package.module:name"),
         ({"optimizer": "sgd"}, "optimizer: 'sgd' is not a mapping of name, entrypoint, lr, "),
         ({"optimizer": {"name": "sgd", "lr": 0}}, "optimizer.lr: 0 is not allowed; must be > 0"),

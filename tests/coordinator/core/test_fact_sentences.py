@@ -1,5 +1,7 @@
 """What people read of each fact: in the log, in the events of a run, and in its status."""
 
+import math
+
 import pytest
 
 from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
@@ -53,6 +55,12 @@ def evolved(score: float | None, copied: f.Copied | None = None) -> f.MemberEvol
 
 
 SAID: list[tuple[f.Fact, str]] = [
+    (
+        finished(loss=math.nan, metrics={f.SKIPPED_STEPS: 10}),
+        "segment 2 trained to step 20: train.loss nan (warning: none of its steps was applied, for "
+        "no loss or no gradient was finite; lower optimizer.lr, or look at the data), "
+        "train.skipped_steps 10",
+    ),
     (
         f.WorkersForgotten(names=(WorkerId("a"), WorkerId("b"))),
         "forgotten, as they were lost long ago: a, b",

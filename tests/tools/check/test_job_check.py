@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from stratagem.client.cli import check_command
 from stratagem.client.cli.main import app
+from stratagem.client.sdk import torch_process
 from stratagem.client.sdk.job_check import check_job as check_file
 from stratagem.client.sdk.views import Worker
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
-from tests.jobs import NOT_TRAINED, document, job, user_data, user_model
+from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
@@ -301,6 +303,37 @@ def test_a_step_that_fails_is_said_once() -> None:
     assert 'what "tests.userland.losses:three_values" returns' in wrong
 
 
+@pytest.mark.parametrize(("loss", "is_warned"), [("summed", True), ("half_squared", False)])
+def test_a_loss_that_is_a_sum_over_rows_is_a_warning(loss: str, is_warned: bool) -> None:
+    told = [each.found for each in found(job(loss=f"{LOSSES}:{loss}")) if each.level == "warn"]
+    said = f"{LOSSES}:summed is twice as large for each row twice: a sum over rows, not their mean"
+    assert told == ([said] if is_warned else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "2 clients, 2 steps to a local epoch"),
+        (
+            {"partition": {"method": "by_label"}},
+            "2 clients; the steps of each follow from its own rows",
+        ),
+    ],
+)
+def test_the_steps_of_a_federation_are_those_of_a_client(
+    changes: dict[str, Any], said: str
+) -> None:
+    orders = [
+        each.found for each in found(job(strategy=FEDERATED, **changes)) if each.check == "order"
+    ]
+    assert orders == [said]
+
+
+def test_a_step_names_only_what_failed_before_it() -> None:
+    last = found(job(model=user_model("gone")))[-1]
+    assert last.found == "not tried: needs the model, which failed"
+
+
 def test_parameters_without_a_gradient_are_named() -> None:
     (warning,) = (
         f for f in found(job(model=user_model("acting_models:Idle"))) if f.level == "warn"
@@ -322,6 +355,40 @@ def test_the_command_says_all_and_ends_with_1_for_a_fault(tmp_path: Path) -> Non
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
+
+
+HANGING = """
+import threading
+import torch
+
+class Hanging(torch.nn.Linear):
+    def forward(self, x):
+        if x.device.type != "meta" and torch.is_grad_enabled():
+            threading.Semaphore(0).acquire()
+        return super().forward(x)
+
+def build():
+    return torch.nn.Sequential(torch.nn.Flatten(), Hanging(64, 10))
+"""
+
+
+def test_a_check_that_hangs_tells_its_place_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGING)
+    (tmp_path / "job.json").write_text(job({"entrypoint": "hangs:build"}).canonical_json())
+
+    def interrupt(text: str) -> None:
+        if "hangs.py" in text:
+            raise KeyboardInterrupt(text)
+
+    monkeypatch.setattr(torch_process, "_LONG_S", 0.1)
+    monkeypatch.setattr(check_command, "complain", interrupt)
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
+    assert done.exit_code == 130
+    assert "Sequential, 650 parameters" in done.stdout
+    assert "steps to an epoch" in done.stdout
+    assert "stopped at training step 1 (hangs.py, line 8, in forward)" in done.stderr
 
 
 def test_the_command_finds_a_model_that_the_first_step_would_refuse(tmp_path: Path) -> None:

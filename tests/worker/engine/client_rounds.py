@@ -18,6 +18,7 @@ def federated(
     rounds: int = 3,
     aggregation: dict[str, Any] = FEDAVG,
     local_epochs: int = 1,
+    options: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
     strategy = {
@@ -26,7 +27,7 @@ def federated(
         "rounds": rounds,
         "aggregation": aggregation,
         "client_selection": {"method": "All"},
-        "options": {"local_epochs": local_epochs},
+        "options": {"local_epochs": local_epochs, **(options or {})},
     }
     return job(model, strategy=strategy, **changes)
 

@@ -22,7 +22,7 @@ from stratagem.worker.exchange.buckets.reduction_transport import SoloTransport
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
 from stratagem.worker.host.thread_activity import checking, per_thread
 from tests.every_pair import every_pair
-from tests.jobs import job
+from tests.jobs import job, user_model
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, plain_loop, sharded_loop
 from tests.worker.engine import client_rounds as rounds
@@ -437,6 +437,21 @@ def steep(precision: str, scale: float, clip_norm: float | None) -> JobSpec:
         accumulation={"non_finite": "skip_step"},
         execution={"precision": precision},
     )
+
+
+def test_a_segment_without_an_applied_step_has_neither_a_loss_nor_a_norm() -> None:
+    """A loss of 0 would be the best of all, and a perfect fit of no row."""
+    exploding = user_model("acting_models:Exploding", at_call=1)
+    skipping = {"non_finite": "skip_step"}
+    made = trainer_of(job(exploding, accumulation=skipping))
+    exchange, tally = solo(made, 1), Tally()
+    tally.add(made.train_step(exchange, range(1), 1))
+    summary = made.end_segment(exchange, tally)
+    assert (math.isnan(summary.loss), summary.metrics) == (True, {"skipped_steps": 1})
+    spec = gossip.gossip_job(exploding, 2, steps=1, accumulation=skipping)
+    nodes, between = gossip.trainer(spec)
+    nodes.train_step(between, range(2), 2)
+    assert math.isnan(nodes.end_segment(between, Tally()).loss)
 
 
 def test_clients_and_nodes_skip_alone() -> None:

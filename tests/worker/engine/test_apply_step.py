@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_changes_nothing(bad: float, 
     step = Step()
     step.grads[where][-1] = bad
     with pytest.raises(
-        UserCodeError, match="non-finite gradient at step 3; accumulation"
+        UserCodeError, match=r"non-finite gradient at step 3; lower optimizer\.lr, .*; accum"
     ) as caught:
         step.end()
     assert caught.value.activity == "step 3"
@@ -209,7 +209,7 @@ def test_an_infinite_norm_of_finite_gradients_is_an_error_only_where_they_are_cl
     assert apply_step(summary, step.policy, lr_factor=0.5, activity="step 3").is_applied
     assert step.values == updated()
     clipped = Step(clip_norm=1.0)
-    with pytest.raises(UserCodeError, match=r"non-finite gradient norm \(while step 3\)"):
+    with pytest.raises(UserCodeError, match=r"non-finite gradient norm; lower optimizer\.lr"):
         apply_step(summary, clipped.policy, lr_factor=0.5, activity="step 3")
 
 

@@ -1,5 +1,6 @@
 """Client rounds against the federated reference loop."""
 
+import re
 from typing import Any
 
 import pytest
@@ -69,10 +70,23 @@ def test_client_without_rows_is_refused_by_name() -> None:
         run_client_round(spec, ALLOWED, base, 1, 3, 1, CPU)
 
 
-def test_non_finite_loss_of_a_client() -> None:
-    spec = federated(user_model("acting_models:Exploding", at_call=3), local_epochs=3)
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, "optimizer.lr"),
+        (
+            {"server_optimizer": {"name": "fedadam"}},
+            "optimizer.lr (from round 2 on perhaps "
+            "strategy.options.server_optimizer.learning_rate)",
+        ),
+    ],
+)
+def test_non_finite_loss_of_a_client(options: dict[str, Any], rates: str) -> None:
+    exploding = user_model("acting_models:Exploding", at_call=3)
+    spec = federated(exploding, local_epochs=3, options=options)
     base, _ = trainer_of(spec).copy_state()
-    with pytest.raises(UserCodeError, match="non-finite loss") as caught:
+    told = f"non-finite loss; lower {re.escape(rates)}, or look at the data "
+    with pytest.raises(UserCodeError, match=told) as caught:
         run_client_round(spec, ALLOWED, base, 2, 3, 1, CPU)
     assert caught.value.activity == "round 1, client 2, step 3"
 

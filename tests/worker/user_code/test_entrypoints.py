@@ -42,6 +42,7 @@ def test_refused_before_import(tmp_path: Path) -> None:
         (f"{HERE}:mlp.__class__", "private"),
         (f"{HERE}:NUM_CLASSES", "cannot be called"),
         (f"{HERE}:nothing", 'no attribute "nothing"'),
+        (f"{HERE}:token_modle", 'no attribute "token_modle"; did you mean token_model.$'),
         (f"{HERE}:nn.Linear", "reaches through a module"),
         (f"{HERE}:checkpoint", "is really torch"),
         (HERE, "form"),

@@ -1,15 +1,17 @@
 """The command that looks for faults of a job before it is submitted."""
 
+from collections.abc import Sequence
+
 import typer
 
 from stratagem.client.cli.options import Format, FormatOption, OptionalCoordinatorOption
 from stratagem.client.cli.planning_commands import DeviceOption, workers_of
-from stratagem.client.cli.reporting import FAILED, make_console, reporting
+from stratagem.client.cli.reporting import FAILED, complain, make_console, reporting
 from stratagem.client.cli.run_commands import JobArgument, SetOption
 from stratagem.client.sdk.job_check import check_job
 from stratagem.client.sdk.torch_process import import_folders
 from stratagem.client.terminal import tables
-from stratagem.common.diagnostics.findings import Level
+from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import load_job
 from stratagem.common.rpc.channel import PLAINTEXT, Proof
 
@@ -30,19 +32,32 @@ def check(
     saved state, the metrics, and how much memory is needed. What other rows or later steps lead
     into is found by the run alone. Submits nothing.
 
+    What takes long is told with its place; at Ctrl-C all that was found until then is shown.
+
     Exit code: 0 without a fault (there may be warnings), else 1.
     """
+    so_far: list[Finding] = []
     with reporting():
         workers = workers_of(coordinator, proof)
-        findings = check_job(
-            lambda: load_job(job_path, overrides or []),
-            workers=workers,
-            device=device,
-            import_path=import_folders(job_path),
-        )
+        try:
+            findings = check_job(
+                lambda: load_job(job_path, overrides or []),
+                workers=workers,
+                device=device,
+                import_path=import_folders(job_path),
+                tell=so_far.append,
+                complain=complain,
+            )
+        except KeyboardInterrupt:
+            _show(so_far, form)
+            raise
+    _show(findings, form)
+    if any(finding.level is Level.FAIL for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def _show(findings: Sequence[Finding], form: Format) -> None:
     if form is Format.JSON:
         print(tables.many_to_json(findings))
     else:
         make_console().print(tables.findings_table(findings))
-    if any(finding.level is Level.FAIL for finding in findings):
-        raise typer.Exit(FAILED)

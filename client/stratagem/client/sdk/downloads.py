@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -121,7 +122,7 @@ async def exported(
     with temporary_folder("export") as own:
         state = own.path / "model.safetensors"
         await to_file(connection, run_id, which, state, plain=True)
-        named = {"state": str(state), "path": target, **asked}
+        named: dict[str, Any] = {"state": str(state), "path": target, **asked}
         answer = await asyncio.to_thread(
             lambda: ask("export", job, import_path=import_path, device="cpu", **named)
         )

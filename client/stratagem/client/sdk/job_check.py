@@ -1,9 +1,9 @@
 """Looks for faults of a job before it is submitted: in its document, its code, its data, and what
 a cluster has for it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stratagem.client.sdk.job_input import Job, parse_job
 from stratagem.client.sdk.torch_process import ask
@@ -25,12 +25,15 @@ def check_job(
     workers: Sequence[Worker] | None = None,
     device: str = "",
     import_path: Sequence[Path] = (),
+    tell: Callable[[Finding], None] = lambda _: None,
+    complain: Callable[[str], None] = lambda _: None,
 ) -> list[Finding]:
     """Return what is found about a job; those of level FAIL are faults. Nothing is submitted.
 
     job: as for `Client.submit`, or what reads it. workers: of the coordinator that it is meant for.
     device: cpu or cuda, if it is here; unless given, what is here. import_path: folders of the
-    user's modules; unless given, this folder and that of the job file.
+    user's modules; unless given, this folder and that of the job file. tell: is given the findings
+    about code, model and data as they are made. complain: is told what takes long.
     """
     try:
         spec = job() if callable(job) else parse_job(job)
@@ -39,16 +42,25 @@ def check_job(
     findings = [*_refused(check_submitted(spec))]
     findings = findings or [Finding("document", spec.name, Level.OK, "all fields are valid")]
     try:
-        answer = ask(_CHECK, spec, import_path=import_path, device=device)
-        findings += [
-            Finding(**{**found, "level": Level(found["level"])}) for found in answer["findings"]
-        ]
+        answer = ask(
+            _CHECK,
+            spec,
+            import_path=import_path,
+            device=device,
+            tell=lambda found: tell(_finding(found)),
+            complain=complain,
+        )
+        findings += [_finding(found) for found in answer["findings"]]
     except UnavailableError as error:
         found = "code, model and data are not checked"
         findings.append(Finding("code", "", Level.WARN, found, str(error)))
     if workers is not None:
         findings += _of_cluster(spec, workers)
     return findings
+
+
+def _finding(told: Mapping[str, Any]) -> Finding:
+    return Finding(**{**told, "level": Level(told["level"])})
 
 
 def _document_faults(error: InvalidInputError) -> Iterator[Finding]:

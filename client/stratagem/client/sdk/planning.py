@@ -104,7 +104,7 @@ def recommend(
     workers: of a coordinator, as `Client.workers()` answers. They say how much memory there is and
     how many they are, unless that is given, and give a pipeline its names.
     """
-    asked = {
+    asked: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "num_workers": num_workers,
         "device": device,

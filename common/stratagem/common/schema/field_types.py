@@ -73,8 +73,19 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def _check_entrypoint(value: str) -> str:
     if len(value) > 256 or not _MODULE_PATH.fullmatch(value):
-        raise InvalidInputError(f"{value!r} is not of the form package.module:name")
+        hint = colon_hint(value)
+        raise InvalidInputError(f"{value!r} is not of the form package.module:name{hint}")
     return value
+
+
+def colon_hint(value: str) -> str:
+    """Return "; did you mean module:name?" for a text that is an entry point but for its colon,
+    else ""."""
+    module, _, name = value.rpartition(".")
+    meant = f"{module}:{name}"
+    if not _MODULE_PATH.fullmatch(meant):
+        return ""
+    return f"; an entry point is written module:name, did you mean {meant}?"
 
 
 def _check_name(value: str) -> str:

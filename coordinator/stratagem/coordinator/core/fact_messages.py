@@ -13,6 +13,10 @@ MAX_NAMES = 8
 """Number of names that a sentence has, of many."""
 MAX_METRICS = 8
 """Number of metrics that a sentence has, of many; the fact has all."""
+_NOT_APPLIED = (
+    "warning: none of its steps was applied, for no loss or no gradient was finite; "
+    "lower optimizer.lr, or look at the data"
+)
 _LOSSES = ("loss", "train.loss")
 
 
@@ -65,6 +69,8 @@ def _finished(fact: f.SegmentFinished) -> str:
     if not fact.step:  # of a job that trains nothing
         return f"segment {fact.segment} evaluated: {more}"
     text = f"segment {fact.segment} trained to step {fact.step}: train.loss {fact.loss:.6g}"
+    if math.isnan(fact.loss) and f.SKIPPED_STEPS in fact.metrics:
+        text += f" ({_NOT_APPLIED})"
     redone = (
         f" ({counted(fact.num_redone_steps, 'step')} done again)" if fact.num_redone_steps else ""
     )

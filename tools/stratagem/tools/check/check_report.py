@@ -14,22 +14,28 @@ T = TypeVar("T")
 class CheckReport:
     """The findings about one job, in the order of the checks."""
 
+    say: Callable[[Finding], None] = lambda _: None
+    """Is given each finding as soon as it is there."""
     findings: list[Finding] = field(default_factory=list)
 
     def ok(self, check: str, about: str, found: str) -> None:
         """Add that something is as it should be."""
-        self.findings.append(Finding(check, about, Level.OK, found))
+        self._add(Finding(check, about, Level.OK, found))
 
     def warn(self, check: str, about: str, found: str, advice: str = "") -> None:
         """Add what need not be wrong, or could not be checked."""
-        self.findings.append(Finding(check, about, Level.WARN, found, advice))
+        self._add(Finding(check, about, Level.WARN, found, advice))
 
     def fail(self, check: str, about: str, found: str, advice: str = "") -> None:
         """Add a fault, for which the job would be refused or fail. Several checks may come upon the
         same one: only the first says it."""
         said = {(known.about, known.found) for known in self.findings if known.level is Level.FAIL}
         if (about, found) not in said:
-            self.findings.append(Finding(check, about, Level.FAIL, found, advice))
+            self._add(Finding(check, about, Level.FAIL, found, advice))
+
+    def _add(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        self.say(finding)
 
     def has_failed(self, text: str) -> bool:
         """Return whether a text tells a fault that has been added."""

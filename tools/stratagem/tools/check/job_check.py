@@ -14,14 +14,16 @@ from torch import nn
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec, entry_points_by_field
-from stratagem.common.strategy import partitions_state
+from stratagem.common.strategy import Federated, partitions_state
 from stratagem.tools.check.check_report import CheckReport
+from stratagem.tools.check.local_steps import local_steps
 from stratagem.tools.check.tried_step import (
     TriedStep,
     head_of,
     spread_over,
     try_divided_steps,
     try_evaluation,
+    try_rows_twice,
     try_step,
 )
 from stratagem.tools.planning.job_site import Site
@@ -45,23 +47,31 @@ _TRIED_ROWS: Final = 9
 """Of each split, one by one: the first, the last, and some between them."""
 _STREAMED_ROWS: Final = 64
 _STREAMED_TWICE: Final = 3
+_SAME: Final = 0.01
+"""How near to 2 is twice as large: rows are not drawn alike where the model draws at random."""
 _NUM_NAMES: Final = 5
 """How many names a finding lists."""
 
 
-def check_job(job: JobSpec, site: Site, memory: Callable[[], str]) -> list[Finding]:
+def check_job(
+    job: JobSpec,
+    site: Site,
+    memory: Callable[[], str],
+    say: Callable[[Finding], None] = lambda _: None,
+) -> list[Finding]:
     """Return what is found about a job whose document is valid, where faults are of level FAIL.
 
-    memory: says how much the job needs, or raises.
+    memory: says how much the job needs, or raises. say: is given each finding at once.
     """
-    checks = _JobChecks(job, site, CheckReport())
+    checks = _JobChecks(job, site, CheckReport(say))
     checks.code()
     placed = job.execution.with_changes(parallelism="None")  # a strategy is made of it beforehand
     checks.report.attempt("settings", "execution", lambda: check_supported(placed))
     model = checks.model()
     data = checks.data(model)
     if model is None or not data:
-        reason = "needs the model and the data, which failed"
+        failed = [*(["the model"] if model is None else []), *([] if data else ["the data"])]
+        reason = f"needs {' and '.join(failed)}, which failed"
         checks.report.warn("step", "", f"not tried: {reason}")
         return checks.report.findings
     checks.together(model, data)
@@ -188,7 +198,10 @@ class _JobChecks:
         steps = self.report.attempt("order", "data.order", lambda: self._steps_of(data))
         if isinstance(data["train"], FetchedRows):
             return
-        if steps is not None:
+        if steps is not None and isinstance(self.job.strategy, Federated):
+            found = local_steps(self.job, self.job.strategy, self.site, len(data["train"]))
+            self.report.ok("order", "data.partition", found)
+        elif steps is not None:
             total = self.job.steps or (self.job.epochs or 0) * steps
             in_all = f", {total:,} in all" if total else ""  # rounds are counted instead
             self.report.ok("order", "data.order", f"{steps:,} steps to an epoch{in_all}")
@@ -213,6 +226,7 @@ class _JobChecks:
         else:
             found = f"loss {tried.report.loss:.6g} over {tried.num_rows} rows; gradient norm "
             self.report.ok("step", "loss", f"{found}{tried.report.grad_norm:.3g}")
+            self._mean(data)
         if tried.untouched:
             listed = ", ".join(tried.untouched[:_NUM_NAMES])
             more = len(tried.untouched) - _NUM_NAMES
@@ -229,6 +243,19 @@ class _JobChecks:
             )
             self.report.fail("resume", "", found, advice)
         return tried
+
+    def _mean(self, data: Mapping[str, Dataset]) -> None:
+        """Whether the user's loss is a mean over rows: it is then the same for each row twice."""
+        field = "step" if self.job.step is not None else "loss"
+        own = self.job.step or (self.job.loss and self.job.loss.entrypoint)
+        if not own or isinstance(data["train"], FetchedRows):
+            return
+        tried = partial(try_rows_twice, self.job, self.site, data)
+        twice = self.report.attempt("step", field, tried)
+        if twice is not None and abs(twice - 2) < _SAME:
+            found = f"{own} is twice as large for each row twice: a sum over rows, not their mean"
+            advice = "return the mean, or (mean, weight); see docs/how-to/training-step.md"
+            self.report.warn("step", field, found, advice)
 
     def divided(self, data: Mapping[str, Dataset]) -> None:
         """Whether steps can be made while each worker keeps its slice only, where the job says

@@ -80,6 +80,22 @@ def try_step(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> TriedStep
     )
 
 
+def try_rows_twice(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
+    """Return how many times as large the loss of the first step is when it has each row twice."""
+    few, num_rows = _few_of(data)
+    once, twice = (
+        _first_loss(job, site, {**few, "train": Subset(few["train"], rows)})
+        for rows in (torch.arange(num_rows), torch.arange(num_rows).repeat(2))
+    )
+    return twice / once if once else 1.0
+
+
+def _first_loss(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> float:
+    """Return the loss of a step over all rows."""
+    trainer = Trainer(_setup(_shortened(job, len(data["train"])), site, data, fresh=True))
+    return trainer.train_step(_exchange(trainer), range(1), 1).loss
+
+
 def try_divided_steps(job: JobSpec, site: Site, data: Mapping[str, Dataset]) -> None:
     """Make two steps, a copy of the state and an evaluation as a worker would whose party divides
     its state, on the rows of `try_step`: there parameters are absent where no layer uses them.

@@ -1,22 +1,26 @@
 """`python -m stratagem.tools.questions`: answers one question about a job, as JSON.
 
 The SDK and the command line ask here, in a process of its own, because they load neither torch nor
-the user's code. One request on standard input, one answer on standard output; what user code
-prints goes to standard error.
+the user's code. One request is the first line of standard input, one answer the last line of
+standard output, and before it come findings as they are made; a further line of input is answered
+by where the user's code is. What user code prints goes to standard error.
 """
 
 import json
 import os
+import signal
 import sys
+import threading
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO, TypeAlias
 
 import torch
 
 from stratagem.common.base.errors import InvalidInputError, StratagemError, UserCodeError
+from stratagem.common.diagnostics.findings import Finding
 from stratagem.common.job import JobSpec
 from stratagem.common.process.cpu_threads import default_threads
 from stratagem.common.schema.json_text import not_one_of
@@ -34,18 +38,27 @@ from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, alone, resolve
 from stratagem.tools.planning.step_memory import StepMemory, text_of
+from stratagem.tools.questions.present_place import place_of_thread
 from stratagem.worker.data.data_sources import DataSources
+from stratagem.worker.host.thread_activity import per_thread
 from stratagem.worker.user_code.code_store import CodeStore
 from stratagem.worker.user_code.entrypoints import EntryPoints
 
 DEVICES: Final = ("cpu", "cuda")
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+Say: TypeAlias = Callable[[Mapping[str, Any]], None]
+"""Tells the process that asks something, before the answer."""
+
+
+def answer(request: Mapping[str, Any], say: Say = lambda _: None) -> dict[str, Any]:
     """The answer to one request; raises what the question raises."""
     job, bundles = JobSpec.from_json(request["job_json"]), CodeStore(None)
     try:
-        return _QUESTIONS[request["question"]](job, _site(request, bundles), request)
+        site = _site(request, bundles)
+        if request["question"] == "check":
+            return _check(job, site, request, say)
+        return _QUESTIONS[request["question"]](job, site, request)
     finally:
         bundles.close()
 
@@ -70,13 +83,16 @@ def _memory_of(job: JobSpec, site: Site, request: Mapping[str, Any]) -> tuple[St
     return memory, reason
 
 
-def _check(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
+def _check(job: JobSpec, site: Site, request: Mapping[str, Any], say: Say) -> dict[str, Any]:
     def memory() -> str:
         needed, reason = _memory_of(job, site, request)
         text = f"{text_of(needed.needed)} on {needed.device} of each worker, {needed.rows} rows"
         return "; ".join([f"{text} in a pass", *needed.notes, *([reason] if reason else [])])
 
-    return {"findings": [asdict(finding) for finding in check_job(job, site, memory)]}
+    def tell(finding: Finding) -> None:
+        say({"finding": asdict(finding)})
+
+    return {"findings": [asdict(finding) for finding in check_job(job, site, memory, tell)]}
 
 
 def _recommend(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +126,6 @@ def _export(job: JobSpec, site: Site, request: Mapping[str, Any]) -> dict[str, A
 
 
 _QUESTIONS: Final[Mapping[str, Callable[[JobSpec, Site, Mapping[str, Any]], dict[str, Any]]]] = {
-    "check": _check,
     "estimate": _estimate,
     "export": _export,
     "recommend": _recommend,
@@ -149,16 +164,39 @@ def _told(error: StratagemError) -> dict[str, Any]:
             return {"text": str(error)}
 
 
+def _tell_places(requests: TextIO, say: Say) -> None:
+    """Say at what the calling thread is, whenever a line asks for it; end with who asks."""
+    activity, ident = per_thread.activity, threading.get_ident()
+
+    def tell() -> None:
+        for _ in requests:
+            say({"at": activity.text, "place": place_of_thread(ident)})
+        os._exit(1)  # nobody is there for the answer, and the user's code may never give it
+
+    threading.Thread(target=tell, name="places", daemon=True).start()
+
+
 def main() -> None:
+    """Answer the request on standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for who asks, who ends this
     torch.set_num_threads(default_threads(os.environ))
-    request = json.load(sys.stdin)
+    requests = os.fdopen(os.dup(sys.stdin.fileno()))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    request = json.loads(requests.readline())
+    lock = threading.Lock()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+        def say(told: Mapping[str, Any]) -> None:
+            with lock:
+                print(json.dumps(told), file=out, flush=True)
+
+        _tell_places(requests, say)
         try:
-            result = {"answer": answer(request)}
+            result = {"answer": answer(request, say)}
         except StratagemError as error:
             result = {"error": _told(error)}
-        json.dump(result, out)
+        say(result)
 
 
 if __name__ == "__main__":

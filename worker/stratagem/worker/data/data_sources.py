@@ -118,7 +118,7 @@ class ClientData:
 
     def of(self, client: ClientShare) -> dict[str, Dataset]:
         """Returns the data sets that this client may use, by split."""
-        if self._is_made_per_client:
+        if self.is_made_per_client:
             return self._made_for(client)
         if self._shared is None:
             self._shared = self._load(None)
@@ -134,7 +134,8 @@ class ClientData:
         return {**self._shared, "train": Subset(train, rows)}
 
     @cached_property
-    def _is_made_per_client(self) -> bool:
+    def is_made_per_client(self) -> bool:
+        """Whether the function that makes the data is told for which client."""
         # Kept: to look the entry point up is a third of a round that trains next to nothing.
         spec = self._job.data
         if spec.entrypoint is None:

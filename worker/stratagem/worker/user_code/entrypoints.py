@@ -187,9 +187,11 @@ def _walk(module: ModuleType, qualname: str, field: str, name: str) -> object:
     for part in qualname.split("."):
         if isinstance(target, ModuleType) and target is not module:
             raise _refusal(field, name, "reaches through a module that it imported")
-        target = getattr(target, part, None)
+        holder, target = target, getattr(target, part, None)
         if target is None:
-            raise _refusal(field, name, f'cannot be found: no attribute "{part}"')
+            known = [each for each in dir(holder) if not each.startswith("_")]
+            reason = f'cannot be found: no attribute "{part}"{suggest(part, known)}'
+            raise _refusal(field, name, reason)
     return target
 
 

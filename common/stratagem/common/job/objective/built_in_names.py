@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from stratagem.common.base import limits
 from stratagem.common.base.errors import InvalidInputError, Violation
+from stratagem.common.schema.field_types import colon_hint
 from stratagem.common.schema.json_text import not_one_of, unknown_key
 
 LOSSES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -31,14 +32,14 @@ METRICS: Final = ("accuracy", *FROM_LOSS, "mae", "mse", "top5_accuracy")
 def check_loss_name(value: str) -> str:
     """The name of a loss; raises InvalidInputError for one that is not in the table."""
     if value not in LOSSES and limits.are_checked():
-        raise InvalidInputError(not_one_of(value, sorted(LOSSES)))
+        raise InvalidInputError(not_one_of(value, sorted(LOSSES)) + colon_hint(value))
     return value
 
 
 def check_metric_name(value: str) -> str:
     """The name of a metric, or an entry point; raises InvalidInputError for other names."""
     if ":" not in value and value not in METRICS and limits.are_checked():
-        raise InvalidInputError(not_one_of(value, METRICS))
+        raise InvalidInputError(not_one_of(value, METRICS) + colon_hint(value))
     return value
 
 

@@ -24,6 +24,7 @@ from stratagem.common.schema.field_types import (
     NonEmptyText,
     Positive,
     Whole,
+    colon_hint,
 )
 from stratagem.common.schema.frozen import FrozenDict
 from stratagem.common.schema.json_text import not_one_of, suggest
@@ -41,7 +42,7 @@ _RESERVED: Final = (
 
 def _check_optimizer_name(value: str) -> str:
     if value.lower() not in KEYWORDS and limits.are_checked():
-        raise InvalidInputError(not_one_of(value, sorted(KEYWORDS)))
+        raise InvalidInputError(not_one_of(value, sorted(KEYWORDS)) + colon_hint(value))
     return value
 
 

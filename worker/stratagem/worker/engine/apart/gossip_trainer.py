@@ -41,6 +41,7 @@ from stratagem.worker.engine.step.step_report import (
     SegmentSummary,
     StepReport,
     Tally,
+    mean_loss,
 )
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State
@@ -187,7 +188,7 @@ class GossipTrainer:
             node.sums = LocalSums()
         self._num_segment_steps = 0
         return SegmentSummary(
-            loss=loss / weight if weight else 0.0,
+            loss=mean_loss(loss, weight, num_skipped),
             metrics={
                 "consensus_distance": math.sqrt(square / exchange.num_nodes),
                 "mixing_distance": math.sqrt(moved / num_rounds),

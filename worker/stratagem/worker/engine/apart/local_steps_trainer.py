@@ -29,6 +29,7 @@ from stratagem.worker.engine.step.step_report import (
     SegmentSummary,
     StepReport,
     Tally,
+    mean_loss,
 )
 from stratagem.worker.engine.trainers.trainer_setup import Setup
 from stratagem.worker.engine.trainers.trainer_state import State
@@ -119,7 +120,7 @@ class LocalStepsTrainer:
         sums = self._outer.end_segment(self.step)
         skipped = {"skipped_steps": float(sums.num_skipped)}
         return SegmentSummary(
-            loss=sums.loss / sums.weight if sums.weight else 0.0,
+            loss=mean_loss(sums.loss, sums.weight, sums.num_skipped),
             metrics={
                 "max_grad_norm": sums.max_grad_norm,
                 "outer_grad_norm": self._outer.outer_grad_norm,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
+from stratagem.common.strategy import Federated, FedYogi
 from stratagem.worker.engine.numerics.prepare_model import ModelExecution
 from stratagem.worker.engine.optim.finite_gradients import StepSummary
 from stratagem.worker.engine.optim.learning_rate import lower_learning_rates, set_learning_rates
@@ -24,7 +25,7 @@ from stratagem.worker.engine.optim.weight_average import WeightAverage
 from stratagem.worker.engine.step.model_buffers import Buffers
 from stratagem.worker.user_code.entrypoints import user_code
 
-_SKIPPING: Final = "accumulation.non_finite: skip_step leaves such steps out"
+_SKIPPING: Final = "; accumulation.non_finite: skip_step leaves single such steps out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ def apply_step(
     if what:
         policy.undo()
         if not (scale.absorbs(what) or policy.job.window.may_skip):
-            where = "" if number is None else f" at step {number}; {_SKIPPING}"
-            text = f"non-finite {what}{where}"
+            where, skipping = ("", "") if number is None else (f" at step {number}", _SKIPPING)
+            text = f"non-finite {what}{where}; {_cure(policy.job)}{skipping}"
             raise UserCodeError("FloatingPointError", text, activity=activity)
         return Applied(False, rates)
     scale.keep()
@@ -121,6 +122,18 @@ def apply_step(
     if policy.execution.frees_gradients:
         policy.drop_gradients()
     return Applied(True, rates)
+
+
+def _cure(job: JobSpec) -> str:
+    """Return the words for what is to be lowered, first of all."""
+    strategy, server = job.strategy, ""
+    if isinstance(strategy, Federated):
+        if strategy.options.server_optimizer is not None:
+            server = "strategy.options.server_optimizer.learning_rate"
+        elif isinstance(strategy.aggregation, FedYogi):
+            server = "strategy.options.server_learning_rate"
+    rates = f"optimizer.lr (from round 2 on perhaps {server})" if server else "optimizer.lr"
+    return f"lower {rates}, or look at the data"
 
 
 def _not_finite(summary: StepSummary, *, is_clipped: bool) -> str:

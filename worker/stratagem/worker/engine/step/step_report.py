@@ -80,6 +80,14 @@ class StepReport:
         return {**self.metrics, **means(self.logged)}
 
 
+def mean_loss(loss_sum: float, weight: float, num_skipped: float) -> float:
+    """Return the mean loss of the steps of a segment; 0 where there was none, nan where all were
+    skipped: no loss is known of them, and 0 would be the best there is."""
+    if weight:
+        return loss_sum / weight
+    return math.nan if num_skipped else 0.0
+
+
 def end_of(step: int) -> StepReport:
     """Returns the report of the end of a training after `step` steps: of a step that is not
     done."""
@@ -108,8 +116,8 @@ class Tally:
 
     @property
     def loss(self) -> float:
-        """The mean loss; 0 where nothing was learned."""
-        return self.loss_sum / self.weight if self.weight else 0.0
+        """The mean loss; 0 where there was no step, nan where all were skipped."""
+        return mean_loss(self.loss_sum, self.weight, self.num_skipped)
 
     def add(self, report: StepReport) -> None:
         """Adds a step."""
@@ -131,6 +139,8 @@ class Tally:
         """Returns the metrics of the segment, besides the loss."""
         skipped = {"skipped_steps": float(self.num_skipped)} if may_skip else {}
         norms = {"grad_norm": self.grad_norm, "max_grad_norm": self.max_grad_norm}
+        if self.num_skipped and not self.weight:  # there was no gradient, which is not one of 0
+            norms = {}
         return {**norms, **skipped, **means(self.logged)}
 
 
