@@ -252,7 +252,9 @@ class AsyncRun:
                 raise
         if status is not None and status.phase.is_final:
             return status
-        last = f"{status.phase.lower()}: {status.reason}" if status else "nobody has answered"
+        last = "nobody has answered"
+        if status is not None:
+            last = ": ".join(filter(None, (status.phase.lower(), status.reason)))
         within = f" within {timeout_s:g} s" if timeout_s else ""
         raise TimeoutError(f"run {self.run_id} has not ended{within}; {last}")
 
