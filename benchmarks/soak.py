@@ -14,6 +14,7 @@ over all pairs of samples of the second half (Theil and Sen), per 100 uploads or
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import threading
 import time
@@ -183,10 +184,12 @@ def status_of(pid: int) -> dict[str, int]:
 
 
 def _bytes_of(folder: Path, pattern: str) -> int:
-    """Of all files there; they come and go meanwhile."""
+    """Return the bytes of all files there. They come and go meanwhile, and so do their folders,
+    which `os.walk` leaves out when they are gone."""
     total = 0
     for top in folder.glob(pattern):
-        for path in (top, *top.rglob("*")) if top.is_dir() else (top,):
+        inside = (Path(place, name) for place, _, names in os.walk(top) for name in names)
+        for path in (top, *inside):
             try:
                 total += path.stat().st_size if path.is_file() else 0
             except FileNotFoundError:
