@@ -124,3 +124,10 @@ def test_an_order_is_a_sorted_list_that_never_changes(
             made, expected = made.with_item((each,)), expected | {each}
     assert list(made) == [(each,) for each in sorted(expected)]
     assert list(made.behind((behind,))) == [(each,) for each in sorted(expected) if each > behind]
+
+
+def test_many_at_once_take_the_places_of_those_of_the_same_names() -> None:
+    before = [_run(number, "", "", None, "alice", 0.0) for number in range(3)]
+    after = [_run(number, DIGESTS[:1], "", None, "bob", 1.0) for number in range(1, 100)]
+    made = EndedRuns.of(before).with_runs(after)
+    _compare(made, {run.run_id: run for run in (*before, *after)})

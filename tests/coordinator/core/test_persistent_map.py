@@ -45,6 +45,7 @@ def test_keys_whose_hashes_are_the_same_are_told_apart(monkeypatch: pytest.Monke
     made = made.with_item("x", 100).without("50")
     assert sorted(made.values()) == [*range(50), *range(51, 101)]
     assert made["99"] == 99
+    assert repr(made) == repr(dict(made))
     assert "50" not in made
 
 

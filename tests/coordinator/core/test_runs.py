@@ -330,8 +330,10 @@ def test_cancel_resume_delete() -> None:
     simulation.run()
     simulation.tell(ResumeRun(RUN))
     assert phase(simulation) in (RunPhase.RUNNING, RunPhase.RECOVERING)
-    active = simulation.tell(DeleteRun(RUN))
+    assert isinstance(simulation.tell(DeleteRun(RUN)), Refusal)
+    active = simulation.tell(ResumeRun(RUN))
     assert isinstance(active, Refusal)
+    assert "goes on by itself" in active.reason
     simulation.run()
     assert phase(simulation) is RunPhase.COMPLETED
     assert isinstance(simulation.tell(ResumeRun(RUN)), Refusal)

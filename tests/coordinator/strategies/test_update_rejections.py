@@ -658,6 +658,11 @@ def test_rows_of_its_own_and_what_it_lacks_tell_one_builder_from_another(
     assert may_move(JobSpec.from_json(job_text(federation(options), data=data)), raised) is may
 
 
+def test_a_model_of_one_party_is_built_where_its_worker_is() -> None:
+    lacks_it = error("ModuleNotFoundError", "no module")
+    assert not may_move(JobSpec.from_json(job_text({"type": "Local"})), lacks_it)
+
+
 @pytest.mark.parametrize(
     ("q", "loss", "cause", "reason"),
     [

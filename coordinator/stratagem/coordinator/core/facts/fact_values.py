@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
@@ -20,12 +21,11 @@ read as NaN."""
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values, frozen; raise for a number that is not finite: JSON has none, and the text
     that would stand for it would be a text when the journal is replayed."""
-    try:
-        json.dumps(values, allow_nan=False)
-    except ValueError:
-        check_json(values)  # says where
-    except TypeError:
-        pass  # of foreign kinds pydantic knows more, and says what it does not know
+    with suppress(TypeError):  # of foreign kinds pydantic says by itself what it does not know
+        try:
+            json.dumps(values, allow_nan=False)
+        except ValueError:
+            check_json(values)  # says where
     return frozen(values)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from stratagem.common.base.ids import Digest, RunId, WorkerId
 from stratagem.common.job import JobSpec
@@ -62,8 +61,6 @@ from stratagem.coordinator.core.state_machine.strategy_boundary import Raised
 from stratagem.coordinator.core.strategy_table import Strategies
 
 CLUSTER = RunId("")
-K = TypeVar("K")
-T = TypeVar("T")
 
 MAX_UPLOADS = 256
 """Uploads remembered per owner, besides what runs name: an upload waits briefly for its job."""
@@ -88,7 +85,8 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
         workers = _workers_after(state.workers, fact, time_s)
         return replace(state, workers=workers, runs=_runs_without(state, _gone_with(state, fact)))
     if isinstance(fact, RunDeleted):
-        return replace(state, runs=without(state.runs, run_id), ended=state.ended.without(run_id))
+        others = {name: run for name, run in state.runs.items() if name != run_id}
+        return replace(state, runs=others, ended=state.ended.without(run_id))
     if isinstance(fact, RunSubmitted):
         record = _submitted(state.strategies, run_id, fact)
     else:
@@ -97,13 +95,6 @@ def apply(state: CoordinatorState, run_id: RunId, fact: Fact, time_s: float) -> 
     num_facts = record.num_facts + 1
     record = replace(record, num_facts=num_facts, num_hidden=num_hidden, changed_s=time_s)
     return replace(state, runs={**state.runs, run_id: record})
-
-
-def without(values: Mapping[K, T], left_out: K) -> Mapping[K, T]:
-    """Return a mapping without one key; the same mapping where the key is not in it."""
-    if left_out not in values:
-        return values
-    return {key: value for key, value in values.items() if key != left_out}
 
 
 def _uploads_after(
