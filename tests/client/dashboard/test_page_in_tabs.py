@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.client.sdk.run_handle import RunHandle
 from stratagem.common.identity.certificates import make_authority
 from stratagem.common.identity.tls_files import Role
 from tests.client.dashboard.page_rig import PageRig, page_of, rig
@@ -30,9 +31,19 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRig]:
         yield made
 
 
-def test_a_hidden_tab_asks_for_nothing_and_goes_on_where_it_was(browser: Any, at: PageRig) -> None:
+@pytest.fixture
+def run(at: PageRig) -> Iterator[RunHandle]:
+    """The run of the page, which waits for a worker again after each test, passed or failed."""
+    found = at.client.get("r-1")
+    yield found
+    if found.status().phase == "CANCELLED":
+        found.resume()
+
+
+def test_a_hidden_tab_asks_for_nothing_and_goes_on_where_it_was(
+    browser: Any, at: PageRig, run: RunHandle
+) -> None:
     """A browser without windows hides none: the page is told that it is hidden."""
-    run = at.client.get("r-1")
     with tab(browser, at.url) as page:
         go(page, "runs/r-1")
         expect(page.locator(".events li")).to_have_count(run.status().event_index + 1)
@@ -55,11 +66,11 @@ def test_a_hidden_tab_asks_for_nothing_and_goes_on_where_it_was(browser: Any, at
         assert values == list(range(newest, -1, -1))
         (stream,) = [url for url in asked if "/api/stream" in url]
         assert stream.endswith(f"from={seen + 1}")
-    run.resume()
 
 
-def test_more_tabs_than_connections_all_show_what_happens(browser: Any, at: PageRig) -> None:
-    run = at.client.get("r-1")
+def test_more_tabs_than_connections_all_show_what_happens(
+    browser: Any, at: PageRig, run: RunHandle
+) -> None:
     with tab(browser, at.url) as first:
         go(first, "runs/r-1")
         tabs = [first, *(first.context.new_page() for _ in range(MANY - 1))]
@@ -74,7 +85,6 @@ def test_more_tabs_than_connections_all_show_what_happens(browser: Any, at: Page
             expect(each.locator(".head .phase")).to_have_text("cancelled")
             expect(each.locator(".events li")).to_have_count(newest + 1)
             expect(each.locator("#banner")).to_have_text("live")
-    run.resume()
 
 
 def test_a_reader_has_no_buttons_and_is_refused(browser: Any, at: PageRig) -> None:

@@ -104,13 +104,15 @@ export async function showRun(place, id, told, common) {
     isOld = true;
     if (asking) return;
     asking = setTimeout(async () => {
+      if (document.hidden) { asking = 0; return; } // nobody looks; it is asked for when the tab is shown
       isOld = false;
       try {
         run = await ask(`/api/runs/${encodeURIComponent(id)}`);
         if (ENDED.has(run.phase)) progress = null; // of steps that may not have been committed
         drawHead();
         drawNumbers();
-        await drawPictures();
+        if (document.hidden) isOld = true;
+        else await drawPictures();
       } catch (error) { /* the banner says what it is */ }
       asking = 0;
       if (isOld && !isClosed) refresh();
@@ -150,8 +152,19 @@ export async function showRun(place, id, told, common) {
   });
   const tick = setInterval(() => { if (!document.hidden && !isAway && !ENDED.has(run.phase)) { drawNumbers(); log.newer().catch(() => undefined); } }, 2000);
   const resized = () => { if (Math.abs(drawingWidth(pictures) - width) > 20) drawPictures().catch(() => undefined); };
+  const shown = () => { if (!document.hidden && isOld) refresh(); };
   addEventListener("resize", resized);
-  return { close: () => { isClosed = true; stream.close(); clearInterval(tick); clearTimeout(asking); removeEventListener("resize", resized); } };
+  document.addEventListener("visibilitychange", shown);
+  return {
+    close: () => {
+      isClosed = true;
+      stream.close();
+      clearInterval(tick);
+      clearTimeout(asking);
+      removeEventListener("resize", resized);
+      document.removeEventListener("visibilitychange", shown);
+    },
+  };
 }
 
 /**
