@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cpu_seconds import CpuSeconds
 from tests.postgres import Postgres
 
 # A busy machine is not a slow function.
@@ -18,6 +20,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "patient"))
 # A shell without job control starts what it puts in the background deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-seconds", type=Path, metavar="FILE", help="write those of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(config.getoption("--cpu-seconds")), "cpu_seconds")
 
 
 @pytest.hookimpl(tryfirst=True)
