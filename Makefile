@@ -26,7 +26,7 @@ PROTOS := $(sort $(wildcard protos/stratagem/v1/*.proto))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup ray lock demo check test gpu launch-test interop tutorials screenshots browser-test coverage matrix sweep images cluster-test kubernetes-test bench docs site proto fmt clean
+.PHONY: help setup ray lock demo check test gpu launch-test interop tutorials screenshots browser-test coverage matrix sweep soak flaky mutants images cluster-test kubernetes-test bench docs site proto fmt clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -62,7 +62,7 @@ check: setup  ## format, lint, types, protos
 # In the order of their names: xdist would put those with few tests last, which are long ones.
 # Three processes on two cores: a test that waits, for a process or a deadline, leaves its core idle.
 test: setup  ## all tests but the long ones; ARGS="-k x tests/coordinator/core" chooses
-	$(BIN)/python -m pytest -q -m "not sweep and not docker and not interop and not browser and not launch" \
+	$(BIN)/python -m pytest -q -m "not sweep and not soak and not docker and not interop and not browser and not launch" \
 		--numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu: setup  ## check and measure a device, DEVICE=cuda:0 unless said; ARGS="--only kernels" chooses
@@ -110,8 +110,17 @@ matrix:  ## tests that need no torch, with each Python of PYTHONS that is here
 		else echo "no $$python here"; fi; \
 	done
 
-sweep: setup  ## the long tests: kill each process at each failpoint and compare the bits
-	$(BIN)/python -m pytest -q -m sweep --numprocesses 3 --dist worksteal $(ARGS)
+sweep: setup  ## the longer tests: kill processes at each failpoint and compare the bits
+	$(BIN)/python -m pytest -q -m "sweep and not soak" --numprocesses 3 --dist worksteal $(ARGS)
+
+soak: setup  ## what needs minutes for its verdict, such as random faults; before a release
+	$(BIN)/python -m pytest -v -m soak $(ARGS)
+
+flaky: setup  ## ARGS="tests/cluster/test_x.py": 20 times beside 8 busy processes
+	$(BIN)/python -m tests.flaky $(ARGS)
+
+mutants: setup  ## one-line defects of the product that no test of `make test` sees; ARGS="--area folds"
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 images:  ## the container images, with a Docker engine
 	deploy/docker/build.sh

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.cpu_seconds import CpuSeconds
+from tests.left_behind import LeftBehind
 from tests.postgres import Postgres
 
 # A busy machine is not a slow function.
@@ -28,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds(config.getoption("--cpu-seconds")), "cpu_seconds")
+    # The process that hands tests to others; one that runs them has its folders until it ends.
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LeftBehind(), "left_behind")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,88 @@
+"""Nothing stays behind: after the tests no process, no shared memory and no temporary file is left.
+
+All that tests start and write gets a temporary folder of this session's own by `TMPDIR`, which is
+also the mark by which its processes are known.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.patience import AT_ONCE_S
+
+SHARED_MEMORY = Path("/dev/shm")
+TRACKERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""End with the process that has started them, which may be this one."""
+
+
+class LeftBehind:
+    """Fails the whole of the tests; for the process that hands them to others, and runs none."""
+
+    def __init__(self, patience_s: float = AT_ONCE_S) -> None:
+        self._patience_s = patience_s
+        before = tempfile.gettempdir()
+        # What pytest keeps of failed tests is looked at afterwards.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)
+        self._folder = Path(tempfile.mkdtemp(prefix="tests-", dir=before))
+        self._shared = set(_names(SHARED_MEMORY))
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        yield
+        found = [*self._processes(), *self._files(), *self._shared_memory()]
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if found:
+            print("\nleft behind by the tests:", *found, sep="\n  ")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _processes(self) -> Iterator[str]:
+        """Those that do not end by themselves at once, as many do whose parent has ended."""
+        alive = psutil.wait_procs([*self._marked()], timeout=self._patience_s)[1]
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+                process.kill()
+
+    def _marked(self) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid == os.getpid() or any(
+                    each in " ".join(process.cmdline()) for each in TRACKERS
+                ):
+                    continue
+                if process.environ().get("TMPDIR") == str(self._folder):
+                    yield process
+
+    def _files(self) -> Iterator[str]:
+        for name in _names(self._folder):
+            yield f"in the temporary folder: {name}"
+
+    def _shared_memory(self) -> Iterator[str]:
+        """That nobody has open: others work on this machine as well."""
+        new = {
+            str(SHARED_MEMORY / name) for name in _names(SHARED_MEMORY) if name not in self._shared
+        }
+        return (
+            f"shared memory: {path}" for path in sorted(new - _mapped()) if os.path.exists(path)
+        )
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _mapped() -> set[str]:
+    """Files that processes have in their memory."""
+    found: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            found.update(each.path for each in process.memory_maps())
+            found.update(each.path for each in process.open_files())
+    return found

@@ -1,0 +1,66 @@
+"""Which parts of the product are changed, and which tests of `make test` look at them."""
+
+from dataclasses import dataclass
+
+COORDINATOR = "coordinator/stratagem/coordinator/"
+WORKER = "worker/stratagem/worker/"
+COMMON = "common/stratagem/common/"
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A part of the product."""
+
+    folders: tuple[str, ...]
+    tests: tuple[str, ...]
+    """Files and folders, from the nearest on."""
+    is_strict: bool = True
+    """No change may survive; else those that do name the tier that sees them."""
+
+
+AREAS = {
+    "core": Area(
+        (COORDINATOR + "core/", COORDINATOR + "strategies/"),
+        ("tests/coordinator/core", "tests/coordinator/strategies"),
+    ),
+    "folds": Area(
+        (COORDINATOR + "updates/",),
+        (
+            "tests/coordinator/updates",
+            "tests/coordinator/effects",
+            "tests/coordinator/test_spooled.py",
+        ),
+    ),
+    "reducer": Area(
+        (WORKER + "exchange/",),
+        ("tests/worker/exchange", "tests/worker/session", "tests/worker/engine"),
+    ),
+    "codecs": Area(
+        (COMMON + "compression/",),
+        ("tests/common/compression", "tests/worker/exchange", "tests/coordinator/updates"),
+    ),
+    "pipeline": Area(
+        (COMMON + "pipeline/", WORKER + "pipeline/"),
+        ("tests/common/pipeline", "tests/worker/pipeline", "tests/worker/models"),
+        is_strict=False,
+    ),
+    "data order": Area(
+        (WORKER + "data/order/", COMMON + "numerics/"),
+        ("tests/worker/data", "tests/common/test_shards.py", "tests/worker/engine"),
+        is_strict=False,
+    ),
+    "journal": Area(
+        (COORDINATOR + "store/journal/",), ("tests/coordinator/store",), is_strict=False
+    ),
+    "tensors": Area(
+        (COMMON + "tensors/",),
+        ("tests/common/tensors", "tests/common/rpc", "tests/coordinator/store"),
+        is_strict=False,
+    ),
+}
+
+
+def area_of(path: str) -> str:
+    """The name of the area that a file of the product belongs to."""
+    (name,) = (name for name, area in AREAS.items() if path.startswith(area.folders))
+    return name
