@@ -50,7 +50,11 @@ from stratagem.coordinator.core.strategy_table import Strategies
 from stratagem.coordinator.runtime.plugins import BUILT_IN
 from stratagem.coordinator.service.run_queries import Runs
 from stratagem.coordinator.service.stream_calls import download, which
-from stratagem.v1.coordinator_pb2 import DownloadStateResponse
+from stratagem.v1.coordinator_pb2 import (
+    RUN_PHASE_CANCELLED,
+    RUN_PHASE_COMPLETED,
+    DownloadStateResponse,
+)
 from tests.circles import Watched, no_collector
 from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import twins
@@ -165,6 +169,34 @@ async def test_watchers_of_a_run_that_goes_on_stay_after_a_restart(tmp_path: Pat
     event = await waiting
     assert event is not None
     assert event.index == num_events
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await app.loop.close()
+
+
+async def test_a_run_that_comes_to_rest_while_others_are_read_is_listed(tmp_path: Path) -> None:
+    other = RunId("other")
+    async with twins(tmp_path, "a") as both:
+        await both.tell(SubmitRun(RUN, JOBS["local"], 1.0))
+        await both.work()
+        await both.tell(SubmitRun(other, JOBS["parallel"], 2.0))  # waits for workers
+    app = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
+    running = asyncio.create_task(app.loop.run(app._changed))
+    read = app.loop.recorded.views
+
+    async def while_it_ends(run_ids: Iterable[RunId]) -> Any:
+        if other in app.loop.state.runs:
+            await app.loop.submit(CancelRun(other))
+            await app.loop.submit(Report(other, RunReleased()))
+        assert other in app.loop.state.ended
+        return await read(run_ids)
+
+    app.loop.recorded.views = while_it_ends  # type: ignore[method-assign]
+    page = await Runs(app).page("")
+    assert [(each.run_id, each.phase) for each in page.runs] == [
+        (other, RUN_PHASE_CANCELLED),
+        (RUN, RUN_PHASE_COMPLETED),
+    ]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await app.loop.close()

@@ -110,8 +110,12 @@ class Runs:
 
     async def _views(self, run_ids: Sequence[RunId]) -> list[RunView]:
         """Return those of the runs that exist, in this order; they may be deleted meanwhile."""
-        ended = [run_id for run_id in run_ids if run_id in self.app.loop.state.ended]
-        read = await self.app.loop.recorded.views(ended) if ended else {}
+        read: dict[RunId, RunView] = {}
+        asked: set[RunId] = set()
+        # One that is active may come to rest while others are read.
+        while left := [r for r in run_ids if r in self.app.loop.state.ended and r not in asked]:
+            read.update(await self.app.loop.recorded.views(left))
+            asked.update(left)
         runs = self.app.loop.state.runs  # one may have been resumed meanwhile
         views = (
             self._live(runs[run_id]) if run_id in runs else read.get(run_id) for run_id in run_ids
