@@ -1,33 +1,17 @@
 """A coordinator with a federated run that has an update in the spool."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from stratagem.common.base.ids import new_submission
 from stratagem.coordinator.app.app import App
 from stratagem.coordinator.core.commands import CancelRun, DeleteRun, SubmitRun
 from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.runtime.settings import Settings
 from stratagem.coordinator.updates.spool_keys import SpoolKey
 from tests.coordinator.core.jobs import FEDERATED, job_text
 from tests.coordinator.core.simulation import RUN
-from tests.coordinator.open_gate import entrance
+from tests.coordinator.open_gate import leading
 from tests.coordinator.updates.updates import MIXED, data_of, manifest_of
-
-
-@asynccontextmanager
-async def coordinator(folder: Path) -> AsyncIterator[App]:
-    made = Settings(data_dir=folder, _cli_parse_args=False)  # type: ignore[call-arg]
-    app = await App.lead(made, entrance())
-    running = asyncio.create_task(app.run())
-    try:
-        yield app
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await app.loop.close()
 
 
 async def submit(app: App) -> SpoolKey:
@@ -38,7 +22,7 @@ async def submit(app: App) -> SpoolKey:
 
 
 async def begin_and_delete(folder: Path) -> None:
-    async with coordinator(folder) as app:
+    async with leading(folder) as app:
         key = await submit(app)
         manifest = manifest_of(MIXED)
         writer = app.spool.open(key, manifest)

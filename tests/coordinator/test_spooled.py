@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 from tests.coordinator.core.simulation import RUN
-from tests.coordinator.spooled_run import coordinator, submit
+from tests.coordinator.open_gate import leading
+from tests.coordinator.spooled_run import submit
 from tests.programs import run
 
 BEGIN_AND_DELETE = """
@@ -23,7 +24,7 @@ async def test_a_run_meets_nothing_of_one_of_its_id_whose_deletion_was_interrupt
     assert run(BEGIN_AND_DELETE, data, failpoints=tmp_path)[0] == 137
     assert list((data / "spool").rglob("*.json")), "the update is left"
     assert list((data / "logs").iterdir())
-    async with coordinator(data) as app:
+    async with leading(data) as app:
         key = await submit(app)
         assert app.spool.look(key) == (None, 0)
         tail = app.logs.tail(RUN, follow=False, is_over=app.is_over)

@@ -5,7 +5,7 @@ The reference is the pure core, which forgets nothing; see tests/coordinator/cor
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from stratagem.common.base.errors import NotFoundError
 from stratagem.common.base.ids import Digest, RunId
 from stratagem.common.tensors.manifest import Purpose, build_manifest
 from stratagem.common.tensors.safetensors_file import header_bytes
-from stratagem.coordinator.app.app import App
 from stratagem.coordinator.app.storage import Storage
 from stratagem.coordinator.core.commands import (
     CancelRun,
@@ -57,7 +56,7 @@ from stratagem.v1.coordinator_pb2 import (
 )
 from tests.circles import Watched, no_collector
 from tests.coordinator.app.journal_tables import change, of_run
-from tests.coordinator.app.twins import twins
+from tests.coordinator.app.twins import Twins, twins
 from tests.coordinator.core.jobs import (
     DATA_PARALLEL,
     EVALUATION,
@@ -69,7 +68,7 @@ from tests.coordinator.core.jobs import (
 )
 from tests.coordinator.core.raising_strategies import raising
 from tests.coordinator.core.simulation import RUN, member, register, start
-from tests.coordinator.open_gate import entrance
+from tests.coordinator.open_gate import decides, leading
 from tests.settings import coordinator_settings
 
 pytestmark = pytest.mark.usefixtures("timeless")
@@ -89,13 +88,18 @@ ERROR = RunFailed(
 )
 
 
+async def complete(both: Twins, name: str) -> None:
+    """Let a run of the job of that name end by itself."""
+    await both.tell(SubmitRun(RUN, JOBS[name], 1.0, by="client alice"))
+    await both.work()
+
+
 @pytest.mark.parametrize("name", JOBS)
 async def test_a_run_of_each_kind_is_shown_as_before_and_read_no_more(
     tmp_path: Path, name: str
 ) -> None:
     async with twins(tmp_path, "a", "b", "c") as both:
-        await both.tell(SubmitRun(RUN, JOBS[name], 1.0, by="client alice"))
-        await both.work()
+        await complete(both, name)
         assert both.loop.state.ended[RUN].ended is RunPhase.COMPLETED
         assert not both.loop.state.runs
         await both.agree()
@@ -109,9 +113,8 @@ async def test_a_run_of_each_kind_is_shown_as_before_and_read_no_more(
 async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_is_deleted(
     tmp_path: Path,
 ) -> None:
-    made = coordinator_settings(data_dir=tmp_path)
     manifest = build_manifest([("x", "float32", (1,))], Purpose.STATE)
-    blobs = Storage.open(made).blobs(1)
+    blobs = Storage.open(coordinator_settings(data_dir=tmp_path)).blobs(1)
     simulation = start(job_text(LOCAL, evaluation=EVALUATION, retention=1), "a")
     simulation.run()
     stored: dict[str, Digest] = {}
@@ -129,77 +132,63 @@ async def test_its_states_are_downloaded_after_a_restart_and_collected_once_it_i
             elif isinstance(fact, SegmentFinished | Evaluated | RunReleased):
                 await both.loop.submit(Report(RUN, fact))
         assert both.loop.state.ended[RUN].ended is RunPhase.COMPLETED
-    app = await App.lead(made, entrance())
-    final, view = max(stored, key=int), await Runs(app).view(RUN)
-    assert [commit.is_final for commit in view.commits] == [True]
-    for name in ("", "final", "best", final):
-        assert which(view, name) == stored[final]
-    with pytest.raises(NotFoundError, match=f"no state '0'; kept are final, best, {final}"):
-        which(view, "0")
-    app.blobs.collect(live_blobs(app.loop.state), 0.0)
-    received: list[Any] = [
-        part async for part in download(app.blobs, stored[final], 0, DownloadStateResponse)
-    ]
-    assert f"###{final}".encode() in b"".join(received[1:]), "behind the manifest"
-    with pytest.raises(NotFoundError):
-        await anext(download(app.blobs, stored["0"], 0, DownloadStateResponse))
-    running = asyncio.create_task(app.loop.run(app._changed))
-    await app.loop.submit(DeleteRun(RUN))
-    app.blobs.collect(live_blobs(app.loop.state), 0.0)
-    with pytest.raises(NotFoundError):
-        await anext(download(app.blobs, stored[final], 0, DownloadStateResponse))
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await app.loop.close()
+    async with leading(tmp_path, decides) as app:
+        final, view = max(stored, key=int), await Runs(app).view(RUN)
+        assert [commit.is_final for commit in view.commits] == [True]
+        for name in ("", "final", "best", final):
+            assert which(view, name) == stored[final]
+        with pytest.raises(NotFoundError, match=f"no state '0'; kept are final, best, {final}"):
+            which(view, "0")
+        app.blobs.collect(live_blobs(app.loop.state), 0.0)
+        received: list[Any] = [
+            part async for part in download(app.blobs, stored[final], 0, DownloadStateResponse)
+        ]
+        assert f"###{final}".encode() in b"".join(received[1:]), "behind the manifest"
+        with pytest.raises(NotFoundError):
+            await anext(download(app.blobs, stored["0"], 0, DownloadStateResponse))
+        await app.loop.submit(DeleteRun(RUN))
+        app.blobs.collect(live_blobs(app.loop.state), 0.0)
+        with pytest.raises(NotFoundError):
+            await anext(download(app.blobs, stored[final], 0, DownloadStateResponse))
 
 
 async def test_watchers_of_a_run_that_goes_on_stay_after_a_restart(tmp_path: Path) -> None:
-    made = coordinator_settings(data_dir=tmp_path)
     async with twins(tmp_path) as both:
         await both.tell(SubmitRun(RUN, job_text(LOCAL), 1.0))
-    app = await App.lead(made, entrance())
-    num_events = app.loop.state.runs[RUN].num_shown
-    watched = app.feed.watch(RUN, EventSpan(), num_events)
-    seen: list[Any] = [await anext(watched) for _ in range(num_events)]
-    assert [event.index for event in seen] == list(range(num_events))
-    # A watcher that is told the end here would ask again and again until something happens.
-    waiting: asyncio.Future[Any] = asyncio.ensure_future(anext(watched, None))
-    running = asyncio.create_task(app.loop.run(app._changed))
-    await app.loop.submit(CancelRun(RUN))
-    event = await waiting
-    assert event is not None
-    assert event.index == num_events
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await app.loop.close()
+    async with leading(tmp_path, decides) as app:
+        num_events = app.loop.state.runs[RUN].num_shown
+        watched = app.feed.watch(RUN, EventSpan(), num_events)
+        seen: list[Any] = [await anext(watched) for _ in range(num_events)]
+        assert [event.index for event in seen] == list(range(num_events))
+        # A watcher that is told the end here would ask again and again until something happens.
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(anext(watched, None))
+        await app.loop.submit(CancelRun(RUN))
+        event = await waiting
+        assert event is not None
+        assert event.index == num_events
 
 
 async def test_a_run_that_comes_to_rest_while_others_are_read_is_listed(tmp_path: Path) -> None:
     other = RunId("other")
     async with twins(tmp_path, "a") as both:
-        await both.tell(SubmitRun(RUN, JOBS["local"], 1.0))
-        await both.work()
+        await complete(both, "local")
         await both.tell(SubmitRun(other, JOBS["parallel"], 2.0))  # waits for workers
-    app = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
-    running = asyncio.create_task(app.loop.run(app._changed))
-    read = app.loop.recorded.views
+    async with leading(tmp_path, decides) as app:
+        read = app.loop.recorded.views
 
-    async def while_it_ends(run_ids: Iterable[RunId]) -> Any:
-        if other in app.loop.state.runs:
-            await app.loop.submit(CancelRun(other))
-            await app.loop.submit(Report(other, RunReleased()))
-        assert other in app.loop.state.ended
-        return await read(run_ids)
+        async def while_it_ends(run_ids: Collection[RunId]) -> Any:
+            if other in app.loop.state.runs:
+                await app.loop.submit(CancelRun(other))
+                await app.loop.submit(Report(other, RunReleased()))
+            assert other in app.loop.state.ended
+            return await read(run_ids)
 
-    app.loop.recorded.views = while_it_ends  # type: ignore[method-assign]
-    page = await Runs(app).page("")
-    assert [(each.run_id, each.phase) for each in page.runs] == [
-        (other, RUN_PHASE_CANCELLED),
-        (RUN, RUN_PHASE_COMPLETED),
-    ]
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await app.loop.close()
+        app.loop.recorded.views = while_it_ends  # type: ignore[method-assign]
+        page = await Runs(app).page("")
+        assert [(each.run_id, each.phase) for each in page.runs] == [
+            (other, RUN_PHASE_CANCELLED),
+            (RUN, RUN_PHASE_COMPLETED),
+        ]
 
 
 async def test_the_error_of_a_refused_command_is_freed_with_it(tmp_path: Path) -> None:
@@ -227,8 +216,7 @@ async def test_a_summary_that_does_not_hold_is_made_anew_from_the_facts(
     tmp_path: Path, how: str
 ) -> None:
     async with twins(tmp_path, "a") as both:
-        await both.tell(SubmitRun(RUN, JOBS["local"], 1.0))
-        await both.work()
+        await complete(both, "local")
         LOST[how](both.path)
         assert (await both.loop.recorded.runs())[0] == []
         await both.restart()
@@ -256,8 +244,7 @@ async def test_a_run_that_was_resumed_by_who_knows_no_summaries_goes_on(tmp_path
 
 async def test_the_name_of_a_deleted_run_is_free_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     async with twins(tmp_path, "a") as both:
-        await both.tell(SubmitRun(RUN, JOBS["inline"], 1.0))
-        await both.work()
+        await complete(both, "inline")
         await both.restart()
         await both.tell(DeleteRun(RUN))
         assert (of_run(both.path, "event"), of_run(both.path, "summary")) == (0, 0)
@@ -287,8 +274,7 @@ async def test_what_an_absent_strategy_left_is_read_again(tmp_path: Path) -> Non
 async def test_what_a_strategy_raised_about_is_read_again_by_a_mended_one(tmp_path: Path) -> None:
     broken = raising("transition")
     async with twins(tmp_path, "a", strategies=broken) as both:
-        await both.tell(SubmitRun(RUN, JOBS["inline"], 1.0))
-        await both.work()
+        await complete(both, "inline")
         assert both.loop.state.runs[RUN].ended is RunPhase.FAILED
         await both.agree()
         both.simulation.strategies = BUILT_IN
@@ -316,8 +302,7 @@ COMMANDS: dict[str, Callable[[RunId], Command]] = {
 }
 Action = tuple[str, int]
 ACTIONS = st.tuples(
-    st.sampled_from([*COMMANDS, "work", "work", "work much", "again", "restart"]),
-    st.integers(0, 1),
+    st.sampled_from([*COMMANDS, "work", "work", "work much", "again", "restart"]), st.integers(0, 1)
 )
 
 
@@ -348,9 +333,7 @@ async def test_every_command_is_answered_about_a_run_at_rest(tmp_path: Path) -> 
 
 @pytest.mark.sweep
 @settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(actions=st.lists(ACTIONS, min_size=3, max_size=25))
 async def test_nobody_can_tell_which_runs_are_at_rest(

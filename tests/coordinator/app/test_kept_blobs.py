@@ -90,13 +90,15 @@ async def test_what_was_kept_long_ago_is_kept_anew(monkeypatch: pytest.MonkeyPat
 
 
 async def test_of_calls_that_wait_together_each_has_it_kept_for_itself() -> None:
+    """And one that is gone does not end the copying."""
     store = SlowStore(lambda: True)
     kept = KeptBlobs(cast("BlobStore", store), answer_after_s=60.0)
-    waiting = [asyncio.create_task(kept.keep(DIGEST)) for _ in range(3)]
+    gone, *waiting = [asyncio.create_task(kept.keep(DIGEST)) for _ in range(4)]
     await asyncio.sleep(0)  # all have begun
+    gone.cancel()
     store.may_end.set()
     assert await asyncio.gather(*waiting) == [True, True, True]
-    assert store.num_copied == 3
+    assert store.num_copied in (3, 4)
 
 
 async def test_how_the_copying_failed_is_told_to_the_next_call_and_then_tried_again() -> None:
@@ -110,17 +112,6 @@ async def test_how_the_copying_failed_is_told_to_the_next_call_and_then_tried_ag
     assert store.num_copied == 1
     store.ends = lambda: True
     assert await kept.keep(DIGEST)
-
-
-async def test_a_call_that_is_gone_does_not_end_the_copying() -> None:
-    store = SlowStore(lambda: True)
-    kept = KeptBlobs(cast("BlobStore", store), answer_after_s=60.0)
-    gone = asyncio.create_task(kept.keep(DIGEST))
-    waiting = asyncio.create_task(kept.keep(DIGEST))
-    await asyncio.sleep(0)  # both have begun
-    gone.cancel()
-    store.may_end.set()
-    assert await waiting
 
 
 async def test_a_job_is_submitted_once_while_what_it_names_is_being_copied(

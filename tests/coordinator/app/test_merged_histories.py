@@ -16,8 +16,7 @@ from stratagem.coordinator.store.journal import fact_log
 from stratagem.coordinator.store.journal.history_rows import HistoryRow
 from stratagem.coordinator.store.journal.step_histories import StepSpan
 from tests.coordinator.core.jobs import LOCAL, job_text
-from tests.coordinator.open_gate import entrance
-from tests.settings import coordinator_settings
+from tests.coordinator.open_gate import leading
 
 pytestmark = pytest.mark.usefixtures("timeless")
 
@@ -33,16 +32,12 @@ def row(run_id: RunId, segment: int) -> HistoryRow:
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[App]:
     """A coordinator with a run that is active and one that has ended, without chores under way."""
-    made = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
-    serving = asyncio.create_task(made.loop.run(lambda facts: None))
-    for run_id in (ACTIVE, ENDED):
-        await made.loop.submit(SubmitRun(run_id, job_text(LOCAL), 0.0))
-        await made.loop.recorded.append((), (), [row(run_id, i) for i in (1, 2, 3, 4)])
-    await made.loop.submit(CancelRun(ENDED))
-    yield made
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
-    await made.loop.close()
+    async with leading(tmp_path, lambda app: app.loop.run(lambda facts: None)) as made:
+        for run_id in (ACTIVE, ENDED):
+            await made.loop.submit(SubmitRun(run_id, job_text(LOCAL), 0.0))
+            await made.loop.recorded.append((), (), [row(run_id, i) for i in (1, 2, 3, 4)])
+        await made.loop.submit(CancelRun(ENDED))
+        yield made
 
 
 @pytest.fixture

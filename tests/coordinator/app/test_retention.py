@@ -1,6 +1,5 @@
 """Ended runs are not kept for ever, and a coordinator that reads much gets on with it."""
 
-import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -10,14 +9,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Digest, RunId
-from stratagem.coordinator.app.app import App
-from stratagem.coordinator.core.commands import (
-    CancelRun,
-    DeleteRun,
-    ExpireRuns,
-    PinRun,
-    SubmitRun,
-)
+from stratagem.coordinator.core.commands import CancelRun, DeleteRun, ExpireRuns, PinRun, SubmitRun
 from stratagem.coordinator.observe.run_logs import RunLogLine
 from stratagem.coordinator.runtime import loop as loop_module
 from stratagem.coordinator.runtime.loop import Loop
@@ -28,9 +20,9 @@ from tests.coordinator.app.journal_tables import change, of_run
 from tests.coordinator.app.twins import Twins, twins
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.core.simulation import start
-from tests.coordinator.open_gate import entrance
+from tests.coordinator.open_gate import decides, leading
+from tests.coordinator.store.journals import OVER_BOTH
 from tests.coordinator.store.places import put
-from tests.settings import coordinator_settings
 
 pytestmark = pytest.mark.usefixtures("timeless")
 
@@ -106,57 +98,49 @@ async def test_a_crash_while_a_run_is_deleted_is_no_harm(
 
 async def test_logs_of_runs_that_are_gone_or_over_for_long_are_deleted(tmp_path: Path) -> None:
     """Also those that a coordinator has left which died before it could."""
-    made = coordinator_settings(data_dir=tmp_path, keep_runs=2)
-    app = await App.lead(made, entrance())
-    serving = asyncio.create_task(app.loop.run(app._changed))
-    house = app._house
-    for name in ("r-1", "r-2", "r-3"):
-        await app.loop.submit(SubmitRun(RunId(name), job_text(LOCAL), 1.0))
-        await app.loop.submit(CancelRun(RunId(name)))
-    await app.loop.submit(SubmitRun(RunId("r-4"), job_text(LOCAL), 1.0))
-    app.logs.add(RunId("stranger"), RunLogLine(0.0, "", "INFO", "left behind"))
-    (tmp_path / "profiles" / "stranger").mkdir(parents=True)
-    (tmp_path / "logs" / "obstinate.jsonl").mkdir()  # the disk refuses to delete it
-    await house.expire_runs()
-    await house.delete_logs()
-    (tmp_path / "logs" / "obstinate.jsonl").rmdir()
-    assert set(app.logs.run_ids()) == {"r-2", "r-3", "r-4"}
-    assert app.profiles.run_ids() == []
-    impatient = replace(house, settings=made.model_copy(update={"keep_logs_for": -1.0}))
-    await impatient.delete_logs()
-    assert app.logs.run_ids() == ["r-4"]
-    assert set(app.loop.state.ended) == {"r-2", "r-3"}, "the runs themselves are kept"
-    app.logs.close()
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
-    await app.loop.close()
+    async with leading(tmp_path, decides, keep_runs=2) as app:
+        house = app._house
+        for name in ("r-1", "r-2", "r-3"):
+            await app.loop.submit(SubmitRun(RunId(name), job_text(LOCAL), 1.0))
+            await app.loop.submit(CancelRun(RunId(name)))
+        await app.loop.submit(SubmitRun(RunId("r-4"), job_text(LOCAL), 1.0))
+        app.logs.add(RunId("stranger"), RunLogLine(0.0, "", "INFO", "left behind"))
+        (tmp_path / "profiles" / "stranger").mkdir(parents=True)
+        (tmp_path / "logs" / "obstinate.jsonl").mkdir()  # the disk refuses to delete it
+        await house.expire_runs()
+        await house.delete_logs()
+        (tmp_path / "logs" / "obstinate.jsonl").rmdir()
+        assert set(app.logs.run_ids()) == {"r-2", "r-3", "r-4"}
+        assert app.profiles.run_ids() == []
+        hurried = house.settings.model_copy(update={"keep_logs_for": -1.0})
+        await replace(house, settings=hurried).delete_logs()
+        assert app.logs.run_ids() == ["r-4"]
+        assert set(app.loop.state.ended) == {"r-2", "r-3"}, "the runs themselves are kept"
 
 
 async def test_what_is_named_while_others_are_collected_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What must stay was found out before its fact was there."""
-    made = coordinator_settings(data_dir=tmp_path)
-    app = await App.lead(made, entrance())
-    written, original = put(app.blobs, b"a state"), app.blobs.collect
+    async with leading(tmp_path, decides) as app:
+        written, original = put(app.blobs, b"a state"), app.blobs.collect
 
-    def collect(live: Collection[Digest], grace_s: float) -> list[Digest]:
-        app.collector._named.append(written)  # as its fact would, on the event loop
-        return original(live, grace_s)
+        def collect(live: Collection[Digest], grace_s: float) -> list[Digest]:
+            app.collector._named.append(written)  # as its fact would, on the event loop
+            return original(live, grace_s)
 
-    monkeypatch.setattr(app.blobs, "collect", collect)
-    await app.collector.collect()
-    assert app.blobs.exists(written)
-    await app.collector.collect()
-    assert not app.blobs.exists(written), "nobody has named it in earnest"
-    await app.loop.close()
+        monkeypatch.setattr(app.blobs, "collect", collect)
+        await app.collector.collect()
+        assert app.blobs.exists(written)
+        await app.collector.collect()
+        assert not app.blobs.exists(written), "nobody has named it in earnest"
 
 
 class Killed(Exception):
     """In the middle of the replay."""
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+@pytest.mark.parametrize("database", OVER_BOTH)
 async def test_a_replay_that_is_killed_again_and_again_gets_to_its_end(
     journal_place: Callable[[str], str], database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

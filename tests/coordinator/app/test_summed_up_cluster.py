@@ -1,8 +1,6 @@
 """The leader sums up the facts of the cluster by itself, and a takeover reads no others."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,25 +12,9 @@ from stratagem.coordinator.runtime import loop
 from stratagem.coordinator.store.journal.journal import Journal
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.core.simulation import RUN, member, register
-from tests.coordinator.open_gate import entrance
-from tests.settings import coordinator_settings
+from tests.coordinator.open_gate import decides, leading
 
 pytestmark = pytest.mark.usefixtures("timeless")
-
-
-@asynccontextmanager
-async def leading(folder: Path) -> AsyncIterator[App]:
-    app = await App.lead(coordinator_settings(data_dir=folder), entrance())
-    serving = asyncio.create_task(app.loop.run(app._changed))
-    try:
-        yield app
-    finally:
-        await app._chores.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await app.supervisor.close()
-        app.logs.close()
-        await app.loop.close()
 
 
 async def come_and_go(app: App, num_turns: int) -> None:
@@ -52,7 +34,7 @@ async def test_the_leader_sums_up_while_it_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "SUMMED_UP_CLUSTER", 10)
-    async with leading(tmp_path) as app:
+    async with leading(tmp_path, decides) as app:
         await app.loop.submit(register("a", 0))
         await app.loop.submit(SubmitRun(RUN, job_text(LOCAL), 1.0))
         await come_and_go(app, 5)
@@ -62,7 +44,7 @@ async def test_the_leader_sums_up_while_it_leads(
     kinds = cluster(tmp_path)
     assert kinds[0] == "ClusterSummed"
     assert len(kinds) < 13, "what is summed up is deleted"
-    async with leading(tmp_path) as app:
+    async with leading(tmp_path, decides) as app:
         assert app.loop.state.workers == state.workers
         assert app.loop.state.runs == state.runs
         await app.loop.submit(register("c", 0))  # its number is the next one
@@ -72,14 +54,14 @@ async def test_the_leader_sums_up_while_it_leads(
 async def test_a_takeover_sums_up_as_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with leading(tmp_path) as app:
+    async with leading(tmp_path, decides) as app:
         await app.loop.submit(register("a", 0))
         await come_and_go(app, 12)
         workers = app.loop.state.workers
     assert len(cluster(tmp_path)) == 25
     monkeypatch.setattr(loop, "SUMMED_UP_CLUSTER", 10)
-    async with leading(tmp_path) as app:
+    async with leading(tmp_path, decides) as app:
         assert app.loop.state.workers == workers
         assert cluster(tmp_path) == ["ClusterSummed"]
-    async with leading(tmp_path) as app:
+    async with leading(tmp_path, decides) as app:
         assert app.loop.state.workers == workers

@@ -15,12 +15,7 @@ from stratagem.common.rpc.leader_channel import Coordinators
 from stratagem.common.rpc.server import bind_socket, make_server
 from stratagem.common.rpc.socket_folder import SocketFolder
 from stratagem.coordinator.app.app import App
-from stratagem.coordinator.core.commands import (
-    Command,
-    LeaveWorker,
-    LoseWorker,
-    RegisterWorker,
-)
+from stratagem.coordinator.core.commands import Command, LeaveWorker, LoseWorker, RegisterWorker
 from stratagem.coordinator.core.facts import Capability, Member
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import types_pb2, worker_pb2_grpc

@@ -2,36 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 
-from stratagem.common.base.ids import Incarnation, WorkerId
+from stratagem.common.base.errors import UnavailableError
+from stratagem.common.base.ids import Incarnation, RunId, WorkerId
 from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.tensors.manifest import DEFAULT_LIMITS
-from stratagem.coordinator.core.facts import Capability, Member
+from stratagem.coordinator.core.facts import ROOT, Capability, Member
 from stratagem.coordinator.effects.execution.effect_context import EffectContext
+from stratagem.coordinator.runtime.worker_links import WorkerSession
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.v1 import types_pb2, worker_pb2
+from stratagem.worker.session.session_states import Frozen
+from stratagem.worker.session.written_leaves import written_leaves
 
 Messages = AsyncIterator[worker_pb2.WriteLeavesResponse]
 
 
-async def lied(
-    folder: StateFolder, request: worker_pb2.WriteLeavesRequest, messages: Messages
+Answer = Callable[[StateFolder, Frozen, worker_pb2.WriteLeavesRequest], Messages]
+"""How a member that holds a state answers."""
+
+
+def honest(folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest) -> Messages:
+    return written_leaves(folder, state, request)
+
+
+async def dying(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
 ) -> Messages:
-    """The messages of who has other bytes on the disk than it says."""
-    async for message in messages:
+    """After the first leaf; what it is writing then is there before its call ends."""
+    num = 0
+    async with aclosing(written_leaves(folder, state, request)) as messages:
+        async for message in messages:
+            yield message
+            num += not request.describe
+            if num == 2:
+                raise UnavailableError("gone")
+
+
+async def lying(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """Has other bytes on the disk than it says."""
+    async for message in written_leaves(folder, state, request):
         if message.WhichOneof("message") == "leaf":
-            digest = message.leaf.digest.hex()
-            path = folder.leaves / digest[:2] / f"{digest}-{request.upload}"
+            path = leaf_file(folder, request, message)
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         yield message
+
+
+async def meddling(
+    folder: StateFolder, state: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
+    """Says what it was not asked."""
+    async for message in written_leaves(folder, state, request):
+        if message.WhichOneof("message") == "leaf":
+            message.leaf.number += 1
+        yield message
+
+
+def leaf_file(
+    folder: StateFolder,
+    request: worker_pb2.WriteLeavesRequest,
+    message: worker_pb2.WriteLeavesResponse,
+) -> Path:
+    digest = message.leaf.digest.hex()
+    return folder.leaves / digest[:2] / f"{digest}-{request.upload}"
 
 
 class LeavesCall:
@@ -51,19 +95,20 @@ class LeavesCall:
 
 
 class LeafWriters:
-    """The members, and what the coordinator has for their states. answer: of the member of that
-    number; address: of the server of its pieces."""
+    """The members, what they hold and how they answer, and what the coordinator has for their
+    states. address: of the server of a member's pieces."""
 
     def __init__(
         self,
         root: Path,
-        num_members: int,
-        answer: Callable[[int, worker_pb2.WriteLeavesRequest], Messages],
+        held: Sequence[Frozen],
+        answers: Sequence[Answer],
         address: Callable[[int], str] = lambda _: "",
         **capability: Any,
     ) -> None:
+        self.asked: list[str] = []
         offered = Capability(**{"writes_states": True, "data_plane": "trusted", **capability})
-        names = [WorkerId(f"w{number}") for number in range(num_members)]
+        names = [WorkerId(f"w{number}") for number in range(len(held))]
         self.members = [Member(worker_id=n, incarnation=Incarnation("one")) for n in names]
         self.folder = StateFolder(root / "states")
         whole = DirectoryBlobs(root / "blobs")
@@ -75,7 +120,8 @@ class LeafWriters:
             number = self.members.index(member)
 
             def write(request: worker_pb2.WriteLeavesRequest) -> LeavesCall:
-                return LeavesCall(answer(number, request))
+                self.note(member, request)
+                return LeavesCall(answers[number](self.folder, held[number], request))
 
             return SimpleNamespace(
                 stub=SimpleNamespace(WriteLeaves=write),
@@ -100,6 +146,13 @@ class LeafWriters:
                 in_thread=in_thread,
             ),
         )
+
+    def note(self, member: Member, request: worker_pb2.WriteLeavesRequest) -> None:
+        """Note what a member was asked."""
+        self.asked.append(member.worker_id)
+
+    def sessions(self) -> list[WorkerSession]:
+        return [WorkerSession(member, RunId("r"), ROOT, 1) for member in self.members]
 
     def files(self) -> list[Path]:
         return list(self.folder.leaves.glob("??/*"))

@@ -50,20 +50,13 @@ def brought(value: Any, round_num: int = 1, members: Sequence[Any] = ()) -> list
 
 
 def test_only_workers_of_the_next_round_get_the_state() -> None:
-    """A model of 100 MB to a site that is not asked would take its link for seconds."""
+    """A model of 100 MB to a site that is not asked would take its link for seconds. That of a
+    member of a population goes to the workers of its own next round, and where silos choose all
+    get it."""
     assert brought(FederatedRun(party=ROOT, roster=ROSTER, round_num=1)) == ["b"]
-
-
-def test_that_of_a_member_of_a_population_goes_to_the_workers_of_its_own_next_round() -> None:
     one = FederatedRun(party=Party("member0"), roster=ROSTER, round_num=1)
     other = FederatedRun(party=Party("member1"), roster=(), round_num=1)
     assert brought(object(), members=(one, other)) == ["b"]
-
-
-def test_all_workers_get_it_where_silos_choose() -> None:
     assert brought(object()) == ["a", "b", "c"]
-
-
-def test_nobody_gets_it_after_the_last_round() -> None:
-    value = FederatedRun(party=ROOT, roster=ROSTER, round_num=3)
-    assert brought(value, round_num=3) == []
+    last = FederatedRun(party=ROOT, roster=ROSTER, round_num=3)
+    assert brought(last, round_num=3) == []

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from stratagem.common.base.errors import LimitError, UnavailableError
-from stratagem.common.base.ids import Digest, RunId
+from stratagem.common.base.errors import LimitError
+from stratagem.common.base.ids import Digest
 from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.tensors.manifest import DEFAULT_LIMITS
-from stratagem.coordinator.core.facts import ROOT
-from stratagem.coordinator.effects.execution.leaf_signing import (
-    MAX_ASKED,
-    MAX_SIGNED,
-    LeafSigning,
-)
+from stratagem.coordinator.core.facts import Member
+from stratagem.coordinator.effects.execution.leaf_signing import MAX_ASKED, MAX_SIGNED, LeafSigning
 from stratagem.coordinator.effects.execution.state_writing import reads_by_itself
 from stratagem.coordinator.effects.synchronous.direct_commit import written_by_members
-from stratagem.coordinator.runtime.worker_links import WorkerSession
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
-from stratagem.coordinator.store.leaves.state_places import in_folder
 from stratagem.coordinator.updates.members.merge_parts import ContradictionError
 from stratagem.v1 import worker_pb2
 from stratagem.worker.session.session_states import Frozen, freeze
-from stratagem.worker.session.written_leaves import written_leaves
-from tests.coordinator.effects.leaf_writers import LeafWriters, Messages, lied
-
-Answer = Callable[[StateFolder, worker_pb2.WriteLeavesRequest], Messages]
+from tests.coordinator.effects.leaf_writers import (
+    Answer,
+    LeafWriters,
+    Messages,
+    dying,
+    honest,
+    leaf_file,
+    lying,
+    meddling,
+)
 
 
 def state(rows: int = 4) -> Frozen:
@@ -43,76 +39,48 @@ def state(rows: int = 4) -> Frozen:
     return freeze({**named, "small": torch.ones(3)}, {"step": "3"})
 
 
-def honest(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    return written_leaves(folder, state(), request)
-
-
-async def dying(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    """After the first leaf; what it is writing then is there before its call ends."""
-    num = 0
-    async with aclosing(written_leaves(folder, state(), request)) as messages:
-        async for message in messages:
-            yield message
-            num += 1
-            if num == 2:
-                raise UnavailableError("gone")
-
-
-async def lazy(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
+async def lazy(
+    folder: StateFolder, held: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
     """Ends well, with one leaf missing."""
-    messages = [message async for message in honest(folder, request)]
+    messages = [message async for message in honest(folder, held, request)]
     for message in messages[:-1]:
         yield message
 
 
-def lying(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    """Has other bytes on the disk than it says."""
-    return lied(folder, request, honest(folder, request))
-
-
-async def cutting(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
+async def cutting(
+    folder: StateFolder, held: Frozen, request: worker_pb2.WriteLeavesRequest
+) -> Messages:
     """Has less on the disk than it says, of one leaf."""
-    async for message in honest(folder, request):
+    async for message in honest(folder, held, request):
         if message.WhichOneof("message") == "leaf" and message.leaf.number == request.rank:
-            digest = message.leaf.digest.hex()
-            path = folder.leaves / digest[:2] / f"{digest}-{request.upload}"
+            path = leaf_file(folder, request, message)
             path.write_bytes(path.read_bytes()[:-1])
         yield message
 
 
-async def meddling(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    """Says what it was not asked."""
-    async for message in honest(folder, request):
-        message.leaf.number += 1
-        yield message
-
-
-def other(folder: StateFolder, request: worker_pb2.WriteLeavesRequest) -> Messages:
-    return written_leaves(folder, state(5), request)
+def other(folder: StateFolder, held: Frozen, request: worker_pb2.WriteLeavesRequest) -> Messages:
+    return honest(folder, state(5), request)
 
 
 class Party(LeafWriters):
-    """Members that answer in some way each."""
+    """Members that have the same state and answer in some way each."""
 
     def __init__(self, root: Path, *answers: Answer, **capability: Any) -> None:
-        self.asked: list[str] = []
+        super().__init__(root, [state()] * len(answers), answers, **capability)
 
-        def answer(number: int, request: worker_pb2.WriteLeavesRequest) -> Messages:
-            name = self.members[number].worker_id
-            self.asked.append(f"{name} {request.rank}/{request.num_ranks}")
-            assert request.store_id == self.folder.store_id()
-            return answers[number](self.folder, request)
-
-        super().__init__(root, len(answers), answer, **capability)
+    def note(self, member: Member, request: worker_pb2.WriteLeavesRequest) -> None:
+        self.asked.append(f"{member.worker_id} {request.rank}/{request.num_ranks}")
+        assert request.store_id == self.folder.store_id()
 
     async def written(self) -> Digest | None:
-        sessions = [WorkerSession(m, RunId("r"), ROOT, 1) for m in self.members]
-        found = await written_by_members(self.env, sessions, 3)
+        found = await written_by_members(self.env, self.sessions(), 3)
         if found is None:
             return None
         assert found[1] == state().manifest
         with self.blobs.open(found[0]) as file:
             assert file.read().endswith(b"".join(state().buffers))
+        assert await reads_by_itself(self.env, self.members[0], found[0])
         return found[0]
 
     def has_claims(self) -> bool:
@@ -138,22 +106,14 @@ async def test_the_others_write_what_one_has_not(tmp_path: Path, bad: Answer) ->
     assert len(party.files()) == 5, "nothing is written twice"
 
 
-async def test_what_a_liar_has_written_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# One leaf of all is read: the first one, or one of w1, which is honest.
+@pytest.mark.parametrize(("bad", "choice"), [(lying, min), (cutting, max)])
+async def test_what_a_liar_has_written_is_written_again_and_what_is_too_short_without_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Answer, choice: Any
 ) -> None:
-    monkeypatch.setattr(secrets, "choice", min)  # one leaf of all is read
+    monkeypatch.setattr(secrets, "choice", choice)
     expected = await Party(tmp_path / "alone", honest).written()
-    party = Party(tmp_path / "party", lying, honest)
-    assert await party.written() == expected
-    assert party.asked == ["w0 0/2", "w1 1/2", "w1 0/1"]
-
-
-async def test_what_is_too_short_is_found_without_reading_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(secrets, "choice", max)  # of w1, which is honest
-    expected = await Party(tmp_path / "alone", honest).written()
-    party = Party(tmp_path / "party", cutting, honest)
+    party = Party(tmp_path / "party", bad, honest)
     assert await party.written() == expected
     assert party.asked == ["w0 0/2", "w1 1/2", "w1 0/1"]
 
@@ -208,31 +168,3 @@ async def test_only_those_are_asked_that_may(tmp_path: Path, capability: dict[st
 async def test_members_with_other_tensors_contradict_each_other(tmp_path: Path) -> None:
     with pytest.raises(ContradictionError, match="has other tensors than other members"):
         await Party(tmp_path, honest, other).written()
-
-
-async def test_a_state_in_leaves_is_read_by_those_that_see_it(tmp_path: Path) -> None:
-    party = Party(tmp_path, honest)
-    digest = await party.written()
-    assert digest is not None
-    assert await reads_by_itself(party.env, party.members[0], digest)
-    assert not await reads_by_itself(party.env, party.members[0], Digest("0" * 64))
-
-
-def test_a_coordinator_that_writes_files_reads_leaves(tmp_path: Path) -> None:
-    manifest, data = state().manifest, b"".join(state().buffers)
-    digests: Sequence[Digest] = []
-    for term, writes_leaves in enumerate((True, False), 1):
-        whole = DirectoryBlobs(tmp_path / "blobs")
-        blobs = LeafBlobs(
-            whole,
-            in_folder(tmp_path / "states"),
-            term,
-            writes_leaves=writes_leaves,
-            limits=DEFAULT_LIMITS,
-        )
-        if writes_leaves:
-            writer = blobs.state_writer(manifest, ())
-            writer.write(data)
-            digests = [writer.commit()]
-        with blobs.open(digests[0]) as file:
-            assert file.read().endswith(data)

@@ -20,6 +20,14 @@ class Writers:
         monkeypatch.setattr(durable_together, "LONGEST_WAIT_S", PATIENCE_S)
         monkeypatch.setattr(asyncio.get_running_loop(), "time", self._time)
 
+    @classmethod
+    async def of_two(cls, monkeypatch: pytest.MonkeyPatch) -> "Writers":
+        """With a and b under way."""
+        made = cls(monkeypatch)
+        for name in ("a", "b"):
+            await made.begin(name)
+        return made
+
     def _time(self) -> float:
         return self._clock_s
 
@@ -54,9 +62,7 @@ async def turns() -> None:
 async def test_who_is_done_waits_for_those_under_way_and_for_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    writers = Writers(monkeypatch)
-    for name in ("a", "b"):
-        await writers.begin(name)
+    writers = await Writers.of_two(monkeypatch)
     await writers.begin("other round", key="round 2")
     writers.pass_s(1.0)
     await writers.let_go("a")
@@ -70,9 +76,7 @@ async def test_who_is_done_waits_for_those_under_way_and_for_no_others(
 
 
 async def test_who_fails_is_waited_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    writers = Writers(monkeypatch)
-    for name in ("a", "b"):
-        await writers.begin(name)
+    writers = await Writers.of_two(monkeypatch)
     writers.pass_s(1.0)
     await writers.let_go("a")
     assert writers.reported == []
@@ -81,9 +85,7 @@ async def test_who_fails_is_waited_for_no_more(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_the_wait_is_no_longer_than_the_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    writers = Writers(monkeypatch)
-    for name in ("a", "b"):
-        await writers.begin(name)
+    writers = await Writers.of_two(monkeypatch)
     writers.pass_s(3.0)
     await writers.let_go("a")
     writers.pass_s(2.0)

@@ -1,11 +1,7 @@
 """Effects for tests that need one and no run."""
 
 from stratagem.common.base.ids import Digest, Incarnation, Party, RunId, WorkerId
-from stratagem.coordinator.core.effects import (
-    Base,
-    ExchangeMethod,
-    RunSegment,
-)
+from stratagem.coordinator.core.effects import Base, ExchangeMethod, RunSegment
 from stratagem.coordinator.core.facts import Member
 
 ROOT = Party("")

@@ -1,4 +1,4 @@
-"""The hub of tunnels: dialled unix sockets meet streams that are parked, here without gRPC."""
+"""The hub of tunnels without gRPC: bytes, limits and reasons; its order is in the model's test."""
 
 import asyncio
 import socket
@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.base.errors import (
-    InvalidInputError,
-    LimitError,
-    UnavailableError,
-    WrongStateError,
-)
+from stratagem.common.base.errors import LimitError, UnavailableError, WrongStateError
 from stratagem.common.base.ids import Incarnation, WorkerId
 from stratagem.common.rpc.relay_copy import FRAME_BYTES
 from stratagem.coordinator.core.facts import Member
@@ -25,7 +20,6 @@ from tests.coordinator.runtime.streams import Stream
 from tests.patience import AT_ONCE_S
 
 W = Member(worker_id=WorkerId("w"), incarnation=Incarnation("one"))
-AGAIN = Member(worker_id=WorkerId("w"), incarnation=Incarnation("two"))
 
 
 dials: list[socket.socket] = []
@@ -61,6 +55,9 @@ async def test_a_dial_reaches_a_parked_stream_and_bytes_go_both_ways() -> None:
     async with hubs() as hub:
         stream = await Stream(hub, W).parked()
         assert hub.counts() == {"parked": 1, "live": 0}
+        path = hub.target(W).removeprefix("unix:")
+        assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+        assert len(path) < 100
         connection = await dialled(hub)
         await asyncio.get_running_loop().sock_sendall(connection, b"hello")
         assert await stream.came.get() == b"hello"
@@ -71,22 +68,6 @@ async def test_a_dial_reaches_a_parked_stream_and_bytes_go_both_ways() -> None:
         connection.close()
         await stream.ended()
         assert hub.counts() == {"parked": 0, "live": 0}
-
-
-async def test_the_socket_is_for_this_user_alone() -> None:
-    async with hubs() as hub:
-        path = hub.target(W).removeprefix("unix:")
-        assert Path(path).parent.stat().st_mode & 0o777 == 0o700
-        assert len(path) < 100
-
-
-async def test_a_dial_waits_for_a_stream() -> None:
-    async with hubs() as hub:
-        connection = await dialled(hub)
-        await asyncio.get_running_loop().sock_sendall(connection, b"early")
-        stream = await Stream(hub, W).parked()
-        assert await stream.came.get() == b"early"
-        connection.close()
 
 
 async def test_a_dial_without_a_stream_is_ended_and_says_why(
@@ -105,31 +86,6 @@ async def test_a_dial_without_a_stream_is_ended_and_says_why(
         assert hub.silence(W) == "worker w keeps no tunnel open (last one 0 s ago)"
 
 
-async def test_the_newest_stream_is_taken_first() -> None:
-    async with hubs() as hub:
-        old, new = await Stream(hub, W).parked(), await Stream(hub, W).parked()
-        connection = await dialled(hub)
-        await asyncio.get_running_loop().sock_sendall(connection, b"x")
-        assert await new.came.get() == b"x"
-        assert old.came.empty()
-        connection.close()
-
-
-async def test_the_end_of_a_stream_ends_its_connection_alone() -> None:
-    async with hubs() as hub:
-        first = await Stream(hub, W).parked()
-        one = await dialled(hub)
-        await asyncio.get_running_loop().sock_sendall(one, b"x")
-        await first.came.get()
-        second = await Stream(hub, W).parked()
-        other = await dialled(hub)
-        await first.sent.put(None)
-        assert await read(one) == b""
-        await second.sent.put(b"still here")
-        assert await read(other) == b"still here"
-        other.close()
-
-
 async def test_a_stream_whose_call_breaks_ends_its_connection() -> None:
     async with hubs() as hub:
         stream = await Stream(hub, W).parked()
@@ -140,13 +96,6 @@ async def test_a_stream_whose_call_breaks_ends_its_connection() -> None:
         stream.call.cancel()
         assert await read(connection) == b""
         assert hub.counts() == {"parked": 0, "live": 0}
-
-
-async def test_a_stream_that_is_parked_for_long_is_ended_for_another() -> None:
-    async with hubs(parked_for_s=0.01) as hub:
-        stream = await Stream(hub, W).parked()
-        await stream.ended()
-        assert hub.counts()["parked"] == 0
 
 
 async def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,23 +110,6 @@ async def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(stream.is_over for stream in streams)
 
 
-async def test_a_worker_has_so_many_connections_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(relay_hub, "MAX_LIVE", 2)
-    async with hubs() as hub:
-        _, _, third = [await dialled(hub) for _ in range(3)]
-        assert await read(third) == b"", "two wait for a stream already"
-
-
-async def test_a_worker_that_speaks_first_is_refused() -> None:
-    async with hubs() as hub:
-        stream = await Stream(hub, W).parked()
-        await stream.sent.put(b"bytes")
-        with pytest.raises(InvalidInputError, match="came before the coordinator said anything"):
-            await stream.ended()
-
-
 async def test_a_frame_that_is_too_large_ends_the_connection() -> None:
     async with hubs() as hub:
         stream = await Stream(hub, W).parked()
@@ -188,38 +120,6 @@ async def test_a_frame_that_is_too_large_ends_the_connection() -> None:
         with pytest.raises(LimitError, match="262145 bytes, the limit is 262144"):
             await stream.ended()
         assert await read(connection) == b""
-
-
-async def test_another_start_replaces_the_streams_of_one_that_is_not_registered() -> None:
-    async with hubs(registered=()) as hub:
-        old = await Stream(hub, W).parked()
-        new = await Stream(hub, AGAIN).parked()
-        await old.ended()
-        assert not new.is_over
-        assert hub.counts()["parked"] == 1
-
-
-async def test_another_start_leaves_the_registered_one_alone_until_that_is_gone() -> None:
-    registered = {W}
-    async with hubs(registered) as hub:
-        old = await Stream(hub, W).parked()
-        new = await Stream(hub, AGAIN).parked()
-        assert hub.counts()["parked"] == 2
-        registered.clear()
-        again = await Stream(hub, AGAIN).parked()
-        await old.ended()
-        assert not new.is_over
-        assert not again.is_over
-
-
-async def test_nothing_is_left_of_a_worker_that_is_gone() -> None:
-    async with hubs(registered=()) as hub:
-        stream = await Stream(hub, W).parked()
-        path = hub.target(W).removeprefix("unix:")
-        await stream.sent.put(None)
-        await stream.ended()
-        assert not Path(path).exists()  # noqa: ASYNC240  (it is at once)
-        assert hub.silence(W) == "worker w keeps no tunnel open"
 
 
 async def test_a_coordinator_may_take_no_tunnels() -> None:

@@ -16,8 +16,7 @@ async def test_barrier_answers_everybody_in_order_of_rank() -> None:
     barriers = Barriers(lambda run, party: (3, 2))
     arrivals = [Arrival(b"zero", 5, "h:0"), Arrival(b"one", None, "h:1")]
     answers = await asyncio.gather(
-        barriers.join(RUN, ROOT, 3, 1, arrivals[1]),
-        barriers.join(RUN, ROOT, 3, 0, arrivals[0]),
+        barriers.join(RUN, ROOT, 3, 1, arrivals[1]), barriers.join(RUN, ROOT, 3, 0, arrivals[0])
     )
     assert list(answers) == [tuple(arrivals), tuple(arrivals)]
 

@@ -55,8 +55,7 @@ async def test_watcher_gets_events_from_its_index_then_progress_then_the_end() -
     feed.add_event(RUN, last, is_last=True)
     async with asyncio.timeout(PATIENCE_S):
         await watching
-    indices = [item.index for item in seen if isinstance(item, FeedEvent)]
-    assert indices == [1, 2, 3]
+    assert [item.index for item in seen if isinstance(item, FeedEvent)] == [1, 2, 3]
     assert progress in seen
     assert feed.last_wall_s(RUN) == 3.0
 

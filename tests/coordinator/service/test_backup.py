@@ -1,7 +1,7 @@
 """A backup has all that its moment needs, whatever goes on meanwhile, and is restored whole."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from stratagem.coordinator.process.restore import RestoreSettings, restore
 from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD
 from tests.coordinator.core.jobs import LOCAL, job_text
 from tests.coordinator.service.serving import served
+from tests.coordinator.updates.updates import flip_bit
 from tests.settings import coordinator_settings
 
 
@@ -65,8 +66,9 @@ async def test_what_a_backup_copies_stays_and_comes_back(
         assert app.blobs.exists(gone), "the first hold has not ended"
     with pytest.raises(InvalidInputError, match="has events already"):
         restore(restore_settings(folder, tmp_path / "a"))
+    listed = json.loads((folder / "backup.json").read_text())["digests"]
     term, num_blobs = restore(restore_settings(folder, tmp_path / "b"))
-    assert (term, num_blobs) == (done.term + TERMS_AHEAD, len(json.loads(digests_of(folder))))
+    assert (term, num_blobs) == (done.term + TERMS_AHEAD, len(listed))
     async with served(tmp_path / "b") as (app, address), AsyncClient(address) as client:
         assert app.loop.term == term + 1
         (status,) = await client.runs()
@@ -101,7 +103,7 @@ async def test_a_damaged_backup_leaves_no_journal_and_can_be_mended(tmp_path: Pa
         await client.back_up(folder)
     path = folder / "blobs" / kept[:2] / f"{kept}.safetensors"
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    flip_bit(path, -1)
     settings = restore_settings(folder, tmp_path / "b")
     with pytest.raises(IntegrityError, match="damaged: its bytes have another digest"):
         restore(settings)
@@ -115,23 +117,12 @@ async def test_a_damaged_backup_leaves_no_journal_and_can_be_mended(tmp_path: Pa
         restore(restore_settings(folder, tmp_path / "c"))
 
 
-def damage(path: Path) -> None:
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-
-
-@pytest.mark.parametrize("spoil", [damage, Path.unlink], ids=["damaged", "missing"])
-async def test_a_blob_that_cannot_be_copied_is_told_with_its_run(
-    tmp_path: Path, spoil: Callable[[Path], None]
-) -> None:
+async def test_a_blob_that_cannot_be_copied_is_told_with_its_run(tmp_path: Path) -> None:
     async with served(tmp_path / "a") as (app, address), AsyncClient(address) as client:
         await submitted(client, "sound", 1.0)
         bad = await submitted(client, "bad", 2.0)
-        spoil(Path(app.blobs.location(bad)))
-        with pytest.raises(IntegrityError, match=rf"blob {bad} is .*\. It is of run bad: put"):
-            await client.back_up(tmp_path / "copy")
-
-
-def digests_of(folder: Path) -> str:
-    found: dict[str, Any] = json.loads((folder / "backup.json").read_text())
-    return json.dumps(found["digests"])
+        path = Path(app.blobs.location(bad))
+        for spoil in (partial(flip_bit, at=-1), Path.unlink):
+            spoil(path)
+            with pytest.raises(IntegrityError, match=rf"blob {bad} is .*\. It is of run bad: put"):
+                await client.back_up(tmp_path / "copy")

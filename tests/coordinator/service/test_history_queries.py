@@ -1,6 +1,6 @@
 """GetHistory: what is stored and what is in flight, coarsened to what is asked for."""
 
-import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from stratagem.coordinator.store.journal.step_histories import StepSpan
 from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import worker_pb2
 from tests.coordinator.core.jobs import LOCAL, job_text
-from tests.coordinator.open_gate import entrance
-from tests.settings import coordinator_settings
+from tests.coordinator.open_gate import leading
 
 RUN, ROOT, MEMBER = RunId("r-1"), Party(""), Party("member/3")
 LOSS, NORM, WALL = Series("train.loss"), Series("train.grad_norm"), Series("time.wall_s", True)
@@ -52,18 +51,14 @@ async def asked(app: App, root_segment: int = 3, **request: Any) -> History:
 
 
 @pytest.fixture
-async def app(tmp_path: Path) -> Any:
-    made = await App.lead(coordinator_settings(data_dir=tmp_path), entrance())
-    running = asyncio.create_task(made.run())
-    first, *others = [stored(ROOT, 1), stored(ROOT, 2), stored(ROOT, 3), stored(MEMBER, 1)]
-    await made.loop.submit(SubmitRun(RUN, job_text(LOCAL), 0.0), [first])
-    await made.loop.recorded.append((), (), others)
-    part = worker_pb2.HistoryPart(number=0, from_step=30, rows=rows(4))
-    made.history.add(FIRST, SegmentTail(4, STRIDE), part)
-    yield made
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await made.loop.close()
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    async with leading(tmp_path) as made:
+        first, *others = [stored(ROOT, 1), stored(ROOT, 2), stored(ROOT, 3), stored(MEMBER, 1)]
+        await made.loop.submit(SubmitRun(RUN, job_text(LOCAL), 0.0), [first])
+        await made.loop.recorded.append((), (), others)
+        part = worker_pb2.HistoryPart(number=0, from_step=30, rows=rows(4))
+        made.history.add(FIRST, SegmentTail(4, STRIDE), part)
+        yield made
 
 
 async def test_segments_join_and_what_is_in_flight_is_provisional(app: App) -> None:
@@ -175,17 +170,13 @@ async def test_a_run_that_ends_takes_its_tails_along_and_one_that_is_deleted_all
     assert await app.loop.recorded.history_parties(RUN) == []
 
 
-@pytest.mark.parametrize(
-    ("request_", "said"),
-    [
+async def test_what_cannot_be_asked_is_refused(app: App) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_rows": 65_537}, "max_rows"),
         ({"series": ["x"] * 257}, "series"),
         ({"parties": ["x" * 257]}, "parties"),
         ({"from_step": 5, "to_step": 4}, "to_step"),
-    ],
-)
-async def test_what_cannot_be_asked_is_refused(
-    app: App, request_: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=said):
-        await asked(app, **request_)
+    ]
+    for request, said in wrong:
+        with pytest.raises(InvalidInputError, match=said):
+            await asked(app, **request)

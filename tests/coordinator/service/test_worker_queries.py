@@ -35,16 +35,21 @@ async def pages(stub: Any, page_size: int) -> list[list[str]]:
         request.page_token = answer.next_page_token
 
 
-@pytest.mark.parametrize("page_size", [0, 1, 2, 3, 7, 8, 1000])
-async def test_all_pages_together_are_all_workers_by_name(tmp_path: Path, page_size: int) -> None:
+async def test_all_pages_together_are_all_workers_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with served(tmp_path) as (app, address), open_channel(address) as channel:
         stub = CoordinatorServiceStub(channel)
-        assert await pages(stub, page_size) == [[]]
+        assert [await pages(stub, size) for size in (0, 3)] == [[[]], [[]]]
         for name in reversed(NAMES):
             await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
-        found = await pages(stub, page_size)
-    assert [name for names in found for name in names] == NAMES
-    assert all(len(names) <= (page_size or len(NAMES)) for names in found)
+        for page_size in (0, 1, 2, 3, 7, 8, 1000):
+            found = await pages(stub, page_size)
+            assert [name for names in found for name in names] == NAMES
+            assert all(len(names) <= (page_size or len(NAMES)) for names in found)
+        monkeypatch.setattr(worker_queries, "MAX_PAGE_BYTES", 1)
+        assert await pages(stub, 5) == [[name] for name in NAMES], "no larger than a message"
+        assert await pages(stub, 0) == [NAMES], "an older client, which knows no pages, gets all"
 
 
 async def test_pages_go_on_where_their_last_worker_has_left(tmp_path: Path) -> None:
@@ -60,19 +65,6 @@ async def test_pages_go_on_where_their_last_worker_has_left(tmp_path: Path) -> N
         assert not second.next_page_token
         wrong = stub.ListWorkers(pb.ListWorkersRequest(page_token="../x", page_size=1))
         assert (await refused(wrong))[0] is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_a_page_is_no_larger_than_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But an older client, which knows no pages, gets all in one."""
-    monkeypatch.setattr(worker_queries, "MAX_PAGE_BYTES", 1)
-    async with served(tmp_path) as (app, address), open_channel(address) as channel:
-        stub = CoordinatorServiceStub(channel)
-        for name in NAMES:
-            await app.loop.submit(RegisterWorker(member(name), "127.0.0.1:1", Capability()))
-        assert await pages(stub, 5) == [[name] for name in NAMES]
-        assert await pages(stub, 0) == [NAMES]
 
 
 @pytest.mark.parametrize("state_path", ["relayed", "direct"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.coordinator.store.journals import OVER_BOTH
 from tests.coordinator.store.places import (
     BUCKET,
     Bucket,
@@ -46,6 +47,16 @@ def blob_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return found
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["folder", "bucket"])
+def spool_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where states lie in leaves, updates lie as they do without."""
+    if request.param == "folder":
+        return Folder(tmp_path)
+    found: Place = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=OVER_BOTH)
 def place(request: pytest.FixtureRequest, journal_place: Callable[[str], str]) -> str:
+    """Over PostgreSQL in the sweep, but for the contract of journals (test_journal.py)."""
     return journal_place(request.param)

@@ -1,5 +1,7 @@
 """Events, holders and clocks for the tests of the journal."""
 
+import pytest
+
 from stratagem.common.base.ids import RunId
 from stratagem.coordinator.store.journal.journal import Journal, Record, StoredRecord
 from stratagem.coordinator.store.journal.lead import Lease
@@ -8,6 +10,8 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 A, B = RunId("a-1"), RunId("b-2")
 US = Holder.of_this_process("us")
 ELSEWHERE = Holder("they", "another host", 1, 1)
+OVER_BOTH = ["sqlite", pytest.param("postgres", marks=pytest.mark.sweep)]
+"""Databases, for what is proved of both in make test by the contract of journals."""
 
 
 def record(run_id: RunId, seq: int, key: str | None = None, time_s: float = 0.0) -> Record:

@@ -19,14 +19,10 @@ def test_a_blob_is_named_by_its_bytes_and_comes_back(blob_place: Place, content:
     assert read(store, digest) == content
     assert read(blob_place.blobs(), digest) == content
     assert put(store, content, step=1 << 20) == digest
-    assert read(blob_place.blobs(), digest) == content
-
-
-def test_a_blob_can_be_read_at_any_offset(blob_place: Place) -> None:
-    digest = put(blob_place.blobs(), CONTENT)
     with blob_place.blobs().open(digest) as file:
-        file.seek(1001)
-        assert file.read(7) == CONTENT[1001:1008]
+        for at in (1001, 0):
+            file.seek(at)
+            assert file.read() == content[at:]
 
 
 def test_what_is_not_there_is_not_found(blob_place: Place) -> None:
@@ -37,25 +33,25 @@ def test_what_is_not_there_is_not_found(blob_place: Place) -> None:
         store.open(digest_of(b""))
 
 
-@pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
-def test_a_name_that_is_no_digest_is_refused(blob_place: Place, name: str) -> None:
+def test_a_name_that_is_no_digest_is_refused(blob_place: Place) -> None:
     store = blob_place.blobs()
-    for act in (store.open, store.exists, store.keep, store.location):
-        with pytest.raises(InvalidInputError, match="digest"):
-            act(Digest(name))
+    for name in ("", "../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"):
+        for act in (store.open, store.exists, store.keep, store.location):
+            with pytest.raises(InvalidInputError, match="digest"):
+                act(Digest(name))
 
 
-@pytest.mark.parametrize("at", [0, 5000, len(CONTENT) - 1])
 def test_a_flipped_bit_is_found_at_the_first_read_and_writing_again_heals(
-    blob_place: Place, at: int
+    blob_place: Place,
 ) -> None:
     digest = put(blob_place.blobs(), CONTENT)
-    blob_place.damage(digest, at)
-    store = blob_place.blobs()
-    with pytest.raises(IntegrityError, match=f"blob {digest} is damaged"):
-        store.open(digest)
-    put(store, CONTENT)
-    assert read(blob_place.blobs(), digest) == CONTENT
+    for at in (0, 5000, len(CONTENT) - 1):
+        blob_place.damage(digest, at)
+        store = blob_place.blobs()
+        with pytest.raises(IntegrityError, match=f"blob {digest} is damaged"):
+            store.open(digest)
+        put(store, CONTENT)
+        assert read(blob_place.blobs(), digest) == CONTENT
 
 
 def test_a_blob_of_another_length_than_announced_is_refused_without_a_trace(

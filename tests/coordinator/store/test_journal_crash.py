@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,35 +12,37 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.coordinator.store.journals import events
 from tests.programs import run, start
 
-APPEND_ONE = """
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
-log = Journal.open(sys.argv[1])
-term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
-log.append(term, [Record("a", 0, "K", 1, "{}", 0.0, 0.0)])
-log.append(term, [Record("a", 1, "K", 1, "{}", 0.0, 0.0), Record("a", 2, "K", 1, "{}", 0.0, 0.0)])
-"""
-
-SUM_UP = """
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
-log = Journal.open(sys.argv[1])
-term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
-log.append(term, [Record("a", seq, "K", 1, "{}", 0.0, 0.0) for seq in range(6)])
-log.sum_up(term, [Record("a", seq, "S", 1, "{}", 0.0, 0.0) for seq in (3, 4)])
-"""
-
-LEADER = """
+IMPORTS = """
+import json, random
 from stratagem.coordinator.store.journal.journal import Journal, Record
 from stratagem.coordinator.store.journal.lead import FencedError
 from stratagem.coordinator.store.journal.lead_holder import Holder
-log = Journal.open(sys.argv[1])
-term = log.take_lead(Holder.of_this_process(), ttl_s=10).term
+def lead(place):
+    log = Journal.open(place)
+    return log, log.take_lead(Holder.of_this_process(), ttl_s=60).term
+def records(kind, *seqs):
+    return [Record("a", seq, kind, 1, "x" * 300, 0.0, 0.0) for seq in seqs]
+"""
+
+APPEND = """
+log, term = lead(sys.argv[1])
+log.append(term, records("K", 0))
+log.append(term, records("K", 1, 2))
+"""
+
+SUM_UP = """
+log, term = lead(sys.argv[1])
+log.append(term, records("K", *range(6)))
+log.sum_up(term, records("S", 3, 4))
+"""
+
+LEADER = """
+log, term = lead(sys.argv[1])
 print("leads", flush=True)
 for seq, action in enumerate(sys.stdin):
     try:
         if action == "append\\n":
-            log.append(term, [Record("a", seq, "K", 1, "{}", 0.0, 0.0)])
+            log.append(term, records("K", seq))
         else:
             log.renew(term)
         print("done", flush=True)
@@ -49,27 +50,21 @@ for seq, action in enumerate(sys.stdin):
         print(error, flush=True)
 """
 
-# Forks, so that 20 rounds need not import everything 20 times.
+# Forks, so that no round need import everything.
 KILLED_UNDER_LOAD = """
-import json, random, time
-from stratagem.coordinator.store.journal.journal import Journal, Record
-from stratagem.coordinator.store.journal.lead_holder import Holder
-
 def write_for_ever(place, pipe):
-    log = Journal.open(place)
-    term = log.take_lead(Holder.of_this_process(), ttl_s=60).term
+    log, term = lead(place)
     seq = sum(1 for _ in log.read("a"))
     while True:
         size = 1 + seq % 3
-        rows = [Record("a", seq + i, "K", 1, "x" * 300, 0.0, 0.0) for i in range(size)]
-        log.append(term, rows)
+        log.append(term, records("K", *range(seq, seq + size)))
         seq += size
         os.write(pipe, b"%d\\n" % (seq - 1))
 
 random.seed(1)
 Journal.open(sys.argv[1]).close()  # imports what the children need
 acknowledged = []
-for _ in range(20):
+for _ in range(8):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -86,75 +81,53 @@ print(json.dumps(acknowledged))
 """
 
 
-@pytest.fixture(name="place")
-def _place(journal_place: Callable[[str], str], request: pytest.FixtureRequest) -> str:
-    return journal_place(request.param)
-
-
-OVER_BOTH = pytest.mark.parametrize(
-    "place", ["sqlite", pytest.param("postgres", marks=pytest.mark.sweep)], indirect=True
-)
-
-
-@OVER_BOTH
 @pytest.mark.parametrize(
-    ("failpoint", "num_events"),
-    [("coordinator.journal.before_commit", 1), ("coordinator.journal.after_commit", 3)],
+    ("code", "failpoint", "kinds"),
+    [
+        (APPEND, "coordinator.journal.before_commit", "K"),
+        (APPEND, "coordinator.journal.after_commit", "KKK"),
+        (SUM_UP, "coordinator.journal.before_commit", "KKKKKK"),
+        (SUM_UP, "coordinator.journal.after_commit", "SSK"),
+    ],
 )
 def test_a_crash_at_a_commit_leaves_all_or_nothing(
-    place: str, tmp_path: Path, failpoint: str, num_events: int
+    place: str, tmp_path: Path, code: str, failpoint: str, kinds: str
 ) -> None:
     (tmp_path / failpoint).write_text("1")
-    status, _ = run(APPEND_ONE, place, failpoints=tmp_path)
+    status, _ = run(IMPORTS + code, place, failpoints=tmp_path)
     assert status == 137
     log = Journal.open(place)
-    assert [each.record.seq for each in events(log)] == list(range(num_events))
+    found = [each.record for each in events(log)]
+    assert "".join(each.kind for each in found) == kinds
+    if code == APPEND:
+        assert [each.seq for each in found] == list(range(len(kinds)))
     assert log.take_lead(Holder.of_this_process(), ttl_s=60).term == 2
     log.close()
 
 
-@OVER_BOTH
-@pytest.mark.parametrize(
-    ("failpoint", "kinds"),
-    [("coordinator.journal.before_commit", "KKKKKK"), ("coordinator.journal.after_commit", "SSK")],
-)
-def test_a_crash_while_events_are_summed_up_leaves_all_or_their_summary(
-    place: str, tmp_path: Path, failpoint: str, kinds: str
-) -> None:
-    (tmp_path / failpoint).write_text("1")
-    status, _ = run(SUM_UP, place, failpoints=tmp_path)
-    assert status == 137
-    log = Journal.open(place)
-    assert "".join(each.record.kind for each in events(log)) == kinds
-    log.close()
-
-
-@OVER_BOTH
-def test_twenty_kills_under_load_lose_no_acknowledged_event(place: str) -> None:
-    _, out = run(KILLED_UNDER_LOAD, place)
+def test_kills_under_load_lose_no_acknowledged_event(place: str) -> None:
+    _, out = run(IMPORTS + KILLED_UNDER_LOAD, place)
     acknowledged = json.loads(out)
     log = Journal.open(place)
     seqs = [each.record.seq for each in events(log)]
     assert seqs == list(range(len(seqs)))
-    assert len(acknowledged) == 20
+    assert len(acknowledged) == 8
     assert acknowledged == sorted(set(acknowledged))
     assert seqs[-1] >= acknowledged[-1]
     log.close()
 
 
-@OVER_BOTH
 def test_a_frozen_leader_finds_itself_fenced(place: str) -> None:
-    with start(LEADER, place) as frozen:
+    with start(IMPORTS + LEADER, place) as frozen:
         assert frozen.stdin is not None
         assert frozen.stdout is not None
+        asks, answers = frozen.stdin, frozen.stdout
 
         def ask(action: str) -> str:
-            assert frozen.stdin is not None
-            assert frozen.stdout is not None
-            print(action, file=frozen.stdin, flush=True)
-            return frozen.stdout.readline().strip()
+            print(action, file=asks, flush=True)
+            return answers.readline().strip()
 
-        assert frozen.stdout.readline() == "leads\n"
+        assert answers.readline() == "leads\n"
         assert ask("append") == "done"
         os.kill(frozen.pid, signal.SIGSTOP)
         log = Journal.open(place)
@@ -166,4 +139,4 @@ def test_a_frozen_leader_finds_itself_fenced(place: str) -> None:
         log.renew(lead.term)
         assert [each.record.seq for each in events(log)] == [0]
         log.close()
-        frozen.stdin.close()
+        asks.close()

@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.coordinator.store.journals import ELSEWHERE, US, A, FakeTime, lead, r
 from tests.patience import PATIENCE_S
 from tests.postgres import GUARDED, SOCKET, Postgres
 
-Server = Postgres
 QUICK_S = 0.3
 IDLE = "idle_in_transaction_session_timeout"
 
@@ -35,7 +34,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def url(postgres: Server) -> str:
+def url(postgres: Postgres) -> str:
     return postgres.new_schema()
 
 
@@ -50,7 +49,7 @@ def log(url: str) -> Iterator[Journal]:
 
 
 def test_a_leader_is_replaced_when_the_database_has_not_heard_of_it_for_its_ttl(
-    log: Journal, url: str, postgres: Server
+    log: Journal, url: str, postgres: Postgres
 ) -> None:
     term, other, time = lead(log, ELSEWHERE), Journal.open(url), FakeTime()
     # At the first look nothing but the database's clock can say, as far back as its server runs.
@@ -87,9 +86,9 @@ def test_the_databases_clock_counts_as_far_as_it_can_be_right() -> None:
     assert looked((0, 0.1, 0), (1, -3600.0, 2), (1, -3598.0, 4)) == 1.5
 
 
-@pytest.mark.parametrize("jump_s", [36_000, -36_000, 864_000])
+@pytest.mark.parametrize("jump_s", [-36_000, 864_000])
 def test_a_jump_of_the_databases_clock_neither_ends_nor_prolongs_a_lease(
-    log: Journal, url: str, postgres: Server, jump_s: int
+    log: Journal, url: str, postgres: Postgres, jump_s: int
 ) -> None:
     # So long that what this test itself takes, by the database's clock, is next to nothing.
     ttl_s = 1000
@@ -102,13 +101,17 @@ def test_a_jump_of_the_databases_clock_neither_ends_nor_prolongs_a_lease(
         if len(time.sleeps) in (1, 3):  # as if the clock had jumped since the renewal
             postgres.sql(f"UPDATE lease SET renewed_s = renewed_s - {jump_s}", url)
 
-    taken = other.take_lead(US, ttl_s=ttl_s, monotonic=time.monotonic, sleep=sleep)
+    told: list[Lease] = []
+    taken = other.take_lead(
+        US, ttl_s=ttl_s, on_wait=told.append, monotonic=time.monotonic, sleep=sleep
+    )
     assert taken.term == term + 1
+    assert {(each.holder, each.term) for each in told} == {(ELSEWHERE, 1)}
     assert (0.6 + 0.8) * ttl_s <= sum(time.sleeps) <= (0.6 + 1.01) * ttl_s
     other.close()
 
 
-def test_a_database_may_have_any_encoding(postgres: Server) -> None:
+def test_a_database_may_have_any_encoding(postgres: Postgres) -> None:
     """Where it has none (SQL_ASCII), text comes as bytes unless the connection says otherwise."""
     postgres.sql("CREATE DATABASE plain TEMPLATE template0 ENCODING 'SQL_ASCII'")
     log = Journal.open(postgres.url().replace("/postgres?", "/plain?"))
@@ -117,17 +120,9 @@ def test_a_database_may_have_any_encoding(postgres: Server) -> None:
     log.close()
 
 
-def test_whoever_waits_is_told_who_leads(log: Journal, url: str) -> None:
-    lead(log, ELSEWHERE)
-    other, told, time = Journal.open(url), list[Any](), FakeTime()
-    other.take_lead(US, ttl_s=3600, on_wait=told.append, monotonic=time.monotonic, sleep=time.sleep)
-    assert {(each.holder, each.term) for each in told} == {(ELSEWHERE, 1)}
-    other.close()
-
-
 @pytest.mark.sweep
 def test_a_leader_that_could_not_renew_while_the_server_was_down_was_not_silent(
-    log: Journal, url: str, postgres: Server
+    log: Journal, url: str, postgres: Postgres
 ) -> None:
     lead(log, ELSEWHERE)
     postgres.sql("UPDATE lease SET renewed_s = renewed_s - 3600", url)
@@ -151,20 +146,6 @@ def test_a_leader_that_is_frozen_inside_a_transaction_holds_nobody_up(
         log.append(old, [record(A, 0)])
     other.append(new.term, [record(A, 0)])
     other.close()
-
-
-def test_a_server_waits_for_who_is_idle_in_a_transaction_no_longer_than_is_said(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    log = Journal.open(url)
-
-    def shown(_is_repeat: bool) -> Any:
-        with log._database.write() as connection:
-            return connection.exec_driver_sql(f"SHOW {IDLE}").scalar()
-
-    assert log._database.persist(shown) == "3s"
-    log.close()
 
 
 def test_tables_are_made_again_when_the_server_has_lost_patience(
@@ -202,7 +183,7 @@ def test_two_that_open_a_new_journal_at_once_make_it_once(url: str) -> None:
 
 @pytest.mark.sweep
 def test_the_server_may_crash_and_come_back_under_a_journal(
-    log: Journal, url: str, postgres: Server
+    log: Journal, url: str, postgres: Postgres
 ) -> None:
     term = lead(log)
     log.append(term, [record(A, 0)])
@@ -219,7 +200,7 @@ def test_the_server_may_crash_and_come_back_under_a_journal(
 
 @pytest.mark.sweep
 def test_a_server_that_does_not_come_back_is_an_error(
-    url: str, postgres: Server, monkeypatch: pytest.MonkeyPatch
+    url: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stratagem.coordinator.store.journal.postgres._PATIENCE_S", 0.2)
     log = Journal.open(url)
@@ -282,21 +263,12 @@ class Cutter:
                 client.sendall(data)
 
 
-@contextmanager
-def cutter(folder: Path, server: Path) -> Iterator[Cutter]:
-    opened = Cutter(folder, server)
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_append_whose_answer_is_lost_is_neither_lost_nor_doubled(
-    url: str, tmp_path: Path, postgres: Server, when: str
+    url: str, tmp_path: Path, postgres: Postgres, when: str
 ) -> None:
     schema = url.partition("&")[2]
-    with cutter(tmp_path, postgres.folder) as between:
+    with closing(Cutter(tmp_path, postgres.folder)) as between:
         log = Journal.open(f"{between.url}&{schema}")
         term = lead(log)
         log.append(term, [record(A, 0)])
@@ -319,16 +291,28 @@ def test_an_append_whose_answer_is_lost_is_neither_lost_nor_doubled(
 # ---- how it is opened ----
 
 
-def test_a_commit_is_durable_whatever_the_default_of_the_server_is(url: str) -> None:
+def shown(log: Journal, name: str) -> Any:
+    def show(_is_repeat: bool) -> Any:
+        with log._database.write() as connection:
+            return connection.exec_driver_sql(f"SHOW {name}").scalar()
+
+    return log._database.persist(show)
+
+
+def test_a_commit_is_durable_whatever_the_default_of_the_server_is(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for wanted, got in (("off", "on"), ("remote_apply", "remote_apply")):
         log = Journal.open(f"{url}%20-csynchronous_commit%3D{wanted}")
-        with log._database.write() as connection:
-            assert connection.exec_driver_sql("SHOW synchronous_commit").scalar() == got
+        assert shown(log, "synchronous_commit") == got
         log.close()
+    monkeypatch.undo()
+    with closing(Journal.open(url)) as log:
+        assert shown(log, IDLE) == "3s", "who is idle in a transaction is not waited for"
 
 
 def test_the_password_comes_from_a_file_that_may_change(
-    tmp_path: Path, postgres: Server, url: str
+    tmp_path: Path, postgres: Postgres, url: str
 ) -> None:
     file = tmp_path / "password"
     guarded = url.replace("stratagem@", f"{GUARDED}@")
@@ -344,16 +328,13 @@ def test_the_password_comes_from_a_file_that_may_change(
         Journal.open(guarded, password_file=tmp_path / "absent")
 
 
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
+def test_other_places_are_refused_without_repeating_them() -> None:
+    for place, reason in (
         ("postgresql://me:secret@host/db", "use journal_password_file, or PGPASSFILE"),
         ("postgresql://me@host/db?password=secret", "use journal_password_file, or PGPASSFILE"),
         ("postgresql://me@host:secret/db", "is not postgresql://"),
         ("mysql://secret@host/db", "mysql:// is neither postgresql:// nor the path"),
-    ],
-)
-def test_other_places_are_refused_without_repeating_them(place: str, reason: str) -> None:
-    with pytest.raises(StratagemError, match=reason) as refused:
-        Journal.open(place)
-    assert "secret" not in str(refused.value)
+    ):
+        with pytest.raises(StratagemError, match=reason) as refused:
+            Journal.open(place)
+        assert "secret" not in str(refused.value)

@@ -28,16 +28,10 @@ def log(path: Path) -> Iterator[Journal]:
     opened.close()
 
 
-def test_a_silent_leader_elsewhere_is_given_its_ttl(log: Journal) -> None:
+@pytest.mark.parametrize("jumps", [(), (0.0, 3600.0)], ids=["awake", "the machine pauses"])
+def test_a_silent_leader_elsewhere_is_given_its_ttl(log: Journal, jumps: tuple[float, ...]) -> None:
     lead(log, ELSEWHERE)
-    time = FakeTime()
-    log.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=time.sleep)
-    assert time.sleeps == [2.0] * 5
-
-
-def test_a_pause_of_the_whole_machine_is_not_the_silence_of_the_leader(log: Journal) -> None:
-    lead(log, ELSEWHERE)
-    time = FakeTime(0.0, 3600.0)
+    time = FakeTime(*jumps)
     log.take_lead(US, ttl_s=10, monotonic=time.monotonic, sleep=time.sleep)
     assert time.sleeps == [2.0] * 5
 

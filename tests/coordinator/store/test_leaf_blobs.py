@@ -1,6 +1,6 @@
 """States in leaves are read as the files that they make, and leaves stay while they are needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,17 @@ import pytest
 from stratagem.common.base.errors import IntegrityError, StaleError, UnavailableError
 from stratagem.common.base.ids import Digest
 from stratagem.common.files.state_folder import StateFolder
-from stratagem.common.tensors.manifest import DEFAULT_LIMITS, Manifest
+from stratagem.common.tensors.manifest import DEFAULT_LIMITS
 from stratagem.common.tensors.safetensors_file import blob_digest, header_bytes, header_of
-from stratagem.common.tensors.state_leaves import SMALL_BYTES, leaves_of, pieces_of, state_digest
+from stratagem.common.tensors.state_leaves import SMALL_BYTES, state_digest
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
 from stratagem.coordinator.store.leaves import leaf_blobs
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.store.leaves.state_places import in_folder
-from tests.coordinator.store.leaf_states import state
+from tests.coordinator.store.leaf_states import State, holds, leaves, state
 from tests.coordinator.store.places import digest_of, put
+from tests.coordinator.updates.updates import flip_bit
 
 Open = Callable[[], LeafBlobs]
 
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> StateFolder:
     return StateFolder(tmp_path / "states")
 
 
-def relayed(store: LeafBlobs, of: tuple[Manifest, bytes], kept: tuple[Digest, ...] = ()) -> Digest:
+def relayed(store: LeafBlobs, of: State, kept: tuple[Digest, ...] = ()) -> Digest:
     """Write a state whose bytes come to the coordinator."""
     writer = store.state_writer(of[0], kept)
     for start in range(0, len(of[1]), 300_007):
@@ -49,26 +50,18 @@ def relayed(store: LeafBlobs, of: tuple[Manifest, bytes], kept: tuple[Digest, ..
 
 
 def written_leaves(
-    folder: StateFolder, upload: str, of: tuple[Manifest, bytes], have: frozenset[Digest]
+    folder: StateFolder, upload: str, of: State, have: Collection[Digest] = ()
 ) -> list[Digest]:
     """What a worker does: write what is not there; the digests of all leaves."""
-    manifest, data = of
-    view = memoryview(data)
-    buffers = [view[each.offset : each.offset + each.size_bytes] for each in manifest.stored()]
-    digests = []
-    for leaf in leaves_of(manifest):
-        pieces = list(pieces_of(leaf, manifest, buffers))
-        digests.append(digest_of(b"".join(pieces)))
-        if digests[-1] not in have:
-            folder.write_leaf(digests[-1], upload, pieces)
-    return digests
+    made = leaves(of)
+    for digest, content in made.items():
+        if digest not in have:
+            folder.write_leaf(digest, upload, [memoryview(content)])
+    return [*made]
 
 
 def direct(
-    store: LeafBlobs,
-    folder: StateFolder,
-    of: tuple[Manifest, bytes],
-    kept: tuple[Digest, ...] = (),
+    store: LeafBlobs, folder: StateFolder, of: State, kept: tuple[Digest, ...] = ()
 ) -> Digest:
     with store.upload(kept) as upload:
         return upload.commit(of[0], written_leaves(folder, upload.name, of, upload.have))
@@ -120,8 +113,7 @@ def test_leaves_of_kept_states_are_not_written_again(opened: Open, folder: State
     third = relayed(store, state(1, changed=2), (first, second))
     assert len(set(names(folder)) - before) == 2
     collect(store, second)
-    with store.open(second) as file:
-        assert file.read().endswith(state(1, changed=1)[1])
+    assert holds(store, second, state(1, changed=1))
     assert not store.exists(first)
     assert not store.exists(third)
 
@@ -139,12 +131,14 @@ def test_no_more_leaves_are_told_than_a_message_has_room_for(
         assert upload.have == set(listed.digests[:2])
 
 
-def test_what_nothing_names_is_collected(opened: Open, folder: StateFolder) -> None:
+def test_what_nothing_names_is_collected_and_what_a_killed_coordinator_has_left(
+    opened: Open, folder: StateFolder
+) -> None:
     store = opened()
     kept = direct(store, folder, state(1))
     needed = names(folder)
     with store.upload(()) as upload:
-        written_leaves(folder, upload.name, state(2), frozenset())
+        written_leaves(folder, upload.name, state(2))
         (folder.temporary / f"{upload.name}-{'b' * 16}").write_bytes(b"half")
         collect(store, kept)
         assert len(names(folder)) == 2 * len(needed), "the upload is under way"
@@ -152,6 +146,12 @@ def test_what_nothing_names_is_collected(opened: Open, folder: StateFolder) -> N
     collect(store, kept)
     assert names(folder) == needed
     assert list(folder.temporary.iterdir()) == []
+    upload = store.upload((kept,))
+    written_leaves(folder, upload.name, state(1, changed=1), upload.have)
+    after, same = opened(), state(1, changed=1)
+    collect(after, kept)
+    assert names(folder) == needed
+    assert direct(after, folder, same, (kept,)) == relayed(opened(), same)
 
 
 @pytest.mark.parametrize("changed", [0, 1], ids=["takes all", "writes some"])
@@ -174,25 +174,9 @@ def test_an_upload_that_ends_while_leaves_are_collected_loses_none(
     monkeypatch.setattr(store.leaves, "collect", late)
     collect(store)
     monkeypatch.undo()
-    with store.open(committed[0]) as file:
-        assert file.read().endswith(of[1])
+    assert holds(store, committed[0], of)
     collect(store, *committed)
-    with store.open(committed[0]) as file:
-        assert file.read().endswith(of[1])
-
-
-def test_a_killed_coordinator_leaves_garbage_alone(opened: Open, folder: StateFolder) -> None:
-    store = opened()
-    kept = direct(store, folder, state(1))
-    needed = names(folder)
-    upload = store.upload((kept,))
-    written_leaves(folder, upload.name, state(1, changed=1), upload.have)
-    after = opened()
-    collect(after, kept)
-    assert names(folder) == needed
-    assert direct(after, folder, state(1, changed=1), (kept,)) == relayed(
-        opened(), state(1, changed=1)
-    )
+    assert holds(store, committed[0], of)
 
 
 def test_a_list_that_no_fact_names_goes_with_its_leaves(opened: Open, folder: StateFolder) -> None:
@@ -206,10 +190,18 @@ def test_a_list_that_no_fact_names_goes_with_its_leaves(opened: Open, folder: St
         store.open(digest)
 
 
-def test_a_reader_keeps_the_leaves_of_a_state_that_goes(opened: Open, folder: StateFolder) -> None:
+def test_readers_and_uploads_keep_what_they_need_of_a_state_that_goes(
+    opened: Open, folder: StateFolder
+) -> None:
     store = opened()
     digest = direct(store, folder, state(1))
     file = store.open(digest)
+    with store.upload((digest,)) as upload:
+        collect(store)
+        assert not store.exists(digest)
+        made = written_leaves(folder, upload.name, state(1), upload.have)
+        assert upload.commit(state(1)[0], made) == digest
+    assert holds(store, digest, state(1))
     collect(store)
     assert not store.exists(digest)
     assert file.read().endswith(state(1)[1])
@@ -219,41 +211,22 @@ def test_a_reader_keeps_the_leaves_of_a_state_that_goes(opened: Open, folder: St
     assert names(folder) == []
 
 
-def test_an_upload_keeps_what_it_need_not_write(opened: Open, folder: StateFolder) -> None:
-    store = opened()
-    digest = direct(store, folder, state(1))
-    with store.upload((digest,)) as upload:
-        collect(store)
-        leaves = written_leaves(folder, upload.name, state(1), upload.have)
-        assert upload.commit(state(1)[0], leaves) == digest
-    with store.open(digest) as file:
-        assert file.read().endswith(state(1)[1])
-
-
-def test_of_equal_copies_one_stays(opened: Open, folder: StateFolder) -> None:
+def test_of_equal_copies_one_stays_and_that_is_sound(opened: Open, folder: StateFolder) -> None:
     store = opened()
     digest = direct(store, folder, state(1))
     direct(store, folder, state(1))
     assert len(names(folder)) == 6
     collect(store, digest)
     assert len(names(folder)) == 3
-    with store.open(digest) as file:
-        assert file.read().endswith(state(1)[1])
-
-
-def test_of_copies_a_sound_one_stays(opened: Open, folder: StateFolder) -> None:
-    store = opened()
-    digest = direct(store, folder, state(1))
     with store.upload(()) as upload:  # which then dies, and has written other bytes
-        for leaf in written_leaves(folder, upload.name, state(1), frozenset()):
+        for leaf in written_leaves(folder, upload.name, state(1)):
             (newest, _) = folder.copies(leaf)
             newest.write_bytes(b"other bytes")
         collect(store, digest)
         assert len(names(folder)) == 6
     collect(store, digest)
     assert len(names(folder)) == 3
-    with store.open(digest) as file:
-        assert file.read().endswith(state(1)[1])
+    assert holds(store, digest, state(1))
 
 
 def test_a_replaced_coordinator_deletes_nothing(opened: Open, folder: StateFolder) -> None:
@@ -262,23 +235,21 @@ def test_a_replaced_coordinator_deletes_nothing(opened: Open, folder: StateFolde
     after = opened()
     with pytest.raises(StaleError, match="another coordinator"):
         collect(frozen)
-    with after.open(digest) as file:
-        assert file.read().endswith(state(1)[1])
+    assert holds(after, digest, state(1))
 
 
 def test_a_damaged_leaf_is_found_and_another_copy_read(opened: Open, folder: StateFolder) -> None:
     digest = direct(opened(), folder, state(1))
     for path in folder.leaves.glob("??/*"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip_bit(path, -1)
     damaged = pytest.raises(DamagedBlobError, match=rf"{digest} is damaged: its leaf leaves/\w\w/")
     with opened().open(digest) as file, damaged:
         file.read()
     store = opened()
     direct(store, folder, state(1))
+    assert holds(store, digest, state(1))
     with store.open(digest) as file:
-        assert file.read().endswith(state(1)[1])
+        file.read()
         for path in folder.leaves.glob("??/*"):  # and changes while it is open
             path.write_bytes(bytes(path.stat().st_size))
         file.seek(0)
@@ -297,20 +268,15 @@ def test_a_damaged_list_is_no_state(opened: Open, folder: StateFolder) -> None:
     assert len(names(folder)) == 3, "nobody knows which leaves it names"
 
 
-def test_a_state_whose_leaf_is_missing_is_not_committed(opened: Open, folder: StateFolder) -> None:
-    store = opened()
+def test_a_state_that_is_not_there_whole_is_none(opened: Open, folder: StateFolder) -> None:
+    store, (manifest, data) = opened(), state(1)
     with store.upload(()) as upload:
-        leaves = written_leaves(folder, upload.name, state(1), frozenset())
-        assert upload.check(leaves[0])
+        made = written_leaves(folder, upload.name, (manifest, data))
+        assert upload.check(made[0])
         assert not upload.check(digest_of(b"another"))
-        folder.copies(leaves[0])[0].unlink()
+        folder.copies(made[0])[0].unlink()
         with pytest.raises(IntegrityError, match="1 leaves of a state are not there"):
-            upload.commit(state(1)[0], leaves)
-
-
-def test_a_state_that_does_not_come_whole_is_none(opened: Open, folder: StateFolder) -> None:
-    store = opened()
-    manifest, data = state(1)
+            upload.commit(manifest, made)
     writer = store.state_writer(manifest, ())
     writer.write(data[:-1])
     with pytest.raises(IntegrityError, match="fewer came"):

@@ -10,13 +10,11 @@ import pytest
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.base.ids import Digest
 from stratagem.common.rpc.signed_objects import SignedObjects
-from stratagem.common.tensors.manifest import Manifest
-from stratagem.common.tensors.state_leaves import leaves_of, pieces_of
 from stratagem.coordinator.store.blobs.blob_store import DamagedBlobError, MissingBlobError
 from stratagem.coordinator.store.leaves.leaf_blobs import LeafBlobs
 from stratagem.coordinator.store.leaves.leaf_objects import LeafObjects
-from tests.coordinator.store.leaf_states import state
-from tests.coordinator.store.places import LeafBucket, digest_of
+from tests.coordinator.store.leaf_states import State, holds, leaves, state
+from tests.coordinator.store.places import LeafBucket, digest_of, read
 
 WORKER = SignedObjects(allows_http=True)
 
@@ -26,17 +24,7 @@ def signs(store: LeafBlobs) -> LeafObjects:
     return store.signs
 
 
-def leaves(of: tuple[Manifest, bytes]) -> dict[Digest, bytes]:
-    manifest, data = of
-    view = memoryview(data)
-    buffers = [view[each.offset : each.offset + each.size_bytes] for each in manifest.stored()]
-    contents = [b"".join(pieces_of(leaf, manifest, buffers)) for leaf in leaves_of(manifest)]
-    return {digest_of(content): content for content in contents}
-
-
-def direct(
-    store: LeafBlobs, of: tuple[Manifest, bytes], kept: Sequence[Digest] = ()
-) -> tuple[Digest, int]:
+def direct(store: LeafBlobs, of: State, kept: Sequence[Digest] = ()) -> tuple[Digest, int]:
     """What members and coordinator do: the digest, and how many leaves were written."""
     with store.upload(kept) as upload:
         made = leaves(of)
@@ -46,11 +34,6 @@ def direct(
             WORKER.put(url, [memoryview(content)], len(content))
         assert upload.lacking({leaf: len(content) for leaf, content in new.items()}) == set()
         return upload.commit(of[0], [*made]), len(new)
-
-
-def content_of(store: LeafBlobs, digest: Digest) -> bytes:
-    with store.open(digest) as file:
-        return file.read()
 
 
 def collect(store: LeafBlobs, *live: Digest) -> None:
@@ -72,7 +55,7 @@ def test_a_leaf_is_written_and_read_by_signed_requests(leaf_bucket: LeafBucket) 
     for url, content in zip(urls, listed.values(), strict=True):
         assert WORKER.get(url, len(content)) == content
         assert "X-Amz-Expires=900" in url
-    assert content_of(leaf_bucket.blobs(), digest).endswith(of[1])
+    assert holds(leaf_bucket.blobs(), digest, of)
     with pytest.raises(MissingBlobError):
         signs(store).signed_gets([digest_of(b"another")])
 
@@ -96,7 +79,7 @@ def test_a_replaced_coordinator_deletes_nothing_that_its_successor_relies_on(
     digest, _ = direct(after, state(1))
     assert len(leaf_bucket.names("leaves")) == 6
     delete()
-    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert holds(leaf_bucket.blobs(), digest, state(1))
     assert len(leaf_bucket.names("leaves")) == 3
 
 
@@ -113,13 +96,13 @@ def test_a_state_that_a_fact_will_name_is_copied_under_the_own_term(
     assert len(leaf_bucket.names("leaves")) == 2 * num
     delete()
     assert len(leaf_bucket.names("leaves")) == num
-    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert holds(leaf_bucket.blobs(), digest, state(1))
     assert direct(after, state(1), [digest])[1] == 0
     direct(after, state(1))
     assert len(leaf_bucket.names("leaves")) == 2 * num
     collect(after, digest)
     assert len(leaf_bucket.names("leaves")) == num, "of equal copies one stays"
-    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert holds(leaf_bucket.blobs(), digest, state(1))
     assert direct(after, state(1), [digest])[1] == 0, "which is relied on"
     assert not after.keep(digest_of(b"another"))
     leaf_bucket.objects().delete(leaf_bucket.names("leaves")[:1])
@@ -157,35 +140,26 @@ def test_a_leaf_that_is_not_there_with_its_size_is_lacking(leaf_bucket: LeafBuck
             upload.commit(of[0], [*made])
 
 
-def test_of_copies_a_sound_one_is_read_and_stays(leaf_bucket: LeafBucket) -> None:
+def test_of_copies_a_sound_one_is_read_and_stays_and_without_one_it_is_named(
+    leaf_bucket: LeafBucket,
+) -> None:
     store = leaf_bucket.blobs()
     digest, num = direct(store, state(1))
+    leaf, *_ = leaves(state(1))
     with store.upload(()) as upload:  # by which a worker writes other bytes
-        (url,) = signs(store).signed_puts([next(iter(leaves(state(1))))], upload.name)
+        (url,) = signs(store).signed_puts([leaf], upload.name)
         WORKER.put(url, [memoryview(b"other")], 5)
-    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
+    assert holds(leaf_bucket.blobs(), digest, state(1))
     collect(store, digest)
     assert len(leaf_bucket.names("leaves")) == num
-    assert content_of(leaf_bucket.blobs(), digest).endswith(state(1)[1])
-
-
-def test_a_damaged_leaf_is_named_and_a_missing_one(leaf_bucket: LeafBucket) -> None:
-    digest, _ = direct(leaf_bucket.blobs(), state(1))
-    leaf, *_ = leaves(state(1))
+    writes_files = leaf_bucket.blobs()
+    writes_files.writes_leaves = False
+    assert holds(writes_files, digest, state(1))
+    assert writes_files.is_in_leaves(digest)
     leaf_bucket.damage_objects(f"leaves/{leaf}", 0)
     text = rf"{digest} is damaged: its leaf leaves/{leaf}/\* has other bytes"
     with pytest.raises(DamagedBlobError, match=text):
-        content_of(leaf_bucket.blobs(), digest)
+        read(leaf_bucket.blobs(), digest)
     leaf_bucket.objects().delete([each for each in leaf_bucket.names("leaves") if leaf in each])
     with pytest.raises(DamagedBlobError, match=f"{digest} is damaged: its leaf {leaf} is not"):
-        content_of(leaf_bucket.blobs(), digest)
-
-
-def test_states_that_were_in_leaves_are_read_by_a_coordinator_that_writes_files(
-    leaf_bucket: LeafBucket,
-) -> None:
-    digest, _ = direct(leaf_bucket.blobs(), state(1))
-    store = leaf_bucket.blobs()
-    store.writes_leaves = False
-    assert content_of(store, digest).endswith(state(1)[1])
-    assert store.is_in_leaves(digest)
+        read(leaf_bucket.blobs(), digest)

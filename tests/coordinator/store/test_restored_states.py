@@ -1,7 +1,7 @@
 """States in leaves, backed up and restored into a folder and into a bucket."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,46 +38,40 @@ def restored(folder: Path, data_dir: Path, settings: Mapping[str, str]) -> tuple
     return restore(RestoreSettings.model_construct(**dict(made), folder=folder))
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def settings(request: pytest.FixtureRequest) -> dict[str, str]:
-    if request.param == "folder":
-        return {"state_path": "direct"}
-    bucket: Bucket = request.getfixturevalue("bucket")
-    return {"state_path": "direct", "blob_store": bucket.url}
-
-
-def damage(data_dir: Path, bucket: Bucket | None) -> None:
-    """Flip a bit of each leaf."""
-    if bucket is not None:
-        bucket.damage_objects("leaves", 0)
-        return
-    for leaf in (data_dir / "states" / "leaves").glob("??/*"):
-        flip_bit(leaf, 0)
-
-
-def remove(data_dir: Path, bucket: Bucket | None) -> None:
-    """Remove each leaf."""
-    if bucket is not None:
+def spoil(data_dir: Path, bucket: Bucket | None, *, removes: bool) -> None:
+    """Flip a bit of each leaf, or remove it."""
+    files = [*(data_dir / "states" / "leaves").glob("??/*")]
+    if bucket is not None and removes:
         bucket.objects().delete(bucket.names("leaves"))
-        return
-    for leaf in (data_dir / "states" / "leaves").glob("??/*"):
-        leaf.unlink()
+    elif bucket is not None:
+        bucket.damage_objects("leaves", 0)
+    for leaf in files:
+        leaf.unlink() if removes else flip_bit(leaf, 0)
 
 
-@pytest.mark.parametrize("spoil", [damage, remove])
+@pytest.mark.parametrize(
+    ("place", "removes"),
+    [
+        ("folder", False),
+        pytest.param("folder", True, marks=pytest.mark.sweep),
+        pytest.param("bucket", False, marks=pytest.mark.sweep),
+        ("bucket", True),
+    ],
+)
 async def test_what_is_damaged_where_a_backup_is_restored_is_written_again(
     tmp_path: Path,
-    settings: dict[str, str],
+    place: str,
+    removes: bool,
     request: pytest.FixtureRequest,
-    spoil: Callable[[Path, Bucket | None], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data_dir, folder = tmp_path / "a", tmp_path / "copy"
-    bucket = request.getfixturevalue("bucket") if "blob_store" in settings else None
+    bucket: Bucket | None = request.getfixturevalue("bucket") if place == "bucket" else None
+    settings = {"state_path": "direct"} | ({"blob_store": bucket.url} if bucket else {})
     async with served(data_dir, **settings) as (app, address), AsyncClient(address) as client:
         digest = await begun_from_a_state(app, client)
         assert (await client.back_up(folder)).num_copied == 1
-    spoil(data_dir, bucket)
+    spoil(data_dir, bucket, removes=removes)
     async with served(data_dir, **settings) as (app, address), AsyncClient(address) as client:
         with pytest.raises(IntegrityError, match=f"{digest} is damaged: .*. It is of run mine: "):
             await client.back_up(tmp_path / "other")

@@ -21,19 +21,14 @@ from tests.coordinator.store.troubled import EMPTY, FORBIDDEN, NOT_IMPLEMENTED, 
 from tests.patience import PATIENCE_S
 
 
-@pytest.mark.parametrize(
-    "url", ["s3:/x", "gs://bucket", "s3://", "s3://UPPER/x", "s3://bucket/../x", "s3://b?x=1", "/x"]
-)
-def test_a_url_of_another_form_is_refused(url: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"blob_store: .* is not s3://BUCKET"):
-        check_url(url)
-
-
-@pytest.mark.parametrize("prefix", ["two words", "a+b", "modèles", "a%20b", "a//b"])
-def test_a_prefix_of_other_letters_is_refused_with_what_is_allowed(prefix: str) -> None:
+def test_a_url_of_another_form_is_refused_with_what_is_allowed() -> None:
+    for url in ("s3:/x", "gs://b", "s3://", "s3://UPPER/x", "s3://b/../x", "s3://b?x=1", "/x"):
+        with pytest.raises(InvalidInputError, match=r"blob_store: .* is not s3://BUCKET"):
+            check_url(url)
     allowed = r"with a prefix of letters, digits, '-', '_', '\.' and '/'"
-    with pytest.raises(InvalidInputError, match=allowed):
-        check_url(f"s3://bucket/{prefix}")
+    for prefix in ("two words", "a+b", "modèles", "a%20b", "a//b"):
+        with pytest.raises(InvalidInputError, match=allowed):
+            check_url(f"s3://bucket/{prefix}")
 
 
 def test_a_store_whose_certificate_nobody_has_signed_that_is_known_is_named_with_what_to_do(
@@ -55,51 +50,44 @@ def test_a_store_whose_certificate_nobody_has_signed_that_is_known_is_named_with
         assert server.num_signed == 2
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
+def test_a_store_that_does_not_copy_is_refused_for_direct_states(
+    bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
+    answers: list[tuple[int | str, str]] = [
         (NOT_IMPLEMENTED, "501 Not Implemented"),
         (FORBIDDEN, "403 Forbidden"),
         (EMPTY, "the copy has other bytes"),
-    ],
-)
-def test_a_store_that_does_not_copy_is_refused_for_direct_states(
-    bucket: Bucket,
-    s3_endpoint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: int | str,
-    reason: str,
-) -> None:
+    ]
     with troubled(s3_endpoint) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
-        server.always_of_copies = answer
-        lacks = rf"does not copy an object \(CopyObject\): .*{reason}.* --state-path direct needs"
-        with pytest.raises(InvalidInputError, match=lacks):
-            open_s3(bucket.url, os.environ, signs=True)
+        for answer, reason in answers:
+            server.always_of_copies = answer
+            lacks = rf"does not copy an object \(CopyObject\): .*{reason}.* --state-path direct"
+            with pytest.raises(InvalidInputError, match=lacks):
+                open_s3(bucket.url, os.environ, signs=True)
         assert open_s3(bucket.url, os.environ).list("trial") == []
 
 
-def test_a_bucket_that_is_not_there_is_named_with_what_to_do(bucket: Bucket) -> None:
-    with pytest.raises(InvalidInputError, match=r"s3://elsewhere/x: there is no such bucket at"):
-        open_s3("s3://elsewhere/x", bucket.environ)
-
-
-def test_keys_that_are_refused_are_named_but_not_shown(
+def test_what_cannot_be_opened_is_named_with_what_to_do_and_without_keys(
     bucket: Bucket, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
-    with troubled(s3_endpoint) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    with pytest.raises(InvalidInputError, match=r"s3://elsewhere/x: there is no such bucket at"):
+        open_s3("s3://elsewhere/x", bucket.environ)
+    monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
+    with troubled(s3_endpoint) as server, monkeypatch.context() as patch:
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+        patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
         server.always = FORBIDDEN
         with pytest.raises(InvalidInputError, match="refuses the keys from the environment") as e:
             open_s3(bucket.url, os.environ)
-    assert "very-secret" not in str(e.value)
-
-
-def test_an_endpoint_without_tls_must_be_allowed(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        assert "very-secret" not in str(e.value)
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(InvalidInputError, match=rf"{endpoint} .* cannot be reached"):
+            open_s3(bucket.url, os.environ)
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(InvalidInputError, match="has no TLS; set AWS_ALLOW_HTTP=true"):
         open_s3(bucket.url, os.environ)
@@ -169,15 +157,3 @@ def test_a_file_without_keys_is_refused_and_not_quoted(
         credentials_from_file({"AWS_SHARED_CREDENTIALS_FILE": str(file)})
     assert "AWS_SHARED_CREDENTIALS_FILE" in str(caught.value)
     assert "secret" not in str(caught.value).replace("aws_secret_access_key", "")
-
-
-def test_a_server_that_cannot_be_reached_is_named(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as closed:  # bound, and nobody listens
-        closed.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setitem(s3._RETRIES, "max_retries", 1)
-        with pytest.raises(InvalidInputError, match=rf"{endpoint} .* cannot be reached"):
-            open_s3(bucket.url, os.environ)

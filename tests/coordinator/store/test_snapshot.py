@@ -11,18 +11,17 @@ from stratagem.common.base.ids import RunId
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
 from stratagem.coordinator.store.journal.snapshot import TERMS_AHEAD, Known
-from tests.coordinator.store.journals import A, B, events, lead, record
+from tests.coordinator.store.journals import OVER_BOTH, A, B, events, lead, record
 
 
-@pytest.mark.parametrize("target", ["sqlite", "postgres"])
+@pytest.mark.parametrize("target", OVER_BOTH)
 def test_what_is_restored_is_one_moment_and_goes_on(
     place: str, target: str, journal_place: Callable[[str], str], tmp_path: Path
 ) -> None:
     journal = Journal.open(place)
     term = lead(journal)
     known = journal.identity(term)
-    for number in range(2100):  # more than a batch of rows
-        journal.append(term, [record(A, number)]) if number % 1000 == 0 else None
+    journal.append(term, [record(A, number) for number in range(2100)])  # more than a batch
     journal.append(term, [record(B, 0), record(RunId(""), 0)])
     journal.delete_run(term, B)  # positions have a gap
     moment = journal.snapshot()

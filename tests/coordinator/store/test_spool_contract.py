@@ -9,8 +9,6 @@ import pytest
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.base.ids import Digest, Party, RunId
 from stratagem.common.tensors.safetensors_file import read_header
-from stratagem.coordinator.store.blobs.directory_blobs import DirectoryBlobs
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from tests.coordinator.store.places import Bucket, Place
@@ -59,9 +57,9 @@ def digest_of(data: bytes) -> Digest:
 
 
 def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(
-    blob_place: Place,
+    spool_place: Place,
 ) -> None:
-    spool = blob_place.spool()
+    spool = spool_place.spool()
     writer = spool.open(key(3), MANIFEST)
     assert writer.offset == 0
     for start in range(0, len(DATA), 5):
@@ -69,7 +67,7 @@ def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(
     entry = writer.commit(MANIFEST, num_samples=17)
     writer.close()
     assert spool.entry(key(3)) == entry
-    again = blob_place.spool()
+    again = spool_place.spool()
     found = again.entry(key(3))
     assert found is not None
     assert again.entries(OF_RUN, ROOT, 1) == {3: found}
@@ -80,17 +78,20 @@ def test_an_accepted_update_is_a_canonical_file_and_survives_its_coordinator(
         assert each.path.read_bytes()[each.data_start :] == DATA
         assert read_header(each.path)[0].stored() == MANIFEST.stored()
     assert again.look(key(3)) == (found, 0)
+    second = accept(again, 3, MANIFEST, OTHER_DATA)
+    assert again.entry(key(3)) == second
+    assert content_of(spool_place.spool(), 3) == OTHER_DATA, "it has taken the place of the first"
 
 
-def test_entries_come_in_client_order_and_go_with_their_round(blob_place: Place) -> None:
-    spool = blob_place.spool()
+def test_entries_come_in_client_order_and_go_with_their_round(spool_place: Place) -> None:
+    spool = spool_place.spool()
     for client in (10, 2, 0):
         accept(spool, client, MANIFEST, DATA)
     other = SpoolKey(OF_RUN, Party("silo0/replica1"), 1, 5)
     writer = spool.open(other, MANIFEST)
     writer.write(DATA)
     writer.commit(MANIFEST, 1)
-    spool = blob_place.spool()
+    spool = spool_place.spool()
     assert list(spool.entries(OF_RUN, ROOT, 1)) == [0, 2, 10]
     assert list(spool.entries(OF_RUN, other.party, 1)) == [5]
     spool.delete_updates([key(2), key(7)])
@@ -101,43 +102,35 @@ def test_entries_come_in_client_order_and_go_with_their_round(blob_place: Place)
     assert list(spool.entries(OF_RUN, other.party, 1)) == [5]
     spool.delete_run(OF_RUN)
     spool.delete_run(OF_RUN)
-    assert blob_place.spool().entries(OF_RUN, other.party, 1) == {}
+    assert spool_place.spool().entries(OF_RUN, other.party, 1) == {}
 
 
-def test_a_second_update_of_a_client_takes_the_place_of_the_first(blob_place: Place) -> None:
-    spool = blob_place.spool()
-    accept(spool, 0, MANIFEST, DATA)
-    second = accept(spool, 0, MANIFEST, OTHER_DATA)
-    assert spool.entry(key(0)) == second
-    assert content_of(blob_place.spool(), 0) == OTHER_DATA
-
-
-def test_files_of_runs_that_are_not_known_any_more_are_deleted(blob_place: Place) -> None:
+def test_files_of_runs_that_are_not_known_any_more_are_deleted(spool_place: Place) -> None:
     """But not those of runs that another coordinator, which leads now, has begun meanwhile."""
-    accept(blob_place.spool(), 0, MANIFEST, DATA)
-    spool = blob_place.spool()
+    accept(spool_place.spool(), 0, MANIFEST, DATA)
+    spool = spool_place.spool()
     later = SpoolRun(RunId("another-1"))
-    accept(blob_place.spool(), 0, MANIFEST, DATA, run=later)
+    accept(spool_place.spool(), 0, MANIFEST, DATA, run=later)
     spool.clean([OF_RUN])
-    assert blob_place.spool().entry(key(0)) is not None
+    assert spool_place.spool().entry(key(0)) is not None
     spool.clean([])
-    assert blob_place.spool().entry(key(0)) is None
-    assert blob_place.spool().entry(key(0, run=later)) is not None
+    assert spool_place.spool().entry(key(0)) is None
+    assert spool_place.spool().entry(key(0, run=later)) is not None
 
 
 AGAIN = SpoolRun(RUN, "b")
 
 
-def test_a_run_does_not_meet_what_an_earlier_one_of_its_id_has_left(blob_place: Place) -> None:
-    spool = blob_place.spool()
+def test_a_run_does_not_meet_what_an_earlier_one_of_its_id_has_left(spool_place: Place) -> None:
+    spool = spool_place.spool()
     first = SpoolRun(RUN, "a")
     for run_before in (OF_RUN, first):
         accept(spool, 0, MANIFEST, DATA, run=run_before)
-    assert blob_place.spool().look(key(0, run=AGAIN)) == (None, 0)
+    assert spool_place.spool().look(key(0, run=AGAIN)) == (None, 0)
     accept(spool, 0, MANIFEST, OTHER_DATA, run=AGAIN)
     spool.delete_run(first)  # late
     assert spool.entry(key(0, run=first)) is None
-    spool = blob_place.spool()
+    spool = spool_place.spool()
     spool.clean([AGAIN])
     found = spool.entry(key(0, run=AGAIN))
     assert found is not None
@@ -145,21 +138,21 @@ def test_a_run_does_not_meet_what_an_earlier_one_of_its_id_has_left(blob_place: 
     assert spool.entry(key(0)) is None
 
 
-def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(blob_place: Place) -> None:
+def test_what_was_accepted_before_a_run_went_back_is_none_of_its_rounds(spool_place: Place) -> None:
     """A crash, or another coordinator's disk, may have left it; its base was another state."""
-    spool = blob_place.spool()
+    spool = spool_place.spool()
     silo = SpoolKey(AGAIN, Party("silo0"), 2, 0)
     accept(spool, 0, MANIFEST, DATA, run=AGAIN)
     with closing(spool.open(silo, MANIFEST)) as writer:
         writer.write(DATA)
         writer.commit(MANIFEST, 5)
     returned = replace(AGAIN, num_returns=1)
-    assert blob_place.spool().look(key(0, run=returned)) == (None, 0)
+    assert spool_place.spool().look(key(0, run=returned)) == (None, 0)
     accept(spool, 0, MANIFEST, OTHER_DATA, run=returned)
     spool.delete_returned(returned)  # late: a round of the present has begun
     assert spool.entry(key(0, run=AGAIN)) is None
     assert spool.entry(silo) is None
-    found = blob_place.spool().look(key(0, run=returned))[0]
+    found = spool_place.spool().look(key(0, run=returned))[0]
     assert found is not None
     assert found.digest == digest_of(OTHER_DATA)
     spool.delete_round(returned, ROOT, 1)
@@ -233,16 +226,16 @@ def test_what_crashes_have_left_of_unknown_and_completed_runs_is_deleted(bucket:
     assert bucket.names("spool") == []
 
 
-@pytest.mark.parametrize("at", [0, 7, 20, -1])
-def test_damage_is_found_and_the_client_is_asked_again(bucket: Bucket, at: int) -> None:
+def test_damage_is_found_and_the_client_is_asked_again(bucket: Bucket) -> None:
     accept(bucket.spool(), 0, MANIFEST, DATA)
-    bucket.damage_objects("spool", at)
-    spool = bucket.spool()
-    with pytest.raises(IntegrityError, match="is damaged"):
-        spool.entry(key(0), digest_of(DATA))
-    assert spool.look(key(0)) == (None, 0)
-    accept(spool, 0, MANIFEST, DATA)
-    assert content_of(bucket.spool(), 0, digest_of(DATA)) == DATA
+    for at in (0, 7, 20, -1):
+        bucket.damage_objects("spool", at)
+        spool = bucket.spool()
+        with pytest.raises(IntegrityError, match="is damaged"):
+            spool.entry(key(0), digest_of(DATA))
+        assert spool.look(key(0)) == (None, 0)
+        accept(spool, 0, MANIFEST, DATA)
+        assert content_of(bucket.spool(), 0, digest_of(DATA)) == DATA
 
 
 def test_a_damaged_copy_is_fetched_again_once_it_is_distrusted(
@@ -280,33 +273,10 @@ def test_what_the_store_does_not_take_is_not_accepted_and_not_sent_again(
 
 def test_a_fetched_update_counts_towards_the_quota(bucket: Bucket) -> None:
     accept(bucket.spool(), 0, MANIFEST, DATA)
+    bucket.objects().put(f"spool/{RUN}/root/1/1/README", [b"x"], 1)  # which is no update
+    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0]
     with pytest.raises(UnavailableError, match="does not fit"):
         bucket.spool(quota_bytes=10).entry(key(0))
-
-
-def test_a_round_is_folded_on_another_machine_to_the_same_bits(
-    bucket: Bucket, tmp_path: Path
-) -> None:
-    first = bucket.spool()
-    for client in (0, 1):
-        accept(first, client, MANIFEST, data_of(MANIFEST, client))
-    second = bucket.spool()
-    accept(second, 2, MANIFEST, data_of(MANIFEST, 2))
-
-    def folded(spool: Spool, name: str) -> Digest:
-        entries = list(spool.entries(OF_RUN, ROOT, 1).values())
-        store = DirectoryBlobs(tmp_path / name)
-        size = entries[0].data_start + entries[0].data_bytes
-        return fold_weighted_mean(entries, [1.0, 2.0, 3.0], MANIFEST, store.writer(size))[0]
-
-    assert folded(first, "a") == folded(second, "b") == folded(bucket.spool(), "c")
-
-
-def test_what_is_no_update_is_not_taken_for_one(bucket: Bucket) -> None:
-    spool = bucket.spool()
-    accept(spool, 0, MANIFEST, DATA)
-    bucket.objects().put(f"spool/{RUN}/root/1/1/README", [b"x"], 1)
-    assert list(bucket.spool().entries(OF_RUN, ROOT, 1)) == [0]
 
 
 def test_a_coded_update_is_folded_on_another_machine_to_the_same_bits(

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stratagem.common.base.ids import Digest
 from stratagem.common.compression.coded_update import PAYLOAD, update_codec, update_key
 from stratagem.common.job import JobSpec
@@ -23,7 +21,15 @@ from stratagem.coordinator.updates.folding.rebasing import Rebasing
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_decoding import UpdateDecoding
-from tests.coordinator.updates.updates import arrays, data_of, key, manifest_of
+from tests.coordinator.updates.updates import (
+    FEDERATED,
+    arrays,
+    data_of,
+    elements,
+    key,
+    manifest_of,
+    plain_mean,
+)
 from tests.jobs import job
 
 MODEL = manifest_of(
@@ -50,14 +56,7 @@ STATE = 100
 
 
 def job_with(codec: dict[str, Any]) -> JobSpec:
-    strategy = {
-        "type": "Federated",
-        "num_clients": 9,
-        "rounds": 3,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-    }
-    return job("mlp", compression=codec, strategy=strategy)
+    return job("mlp", compression=codec, strategy={**FEDERATED, "num_clients": 9})
 
 
 TERNARY = job_with({"codec": "ternary"})
@@ -175,17 +174,5 @@ def stored(store: BlobStore, model: Manifest, data: bytes) -> Digest:
 
 
 def mean(model: Manifest, wholes: Sequence[bytes], weights: Sequence[float]) -> bytes:
-    """What folding whole updates gives, in plain numpy: the first client has most samples."""
-    out = []
-    for spec in model.stored():
-        cut = slice(spec.offset, spec.offset + spec.size_bytes)
-        if not spec.dtype.startswith("float"):
-            out.append(wholes[0][cut])
-            continue
-        raws = [np.frombuffer(whole[cut], spec.dtype) for whole in wholes]
-        terms = [weight * raw.astype("f8") for raw, weight in zip(raws, weights, strict=True)]
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        out.append((total / sum(weights)).astype(spec.dtype).tobytes())
-    return b"".join(out)
+    """What folding whole updates gives."""
+    return plain_mean(model, [elements(model, whole) for whole in wholes], weights)

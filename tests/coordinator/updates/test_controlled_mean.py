@@ -1,20 +1,16 @@
 """The fold of rounds whose clients are corrected, against plain numpy."""
 
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stratagem.common.base.errors import DivergedError
-from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
-from stratagem.coordinator.updates.numpy_floats import storage
-from stratagem.coordinator.updates.state_reader import open_state
 from stratagem.coordinator.updates.weighing.controlled_mean import ControlledMean
-from tests.coordinator.updates.fold_round import FOLDER, Round
-from tests.coordinator.updates.updates import Layout, accept, arrays, data_of, manifest_of
+from tests.coordinator.updates.fold_round import BASE, Round
+from tests.coordinator.updates.updates import Layout, accept, arrays, elements, manifest_of
 
 LAYOUT: Layout = (
     ("model/w64", "float64", (5,)),
@@ -31,46 +27,25 @@ NUM_CLIENTS = 10
 
 
 class ControlledRound(Round):
-    """A round whose base has the seed 1000."""
-
     def __init__(self, root: Path) -> None:
         super().__init__(root, MANIFEST)
-        writer = self.writer()
-        writer.write(header_bytes(MANIFEST))
-        writer.write(data_of(MANIFEST, 1000))
-        self.base = writer.commit()
+        self.begin()
 
-    def folded(
-        self, rows: list[int], order: list[int] | None = None, begins_anew: bool = False
+    def controlled(
+        self, rows: list[int], order: Sequence[int] = (), begins_anew: bool = False
     ) -> bytes:
         """The next state; clients come in the given order."""
-        for client in order or range(len(rows)):
-            accept(self.spool, client, MANIFEST, data_of(MANIFEST, client))
-        entries = [entry for _, entry in sorted(self.spool.entries(*FOLDER).items())]
-        with ExitStack() as files:
-            manifest, state = open_state(files, self.store, self.base)
-            combination = ControlledMean(
-                rows, NUM_CLIENTS, manifest, state, begins_anew=begins_anew
-            )
-            done = fold_weighted_mean(
-                entries, rows, MANIFEST, self.writer(), combination=combination
-            )
-        _, start = read_header(self.store.path(done.state))
-        return self.store.path(done.state).read_bytes()[start:]
-
-
-def of(data: bytes) -> dict[str, np.ndarray]:
-    return {
-        spec.name: np.frombuffer(data[spec.offset :][: spec.size_bytes], storage(spec.dtype))
-        for spec in MANIFEST.stored()
-    }
+        entries = self.accepted(len(rows), order)
+        with self.opened() as (manifest, state):
+            rule = ControlledMean(rows, NUM_CLIENTS, manifest, state, begins_anew=begins_anew)
+            return self.folded(entries, rows, combination=rule)
 
 
 @pytest.mark.parametrize("num", [1, 2, 7])
 def test_the_mean_of_models_and_a_share_of_the_sum_of_changes(tmp_path: Path, num: int) -> None:
     rows = [3, 9, 1, 9, 2, 2, 2][:num]
-    found = of(ControlledRound(tmp_path).folded(rows))
-    given, base = [arrays(MANIFEST, client) for client in range(num)], arrays(MANIFEST, 1000)
+    found = elements(MANIFEST, ControlledRound(tmp_path).controlled(rows))
+    given, base = [arrays(MANIFEST, client) for client in range(num)], arrays(MANIFEST, BASE)
     for name in ("model/w64", "model/w32", "model/mean"):
         mean = np.sum([each[name].astype("f8") for each in given], axis=0) / num
         assert np.array_equal(found[name], mean.astype(found[name].dtype)), name
@@ -85,15 +60,15 @@ def test_the_mean_of_models_and_a_share_of_the_sum_of_changes(tmp_path: Path, nu
 def test_the_order_of_arrival_and_the_windows_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = ControlledRound(tmp_path / "a").folded([1, 2, 3])
-    assert ControlledRound(tmp_path / "b").folded([1, 2, 3], [2, 0, 1]) == expected
+    expected = ControlledRound(tmp_path / "a").controlled([1, 2, 3])
+    assert ControlledRound(tmp_path / "b").controlled([1, 2, 3], [2, 0, 1]) == expected
     monkeypatch.setattr(fold, "WINDOW_ELEMENTS", 3)
-    assert ControlledRound(tmp_path / "c").folded([1, 2, 3]) == expected
+    assert ControlledRound(tmp_path / "c").controlled([1, 2, 3]) == expected
 
 
 def test_the_common_variate_begins_anew_and_the_models_do_not(tmp_path: Path) -> None:
-    usual = of(ControlledRound(tmp_path / "a").folded([1, 1]))
-    anew = of(ControlledRound(tmp_path / "b").folded([1, 1], begins_anew=True))
+    usual = elements(MANIFEST, ControlledRound(tmp_path / "a").controlled([1, 1]))
+    anew = elements(MANIFEST, ControlledRound(tmp_path / "b").controlled([1, 1], begins_anew=True))
     for name, value in anew.items():
         expected = np.zeros_like(value) if name.startswith("control/") else usual[name]
         assert value.tobytes() == expected.tobytes(), name
@@ -107,4 +82,4 @@ def test_a_variate_beyond_its_type_is_refused(tmp_path: Path) -> None:
     for client in range(13):
         accept(a_round.spool, client, MANIFEST, data)
     with pytest.raises(DivergedError, match="beyond the range of float32"):
-        a_round.folded([1] * 13, order=[0])
+        a_round.controlled([1] * 13, [0])

@@ -115,7 +115,9 @@ def manifest(*names: str, **metadata: str) -> Manifest:
     return manifest_of({n: torch.zeros(2) for n in names}, Purpose.STATE, metadata=metadata)[0]
 
 
-def test_parts_that_contradict_each_other_are_refused_by_name() -> None:
+def test_metadata_of_all_parts_is_there_and_what_contradicts_is_refused_by_name() -> None:
+    merged = merged_manifest([manifest("a", x="1"), manifest("b", y="2", x="1")], DEFAULT_LIMITS)
+    assert merged.metadata == {"x": "1", "y": "2"}
     with pytest.raises(ContradictionError, match="two parts of the state have the tensor 'b'"):
         merged_manifest([manifest("a", "b"), manifest("b")], DEFAULT_LIMITS)
     with pytest.raises(ContradictionError, match="differ in 'step': '3' and '4'"):
@@ -137,11 +139,6 @@ def test_batches_are_joined_where_only_their_rows_differ() -> None:
     for other in (torch.ones(1, 3), torch.ones(1, 2, dtype=torch.float64)):
         with pytest.raises(ContradictionError, match="'out' is float"):
             joined_rows(manifest(out_0=torch.ones(7, 2), out_1=other))
-
-
-def test_metadata_of_all_parts_is_there() -> None:
-    merged = merged_manifest([manifest("a", x="1"), manifest("b", y="2", x="1")], DEFAULT_LIMITS)
-    assert merged.metadata == {"x": "1", "y": "2"}
 
 
 def test_stopped_merge_leaves_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -84,6 +84,7 @@ def joined(parts: list[Part], limits: Limits = DEFAULT_LIMITS) -> tuple[str, lis
     return blob_digest(whole.manifest, pieces), [spec.name for spec in whole.manifest.tensors]
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 4),
     st.lists(st.integers(0, 12), max_size=3),

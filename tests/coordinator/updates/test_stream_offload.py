@@ -2,23 +2,28 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
 from stratagem.coordinator.updates.stream_offload import MAX_PIECES_BEHIND, Offload
 
 
-@pytest.mark.parametrize("num_pieces", [0, 1, 7, 300])
-async def test_pieces_arrive_in_order(num_pieces: int) -> None:
-    seen: list[tuple[int, bytes]] = []
-    offload = Offload(lambda offset, data: seen.append((offset, data)))
-    pieces = [(number, bytes([number % 256])) for number in range(num_pieces)]
-    for offset, data in pieces:
-        offload.write(offset, data)
-        await offload.keep_up()
-    await offload.finish()
-    await offload.close()
-    assert seen == pieces
+def note(seen: list[tuple[int, bytes]], offset: int, data: bytes) -> None:
+    seen.append((offset, data))
+
+
+async def test_pieces_arrive_in_order() -> None:
+    for num_pieces in (0, 1, 7, 300):
+        seen: list[tuple[int, bytes]] = []
+        offload = Offload(partial(note, seen))
+        pieces = [(number, bytes([number % 256])) for number in range(num_pieces)]
+        for offset, data in pieces:
+            offload.write(offset, data)
+            await offload.keep_up()
+        await offload.finish()
+        await offload.close()
+        assert seen == pieces
 
 
 async def test_the_stream_waits_for_a_slow_sink() -> None:

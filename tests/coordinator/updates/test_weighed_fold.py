@@ -1,6 +1,7 @@
 """Folds in which updates count otherwise than by rows, against plain numpy."""
 
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,25 @@ from hypothesis import strategies as st
 from stratagem.common.base.errors import DivergedError
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, TensorSpec
-from stratagem.common.tensors.safetensors_file import header_bytes, read_header
 from stratagem.coordinator.updates.folding import fold
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean, mean_factors
-from stratagem.coordinator.updates.numpy_floats import Raw, storage, widen
+from stratagem.coordinator.updates.folding.fold import mean_factors
+from stratagem.coordinator.updates.numpy_floats import Raw
 from stratagem.coordinator.updates.robust import changes
-from stratagem.coordinator.updates.state_reader import open_state
+from stratagem.coordinator.updates.robust.verdict import Verdict
 from stratagem.coordinator.updates.update_sources import WholeSource
 from stratagem.coordinator.updates.weighing.fair_shares import Fairness, fair_shares
 from stratagem.coordinator.updates.weighing.normalized_steps import length_of_steps, nova_factors
 from stratagem.coordinator.updates.weighing.scaled_changes import ScaledChanges, Shares
-from tests.coordinator.updates.fold_round import FOLDER, Round
-from tests.coordinator.updates.updates import Layout, accept, arrays, data_of, key, manifest_of
+from tests.coordinator.updates.fold_round import BASE, Round
+from tests.coordinator.updates.updates import (
+    Layout,
+    arrays,
+    data_of,
+    elements,
+    key,
+    manifest_of,
+    wide,
+)
 from tests.reference.weighing import constant_steps, fednova, q_fedavg
 
 LAYOUT: Layout = (
@@ -41,54 +49,37 @@ LR = 0.1
 
 
 class WeighedRound(Round):
-    """A round whose base has the seed 1000."""
-
     def __init__(self, root: Path, manifest: Manifest = MANIFEST, base: bytes = b"") -> None:
         super().__init__(root, manifest)
-        writer = self.writer()
-        writer.write(header_bytes(manifest))
-        writer.write(base or data_of(manifest, 1000))
-        self.base = writer.commit()
+        self.begin(base)
 
-    def fair(self, q: float, losses: list[float], order: list[int] | None = None) -> bytes:
+    def fair(self, q: float, losses: list[float], order: Sequence[int] = ()) -> bytes:
         """The next state under q-FedAvg."""
-        entries = {
-            client: accept(self.spool, client, self.manifest, data_of(self.manifest, client))
-            for client in order or range(len(losses))
-        }
-        in_order = [entries[client] for client in sorted(entries)]
-        with ExitStack() as files:
-            manifest, state = open_state(files, self.store, self.base)
-            sources = [WholeSource(entry) for entry in in_order]
-            verdict = Fairness(q, LR, losses).verdict(sources, manifest, state, lambda: None)
-            return self.moved(list(verdict.weights), list(verdict.weights))
+        verdict = self.verdict(q, losses, order)
+        return self.moved(list(verdict.weights), list(verdict.weights))
+
+    def verdict(self, q: float, losses: list[float], order: Sequence[int] = ()) -> Verdict:
+        sources = [WholeSource(entry) for entry in self.accepted(len(losses), order)]
+        with self.opened() as (manifest, state):
+            return Fairness(q, LR, losses).verdict(sources, manifest, state, lambda: None)
 
     def moved(self, factors: list[float], means: list[float], largest: int = 0) -> bytes:
         """The state moved by multiples of the changes of those that were accepted."""
-        entries = [entry for _, entry in sorted(self.spool.entries(*FOLDER).items())]
-        with ExitStack() as files:
-            manifest, state = open_state(files, self.store, self.base)
+        with self.opened() as (manifest, state):
             shares = Shares(factors, *mean_factors(means, 2), largest)
-            combination = ScaledChanges(shares, manifest, state)
-            folded = fold_weighted_mean(
-                *(entries, factors, self.manifest, self.writer()),
-                combination=combination,
-                base=state,
-            )
-        _, start = read_header(self.store.path(folded.state))
-        return self.store.path(folded.state).read_bytes()[start:]
+            rule = ScaledChanges(shares, manifest, state)
+            return self.folded(self.entries(), factors, combination=rule, base=state)
 
 
-def tensors(data: bytes, manifest: Manifest = MANIFEST) -> dict[str, np.ndarray]:
+def tensors(data: bytes) -> dict[str, np.ndarray]:
     """Values by name, in float64 where they are floats."""
-    found = {}
-    for spec in manifest.stored():
-        raw = np.frombuffer(data[spec.offset :][: spec.size_bytes], storage(spec.dtype))
-        found[spec.name] = raw
-        if dtype_named(spec.dtype).is_floating:
-            found[spec.name] = np.empty(raw.shape)
-            widen(spec.dtype, raw, found[spec.name])
-    return found
+    found = elements(MANIFEST, data)
+    return {
+        spec.name: wide(spec.dtype, found[spec.name])
+        if dtype_named(spec.dtype).is_floating
+        else found[spec.name]
+        for spec in MANIFEST.stored()
+    }
 
 
 def whole(found: dict[str, np.ndarray]) -> np.ndarray:
@@ -98,32 +89,35 @@ def whole(found: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([found[name] for name in names])
 
 
-@pytest.mark.parametrize("q", [0.0, 0.2, 1.0, 5.0])
-@pytest.mark.parametrize("num", [1, 2, 7])
-def test_fair_shares_make_what_the_paper_says(tmp_path: Path, q: float, num: int) -> None:
+def check(found: bytes, expected: np.ndarray, counts: list[float]) -> None:
+    """The parameters are the expected ones, and the running mean that of the clients."""
+    values = whole(tensors(found))
+    np.testing.assert_allclose(values[:14], expected[:14], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(values, expected, rtol=1e-2, atol=1e-2)  # bfloat16
+    means = np.stack([tensors(data_of(MANIFEST, c))["model/mean"] for c in range(len(counts))])
+    averaged = np.array(counts) @ means / sum(counts)
+    np.testing.assert_allclose(tensors(found)["model/mean"], averaged, rtol=1e-12, atol=1e-15)
+
+
+def clients(num: int) -> tuple[np.ndarray, np.ndarray]:
+    """The parameters of the base, and those of each client."""
+    rows = [whole(tensors(data_of(MANIFEST, client))) for client in range(num)]
+    return whole(tensors(data_of(MANIFEST, BASE))), np.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("num", "q"), [(1, 0.2), (1, 5.0), (2, 0.0), (2, 1.0), (7, 0.0), (7, 0.2), (7, 1.0), (7, 5.0)]
+)
+def test_fair_shares_make_what_the_paper_says(tmp_path: Path, num: int, q: float) -> None:
     losses = [0.3 * (client + 1) for client in range(num)]
-    found = tensors(WeighedRound(tmp_path).fair(q, losses))
-    base = whole(tensors(data_of(MANIFEST, 1000)))
-    rows = np.stack([whole(tensors(data_of(MANIFEST, client))) for client in range(num)])
-    expected = q_fedavg(base, rows, losses, q, LR)
-    np.testing.assert_allclose(whole(found)[:14], expected[:14], rtol=1e-12)
-    np.testing.assert_allclose(whole(found), expected, rtol=1e-2, atol=1e-2)  # bfloat16
-    means = np.stack([tensors(data_of(MANIFEST, c))["model/mean"] for c in range(num)])
-    powers = np.array([(loss + 1e-10) ** q for loss in losses])
-    averaged = powers @ means / powers.sum()
-    np.testing.assert_allclose(found["model/mean"], averaged, rtol=1e-12, atol=1e-15)
+    found = WeighedRound(tmp_path).fair(q, losses)
+    check(found, q_fedavg(*clients(num), losses, q, LR), [(loss + 1e-10) ** q for loss in losses])
 
 
 def test_only_trained_parameters_have_a_length(tmp_path: Path) -> None:
     """A running mean that is far from the base's says nothing of a gradient."""
-    a_round = WeighedRound(tmp_path)
-    entry = accept(a_round.spool, 0, MANIFEST, data_of(MANIFEST, 0))
-    with ExitStack() as files:
-        manifest, state = open_state(files, a_round.store, a_round.base)
-        fairness = Fairness(0.5, LR, [1.0])
-        sources = [WholeSource(entry)]
-        (length,) = fairness.verdict(sources, manifest, state, lambda: None).scores
-    own, base = (whole(tensors(data_of(MANIFEST, seed))) for seed in (0, 1000))
+    (length,) = WeighedRound(tmp_path).verdict(0.5, [1.0]).scores
+    base, (own,) = clients(1)
     assert length == pytest.approx(np.linalg.norm(own - base), rel=1e-12)
 
 
@@ -144,8 +138,7 @@ def test_the_order_of_arrival_and_the_windows_change_no_bit(
 
 def test_integers_are_those_of_the_named_update(tmp_path: Path) -> None:
     a_round = WeighedRound(tmp_path)
-    for client in range(6):
-        accept(a_round.spool, client, MANIFEST, data_of(MANIFEST, client))
+    a_round.accepted(6)
     for largest in range(6):
         found = tensors(a_round.moved([0.1] * 6, [1.0] * 6, largest))
         for name in ("model/count", "model/flag"):
@@ -154,9 +147,8 @@ def test_integers_are_those_of_the_named_update(tmp_path: Path) -> None:
 
 def test_factors_of_zero_leave_the_parameters_where_they_are(tmp_path: Path) -> None:
     a_round = WeighedRound(tmp_path)
-    for client in range(2):
-        accept(a_round.spool, client, MANIFEST, data_of(MANIFEST, client))
-    found, base = tensors(a_round.moved([0.0, 0.0], [1.0, 3.0])), tensors(data_of(MANIFEST, 1000))
+    a_round.accepted(2)
+    found, base = tensors(a_round.moved([0.0, 0.0], [1.0, 3.0])), tensors(data_of(MANIFEST, BASE))
     assert np.array_equal(whole(found), whole(base))
     first, second = (tensors(data_of(MANIFEST, client))["model/mean"] for client in range(2))
     assert np.array_equal(found["model/mean"], (first + 3 * second) / 4)
@@ -201,43 +193,28 @@ def test_shares_are_at_most_one_in_all_whatever_the_losses(
 def test_a_slope_below_all_numbers_leaves_the_shares_as_they_are() -> None:
     """Even where the length, divided by the rate, is beyond all numbers."""
     assert fair_shares([0.0, 1.9e143], [0.0, 1.79e302], 1e-190, 1e-6) == [0.5, 0.5]
-
-
-def test_losses_of_zero_share_evenly() -> None:
     assert fair_shares([0.0, 0.0], [0.0, 0.0], 200.0, 0.1) == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 7, 1000])
 @pytest.mark.parametrize(("momentum", "pull"), [(0.0, 0.0), (0.5, 0.0), (0.9, 0.0), (0.0, 0.3)])
-def test_steps_go_as_far_as_a_constant_gradient_takes_them(
-    num_steps: int, momentum: float, pull: float
-) -> None:
-    found = length_of_steps(num_steps, momentum, pull)
-    assert found == pytest.approx(constant_steps(num_steps, momentum, pull), rel=1e-11)
+def test_steps_go_as_far_as_a_constant_gradient_takes_them(momentum: float, pull: float) -> None:
+    for num_steps in (0, 1, 2, 7, 1000):
+        found = length_of_steps(num_steps, momentum, pull)
+        assert found == pytest.approx(constant_steps(num_steps, momentum, pull), rel=1e-11)
 
 
 @pytest.mark.parametrize("num", [1, 2, 7])
 def test_normalized_changes_make_what_the_paper_says(tmp_path: Path, num: int) -> None:
     a_round = WeighedRound(tmp_path)
-    for client in range(num):
-        accept(a_round.spool, client, MANIFEST, data_of(MANIFEST, client))
+    a_round.accepted(num)
     num_rows = [float(3 * client + 1) for client in range(num)]
     lengths = [length_of_steps(2 * client + 1, 0.9) for client in range(num)]
-    found = tensors(a_round.moved(nova_factors(num_rows, lengths), num_rows))
-    base = whole(tensors(data_of(MANIFEST, 1000)))
-    rows = np.stack([whole(tensors(data_of(MANIFEST, client))) for client in range(num)])
-    expected = fednova(base, rows, num_rows, lengths)
-    np.testing.assert_allclose(whole(found)[:14], expected[:14], rtol=1e-12, atol=1e-14)
-    means = np.stack([tensors(data_of(MANIFEST, c))["model/mean"] for c in range(num)])
-    averaged = np.array(num_rows) @ means / sum(num_rows)
-    np.testing.assert_allclose(found["model/mean"], averaged, rtol=1e-12, atol=1e-15)
+    found = a_round.moved(nova_factors(num_rows, lengths), num_rows)
+    check(found, fednova(*clients(num), num_rows, lengths), num_rows)
 
 
-def test_clients_that_go_equally_far_count_by_their_rows() -> None:
+def test_clients_count_by_their_rows_where_they_have_gone_at_all() -> None:
     np.testing.assert_allclose(nova_factors([3.0, 1.0], [5.0, 5.0]), [0.75, 0.25], rtol=1e-15)
-
-
-def test_a_client_without_a_step_has_nothing_to_count() -> None:
     assert nova_factors([3.0, 1.0], [0.0, 4.0]) == [0.0, 1.0]
     assert nova_factors([0.0, 2.0], [0.0, 4.0]) == [0.0, 1.0]
     assert nova_factors([0.0, 0.0], [0.0, 0.0]) == [0.0, 0.0]

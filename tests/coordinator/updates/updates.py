@@ -1,7 +1,7 @@
 """Small manifests and their bytes, for the tests of spool and fold."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import google_crc32c
@@ -10,7 +10,7 @@ import numpy as np
 from stratagem.common.base.ids import Party, RunId
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import Manifest, Purpose, build_manifest
-from stratagem.coordinator.updates.numpy_floats import narrow, storage
+from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.spool import Spool
 from stratagem.coordinator.updates.spool_keys import SpoolKey, SpoolRun
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
@@ -35,6 +35,16 @@ MIXED: Layout = (
 )
 
 
+FEDERATED: Mapping[str, object] = {
+    "type": "Federated",
+    "num_clients": 3,
+    "rounds": 3,
+    "aggregation": {"method": "FedAvg"},
+    "client_selection": {"method": "All"},
+}
+"""The document of a strategy."""
+
+
 def manifest_of(layout: Layout, **options: object) -> Manifest:
     return build_manifest(layout, Purpose.UPDATE, **options)  # type: ignore[arg-type]
 
@@ -45,13 +55,50 @@ def arrays(manifest: Manifest, seed: int) -> dict[str, np.ndarray]:
     for spec in manifest.stored():
         rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
         num = spec.size_bytes // dtype_named(spec.dtype).item_bytes
-        raw = np.empty(num, storage(spec.dtype))
         if dtype_named(spec.dtype).is_floating:
-            narrow(spec.dtype, rng.standard_normal(num), raw)
+            found[spec.name] = rounded(spec.dtype, rng.standard_normal(num))
         else:
-            raw[:] = rng.integers(0, 2, num)
-        found[spec.name] = raw
+            found[spec.name] = rng.integers(0, 2, num).astype(storage(spec.dtype))
     return found
+
+
+def elements(manifest: Manifest, data: bytes) -> dict[str, np.ndarray]:
+    """The raw elements of the data by name."""
+    return {
+        spec.name: np.frombuffer(data[spec.offset :][: spec.size_bytes], storage(spec.dtype))
+        for spec in manifest.stored()
+    }
+
+
+def wide(dtype: str, raw: np.ndarray) -> np.ndarray:
+    values = np.empty(raw.shape)
+    widen(dtype, raw, values)
+    return values
+
+
+def rounded(dtype: str, values: np.ndarray) -> np.ndarray:
+    raw = np.empty(values.shape, storage(dtype))
+    with np.errstate(all="ignore"):
+        narrow(dtype, values, raw)
+    return raw
+
+
+def plain_mean(
+    manifest: Manifest, clients: Sequence[Mapping[str, np.ndarray]], weights: Sequence[float]
+) -> bytes:
+    """What a fold of whole updates gives, in plain numpy: whole tensors, one after the other."""
+    out = []
+    for spec in manifest.stored():
+        raws = [client[spec.name] for client in clients]
+        if len(raws) == 1 or not dtype_named(spec.dtype).is_floating:
+            out.append(raws[int(np.argmax(weights))])
+            continue
+        pairs = zip(raws, weights, strict=True)
+        total, *others = [weight * wide(spec.dtype, raw) for raw, weight in pairs]
+        for term in others:
+            total = total + term
+        out.append(rounded(spec.dtype, total / sum(weights)))
+    return b"".join(raw.tobytes() for raw in out)
 
 
 def data_of(manifest: Manifest, seed: int) -> bytes:

@@ -38,15 +38,12 @@ def test_a_lease_outlives_late_beats_as_that_of_a_few_workers_does(
 
 
 @given(RULES, NUMBERS, NUMBERS)
-def test_more_workers_never_beat_more_often(rule: PaceRule, one: int, other: int) -> None:
+def test_more_workers_never_beat_more_often_and_within_bounds(
+    rule: PaceRule, one: int, other: int
+) -> None:
     less, more = rule.of(min(one, other)), rule.of(max(one, other))
     assert less.interval_s <= more.interval_s
     assert less.ttl_s <= more.ttl_s
-
-
-@given(RULES, NUMBERS)
-def test_the_interval_is_within_its_bounds(rule: PaceRule, num_alive: int) -> None:
-    interval_s = rule.of(num_alive).interval_s
-    assert rule.shortest_s <= interval_s <= max(rule.shortest_s, LONGEST_INTERVAL_S)
-    if interval_s < LONGEST_INTERVAL_S:
-        assert num_alive / interval_s <= BEATS_PER_S * (1 + 1e-12)
+    assert rule.shortest_s <= less.interval_s <= max(rule.shortest_s, LONGEST_INTERVAL_S)
+    if less.interval_s < LONGEST_INTERVAL_S:
+        assert min(one, other) / less.interval_s <= BEATS_PER_S * (1 + 1e-12)

@@ -8,7 +8,6 @@ import pytest
 
 from stratagem.common.base.errors import (
     InvalidInputError,
-    NotFoundError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -97,10 +96,15 @@ class Rig:
         self.drained.append(who)
 
 
-async def test_each_beat_renews_and_is_answered_with_the_pace() -> None:
+async def beating() -> tuple[Rig, Member, Worker]:
+    """A worker whose first beat was answered."""
     rig, a = Rig(), member("a")
     rig.leases.grant([a], RULE.ttl_s)
-    worker = await rig.open(a)
+    return rig, a, await rig.open(a)
+
+
+async def test_each_beat_renews_and_is_answered_with_the_pace() -> None:
+    rig, a, worker = await beating()
     rig.now_s = 5.0
     answer = await worker.beat()
     assert (answer.num_beats, answer.interval_s, answer.lease_ttl_s) == (2, 2.0, 10.0)
@@ -112,18 +116,6 @@ async def test_each_beat_renews_and_is_answered_with_the_pace() -> None:
     await worker.says.put(None)
     await worker.end()
     assert rig.streams.num_open == 0
-
-
-async def test_the_end_of_a_stream_ends_no_lease_and_the_next_stream_goes_on() -> None:
-    rig, a = Rig(), member("a")
-    rig.leases.grant([a], RULE.ttl_s)
-    worker = await rig.open(a)
-    assert worker.call is not None
-    worker.call.cancel()  # as gRPC does when the connection breaks
-    await asyncio.gather(worker.call, return_exceptions=True)
-    assert rig.streams.num_open == 0
-    assert rig.leases.silent_s(a) == 0.0
-    await (await rig.open(a)).beat()
 
 
 async def test_a_lease_counts_the_interval_that_the_worker_was_told_before() -> None:
@@ -146,22 +138,8 @@ async def test_a_lease_counts_the_interval_that_the_worker_was_told_before() -> 
     watching.cancel()
 
 
-async def test_an_unknown_worker_is_sent_away_and_so_is_one_that_is_lost() -> None:
-    rig, a = Rig(), member("a")
-    with pytest.raises(NotFoundError, match="'a' is not registered"):
-        await rig.begin(a).end()
-    rig.leases.grant([a], RULE.ttl_s)
-    worker = await rig.open(a)
-    rig.leases.drop(a)
-    with pytest.raises(NotFoundError, match="'a' is not registered"):
-        await worker.end()
-    assert rig.streams.num_open == 0
-
-
 async def test_a_second_stream_of_a_worker_ends_the_first_one_in_order() -> None:
-    rig, a = Rig(), member("a")
-    rig.leases.grant([a], RULE.ttl_s)
-    first = await rig.open(a)
+    rig, a, first = await beating()
     second = await rig.open(a)
     await first.end()
     assert rig.streams.num_open == 1
@@ -182,38 +160,33 @@ async def test_release_is_said_at_once_and_again_with_each_beat() -> None:
     assert not (await other.beat()).released
 
 
-async def test_a_drain_is_told_once() -> None:
-    rig, a = Rig(), member("a")
-    rig.leases.grant([a], RULE.ttl_s)
-    worker = await rig.open(a)
+async def test_a_drain_is_told_once_and_a_revoked_worker_beats_no_more() -> None:
+    rig, a, worker = await beating()
     for _ in range(3):
         await worker.beat(pb.HeartbeatStreamRequest(draining=True))
     assert rig.drained == [a]
-
-
-@pytest.mark.parametrize("name", ["worker_id", "incarnation", "for_run"])
-async def test_a_later_message_names_nobody(name: str) -> None:
-    rig, a, b = Rig(), member("a"), member("b")
-    rig.leases.grant([a, b], RULE.ttl_s)
-    rig.now_s = 5.0
-    worker = await rig.open(a)
-    beat = pb.HeartbeatStreamRequest()
-    setattr(beat, name, "b")
-    await worker.says.put(beat)
-    with pytest.raises(InvalidInputError, match=f"{name}.*first message"):
-        await worker.end()
-    assert rig.leases.silent_s(b) == 5.0
-
-
-async def test_a_revoked_worker_beats_no_more() -> None:
-    rig, a = Rig(), member("a")
-    rig.leases.grant([a], RULE.ttl_s)
-    worker = await rig.open(a)
     rig.revoked, rig.now_s = True, 3.0
     await worker.says.put(BEAT)
     with pytest.raises(UnauthenticatedError, match="revoked"):
         await worker.end()
     assert rig.leases.silent_s(a) == 3.0
+
+
+async def test_a_later_message_names_nobody() -> None:
+    beats = (
+        pb.HeartbeatStreamRequest(worker_id="b"),
+        pb.HeartbeatStreamRequest(incarnation="b"),
+        pb.HeartbeatStreamRequest(for_run="b"),
+    )
+    for beat, name in zip(beats, ("worker_id", "incarnation", "for_run"), strict=True):
+        rig, a, b = Rig(), member("a"), member("b")
+        rig.leases.grant([a, b], RULE.ttl_s)
+        rig.now_s = 5.0
+        worker = await rig.open(a)
+        await worker.says.put(beat)
+        with pytest.raises(InvalidInputError, match=f"{name}.*first message"):
+            await worker.end()
+        assert rig.leases.silent_s(b) == 5.0
 
 
 async def test_a_stream_that_has_lasted_is_ended_in_order() -> None:

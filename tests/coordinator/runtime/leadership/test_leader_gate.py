@@ -1,12 +1,12 @@
 """A coordinator that does not lead lets nobody in, and callers find the one that does."""
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -23,7 +23,6 @@ from stratagem.v1 import coordinator_pb2 as pb
 from stratagem.v1 import coordinator_pb2_grpc
 from tests.common.rpc.rig import rpc_errors
 from tests.patience import PATIENCE_S
-from tests.postgres import Postgres
 from tests.settings import coordinator_settings
 
 LEADER = Holder("the first", "another host", 1, 1, "first.example:7070")
@@ -160,20 +159,17 @@ def test_channels_that_fail_together_move_on_once() -> None:
         split_addresses(" ,")
 
 
-async def test_a_leader_that_cannot_reach_its_journal_answers_nobody(
-    tmp_path: Path, postgres: Postgres
-) -> None:
-    url = postgres.new_schema()
-    settings = coordinator_settings(data_dir=tmp_path, journal=url, lease_ttl_s=1.5)
+async def test_a_leader_that_cannot_reach_its_journal_answers_nobody(tmp_path: Path) -> None:
+    settings = coordinator_settings(data_dir=tmp_path, lease_ttl_s=1.5)
     async with serving() as entrance, AsyncClient(entrance.address) as client:
         app = await App.lead(settings, entrance)
         running = asyncio.create_task(app.run())
         await entrance.open(Counting())
         await client.workers()
-        with psycopg.connect(url) as blocking:
-            blocking.execute("SELECT * FROM lease FOR UPDATE")
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
             await until_health_is(NOT_SERVING, entrance)
-            blocking.rollback()
+            other.execute("ROLLBACK")
             await until_health_is(SERVING, entrance)
         await client.workers()
         running.cancel()

@@ -1,7 +1,6 @@
 """No fold commits a number that is not finite, unless the round began with it."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,15 @@ from stratagem.common.base.errors import DivergedError
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY
-from stratagem.common.tensors.safetensors_file import header_bytes, read_header
+from stratagem.common.tensors.safetensors_file import header_bytes
 from stratagem.coordinator.updates.folding.finite_result import fold_rule, server_rule
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
 from stratagem.coordinator.updates.folding.global_average import GlobalAverage
 from stratagem.coordinator.updates.folding.server_optimizers import fed_avg_m
 from stratagem.coordinator.updates.folding.server_step import ServerStep
-from stratagem.coordinator.updates.numpy_floats import Raw, Wide, narrow, storage, widen
-from stratagem.coordinator.updates.state_reader import open_state
+from stratagem.coordinator.updates.numpy_floats import Raw, Wide, storage
 from stratagem.coordinator.updates.update_sources import Source
 from tests.coordinator.updates.fold_round import Round
-from tests.coordinator.updates.updates import accept, manifest_of
+from tests.coordinator.updates.updates import FEDERATED, accept, manifest_of, rounded, wide
 from tests.jobs import job
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -31,17 +28,11 @@ MASK = (0.5, float("-inf"), float("nan"))
 
 
 def raw_of(dtype: str, values: Sequence[float]) -> Raw:
-    raw = np.empty(len(values), storage(dtype))
-    with np.errstate(all="ignore"):
-        narrow(dtype, np.array(values), raw)
-    return raw
+    return rounded(dtype, np.array(values))
 
 
 def values_of(dtype: str, data: bytes) -> list[float]:
-    raw = np.frombuffer(data, storage(dtype))
-    wide = np.empty(raw.size)
-    widen(dtype, raw, wide)
-    return wide.tolist()
+    return [float(each) for each in wide(dtype, np.frombuffer(data, storage(dtype)))]
 
 
 class Moved:
@@ -69,38 +60,18 @@ class BasedRound(Round):
 
     def __init__(self, root: Path, dtype: str, base: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
         super().__init__(root, manifest_of([("a", dtype, (1,)), ("b", dtype, (2,))]))
-        self.dtype = dtype
-        self.base = self.stored(base)
-        self.entries = [
-            accept(self.spool, 0, self.manifest, raw_of(dtype, (0.0, 0.0, 0.0)).tobytes())
-        ]
+        self.begin(raw_of(dtype, base).tobytes())
+        accept(self.spool, 0, self.manifest, raw_of(dtype, (0.0, 0.0, 0.0)).tobytes())
 
-    def stored(self, values: Sequence[float]) -> Any:
-        writer = self.writer()
-        writer.write(header_bytes(self.manifest))
-        writer.write(raw_of(self.dtype, values).tobytes())
-        return writer.commit()
-
-    def folded(self, *values: float, **options: Any) -> bytes:
+    def moved(self, *values: float, **options: Any) -> bytes:
         """The next state, where the updates are combined to these numbers."""
+        rule = Moved(*values)
         try:
-            with ExitStack() as files:
-                _, state = open_state(files, self.store, self.base)
-                done = fold_weighted_mean(
-                    *(self.entries, [1.0], self.manifest, self.writer()),
-                    combination=Moved(*values),
-                    base=state,
-                    **options,
-                )
+            with self.opened() as (_, state):
+                return self.folded(self.entries(), [1.0], combination=rule, base=state, **options)
         except DivergedError:
             assert not list((self.root / "blobs" / "tmp").iterdir()), "nothing of the fold is left"
             raise
-        self.average = done.average
-        return self.data(done.state)
-
-    def data(self, digest: Any) -> bytes:
-        _, start = read_header(self.store.path(digest))
-        return self.store.path(digest).read_bytes()[start:]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,17 +82,18 @@ def test_what_leaves_the_range_of_its_type_is_named(tmp_path: Path, dtype: str) 
     beyond = (1e300,) if dtype in ("float32", "float16", "bfloat16") else ()
     for wrong in (-np.inf, np.nan, *beyond):
         with pytest.raises(DivergedError, match=f"leads 'b' beyond the range of {dtype}; lower"):
-            a_round.folded(1.0, 1.0, wrong)
-    assert values_of(dtype, a_round.folded(1.0, 1.0, -2.0)) == [1.0, 1.0, -2.0]
+            a_round.moved(1.0, 1.0, wrong)
+    assert values_of(dtype, a_round.moved(1.0, 1.0, -2.0)) == [1.0, 1.0, -2.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_was_not_finite_before_stays_to_the_bit(tmp_path: Path, dtype: str) -> None:
     """What arithmetic makes of an infinity, and of what is no number, is no change of it."""
     a_round, base = BasedRound(tmp_path, dtype, MASK), raw_of(dtype, MASK)
-    assert a_round.folded(0.5, np.nan, np.inf) == base.tobytes()
+    assert a_round.moved(0.5, np.nan, np.inf) == base.tobytes()
+    assert values_of(dtype, a_round.moved(0.5, 7.0, np.inf))[:2] == [0.5, 7.0], "what is mended"
     with pytest.raises(DivergedError, match="leads 'a' beyond"):
-        a_round.folded(np.inf, np.nan, np.inf)
+        a_round.moved(np.inf, np.nan, np.inf)
 
 
 def step(a_round: BasedRound, rate: float, momentum: float = 0.9) -> ServerStep:
@@ -134,17 +106,17 @@ def test_a_server_optimizer_is_checked_after_its_numbers_are_rounded(
 ) -> None:
     """The base has a mask among its parameters, which stays as it is; its slot stays 0."""
     a_round = BasedRound(tmp_path, dtype, (1.0, 1.0, -np.inf))
-    found = a_round.folded(2.0, 1.0, -np.inf, server=step(a_round, 1.0))
+    found = a_round.moved(2.0, 1.0, -np.inf, server=step(a_round, 1.0))
     assert values_of(dtype, found)[:2] == [2.0, 1.0]
     assert found[-len(found) // 3 :] == raw_of(dtype, [-np.inf]).tobytes()
     with pytest.raises(DivergedError, match="the server optimizer leads 'a' beyond the range"):
-        a_round.folded(4.0, 1.0, -np.inf, server=step(a_round, np.inf))
+        a_round.moved(4.0, 1.0, -np.inf, server=step(a_round, np.inf))
 
 
 def test_a_slot_beyond_float32_is_refused_though_the_parameter_is_not(tmp_path: Path) -> None:
     a_round = BasedRound(tmp_path, "float32", (-3e38, 0.0, 0.0))
     with pytest.raises(DivergedError, match="leads 'a' beyond the range of float32"):
-        a_round.folded(3e38, 0.0, 0.0, server=step(a_round, 1e-9))
+        a_round.moved(3e38, 0.0, 0.0, server=step(a_round, 1e-9))
 
 
 def test_an_average_over_rounds_is_finite_where_the_state_is(tmp_path: Path) -> None:
@@ -158,10 +130,16 @@ def test_an_average_over_rounds_is_finite_where_the_state_is(tmp_path: Path) -> 
         writer.write(raw_of("float64", before).tobytes())
         return GlobalAverage(a_round.store, writer.commit(), manifest, 0.5)
 
-    a_round.folded(1.0, 3.0, -np.inf, average=average(3.0, 1.0, -np.inf))
-    assert values_of("float64", a_round.data(a_round.average)) == [2.0, 2.0, -np.inf]
+    a_round.moved(1.0, 3.0, -np.inf, average=average(3.0, 1.0, -np.inf))
+    assert a_round.last is not None
+    found = a_round.store.path(a_round.last.average).read_bytes()[-24:]
+    assert values_of("float64", found) == [2.0, 2.0, -np.inf]
     with pytest.raises(DivergedError, match="weight_average leads 'b' beyond"):
-        a_round.folded(1.0, 1.7e308, -np.inf, average=average(1.0, -1.7e308, -np.inf))
+        a_round.moved(1.0, 1.7e308, -np.inf, average=average(1.0, -1.7e308, -np.inf))
+
+
+def federated(options: dict[str, Any], **changes: Any) -> Any:
+    return parse_strategy({**FEDERATED, "rounds": 1, "options": options, **changes})
 
 
 @pytest.mark.parametrize(
@@ -176,32 +154,15 @@ def test_an_average_over_rounds_is_finite_where_the_state_is(tmp_path: Path) -> 
     ],
 )
 def test_every_rule_has_words_and_a_setting(options: dict[str, Any], named: str) -> None:
-    document = {
-        "type": "Federated",
-        "num_clients": 3,
-        "rounds": 1,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-        "options": options,
-    }
-    strategy = parse_strategy(document)
-    rule = fold_rule(job(), strategy)  # type: ignore[arg-type]
+    rule = fold_rule(job(), federated(options))
     assert named in rule.name
     assert "optimizer.lr" in rule.settings
 
 
 def test_a_server_optimizer_has_its_name_and_rate() -> None:
-    document = {
-        "type": "Federated",
-        "num_clients": 3,
-        "rounds": 1,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-    }
-    optimizer = {"name": "fedavgm", "learning_rate": 1e300}
-    rule = server_rule(parse_strategy({**document, "options": {"server_optimizer": optimizer}}))  # type: ignore[arg-type]
+    rule = server_rule(federated({"server_optimizer": {"name": "fedavgm", "learning_rate": 1e300}}))
     assert rule.name == "the server optimizer fedavgm"
     assert rule.settings == "strategy.options.server_optimizer.learning_rate (1e+300)"
     yogi = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
-    rule = server_rule(parse_strategy({**document, "aggregation": yogi}))  # type: ignore[arg-type]
+    rule = server_rule(federated({}, aggregation=yogi))
     assert rule.settings.startswith("strategy.options.server_learning_rate (")

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stratagem.common.base.errors import IntegrityError
@@ -12,11 +11,19 @@ from stratagem.common.job import WeightAverageSpec
 from stratagem.common.tensors.dtypes import dtype_named
 from stratagem.common.tensors.manifest import NUM_AVERAGED_KEY
 from stratagem.common.tensors.safetensors_file import read_header
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
+from stratagem.coordinator.updates.folding.fold import Folded
 from stratagem.coordinator.updates.folding.global_average import global_average
-from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
-from tests.coordinator.updates.fold_round import FOLDER, Round
-from tests.coordinator.updates.updates import MIXED, OF_RUN, accept, data_of, manifest_of
+from tests.coordinator.updates.fold_round import Round
+from tests.coordinator.updates.updates import (
+    MIXED,
+    OF_RUN,
+    accept,
+    data_of,
+    elements,
+    manifest_of,
+    rounded,
+    wide,
+)
 
 BUFFER = next(name for name, dtype, _ in MIXED if dtype_named(dtype).is_floating)
 MANIFEST = manifest_of(MIXED, metadata={"averaged": f'["{BUFFER}"]'})
@@ -25,32 +32,22 @@ MANIFEST = manifest_of(MIXED, metadata={"averaged": f'["{BUFFER}"]'})
 def raw_of(a_round: Round, digest: Digest) -> dict[str, Any]:
     """The elements of a stored state, bit by bit."""
     manifest, start = read_header(a_round.store.path(digest))
-    data = a_round.store.path(digest).read_bytes()[start:]
-    return {
-        spec.name: np.frombuffer(
-            data[spec.offset : spec.offset + spec.size_bytes], storage(spec.dtype)
-        )
-        for spec in manifest.stored()
-    }
+    return elements(manifest, a_round.store.path(digest).read_bytes()[start:])
 
 
-def fold(a_round: Round, spec: WeightAverageSpec, before: Digest, number: int) -> Any:
+def fold(a_round: Round, spec: WeightAverageSpec, before: Digest, number: int) -> Folded:
     for client in range(2):
         accept(a_round.spool, client, MANIFEST, data_of(MANIFEST, 10 * number + client))
-    entries = list(a_round.spool.entries(*FOLDER).values())
     average = global_average(spec, a_round.store, before, MANIFEST, number)
-    folded = fold_weighted_mean(entries, [3, 1], MANIFEST, a_round.writer(), average=average)
+    a_round.folded(a_round.entries(), [3, 1], average=average)
     a_round.spool.delete_run(OF_RUN)
-    return folded
+    assert a_round.last is not None
+    return a_round.last
 
 
 def between(dtype: str, mean: Any, value: Any, weight: float) -> Any:
-    wide = np.empty((2, mean.size))
-    widen(dtype, mean, wide[0])
-    widen(dtype, value, wide[1])
-    result = np.empty_like(mean)
-    narrow(dtype, wide[0] + weight * (wide[1] - wide[0]), result)
-    return result
+    before, after = wide(dtype, mean), wide(dtype, value)
+    return rounded(dtype, before + weight * (after - before))
 
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
@@ -94,8 +91,8 @@ def test_a_round_that_is_not_averaged_leaves_it_but_for_the_buffers(tmp_path: Pa
 def test_a_fold_that_fails_leaves_nothing(tmp_path: Path) -> None:
     a_round = Round(tmp_path, MANIFEST)
     average = global_average(WeightAverageSpec(), a_round.store, NO_DIGEST, MANIFEST, 1)
-    entry = accept(a_round.spool, 0, MANIFEST, data_of(MANIFEST, 0))
+    (entry,) = a_round.accepted(1)
     entry.path.write_bytes(b"")
     with pytest.raises(IntegrityError):
-        fold_weighted_mean([entry], [1], MANIFEST, a_round.writer(), average=average)
+        a_round.folded([entry], [1], average=average)
     assert a_round.leftovers() == []

@@ -12,28 +12,26 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import IntegrityError
 from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.safetensors_file import read_header
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.updates.folding import region_sums, regional_mean
-from stratagem.coordinator.updates.folding.fold import FoldStoppedError, fold_weighted_mean
-from stratagem.coordinator.updates.folding.region_sums import (
-    MeanOfSums,
-    sums_manifest,
-    write_sum,
-)
+from stratagem.coordinator.updates.folding.fold import FoldStoppedError
+from stratagem.coordinator.updates.folding.region_sums import MeanOfSums, sums_manifest, write_sum
 from stratagem.coordinator.updates.folding.regional_mean import RegionalMean
-from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.spool_upload import SpoolEntry
 from stratagem.coordinator.updates.update_checks import UpdateRejectedError
+from stratagem.coordinator.updates.update_sources import WholeSource
 from tests.coordinator.updates.fold_round import Round
 from tests.coordinator.updates.updates import (
     MIXED,
     accept,
     arrays,
     data_of,
+    elements,
     flip_bit,
     key,
     manifest_of,
+    rounded,
+    wide,
 )
 from tests.reference.regional_mean import mean_of_regions, region_sum
 
@@ -71,14 +69,10 @@ def by_loop(rows: Sequence[Sequence[int]]) -> tuple[list[bytes], bytes]:
             continue
         of_regions = []
         for place, region in enumerate(clients):
-            values = [np.empty(client[spec.name].size) for client in region]
-            for client, value in zip(region, values, strict=True):
-                widen(spec.dtype, client[spec.name], value)
+            values = [wide(spec.dtype, client[spec.name]) for client in region]
             of_regions.append(region_sum(values, rows[place]))
             sums[place].append(of_regions[-1].tobytes())
-        rounded = np.empty(of_regions[0].size, storage(spec.dtype))
-        narrow(spec.dtype, mean_of_regions(of_regions, flat), rounded)
-        mean.append(rounded.tobytes())
+        mean.append(rounded(spec.dtype, mean_of_regions(of_regions, flat)).tobytes())
     return [b"".join(parts) for parts in sums], b"".join(mean)
 
 
@@ -86,7 +80,7 @@ def check_against_the_loop(root: Path, rows: Sequence[Sequence[int]], window: in
     expected, mean = by_loop(rows)
     round_, seeds = Round(root, MANIFEST), count()
     flat, places = [n for region in rows for n in region], count()
-    clients = [accept(round_.spool, n, MANIFEST, data_of(MANIFEST, n)) for n in range(len(flat))]
+    clients = round_.accepted(len(flat))
     sums, tree = [], []
     with pytest.MonkeyPatch.context() as patch:
         for module in (region_sums, regional_mean):
@@ -99,15 +93,12 @@ def check_against_the_loop(root: Path, rows: Sequence[Sequence[int]], window: in
         of_region = [at for at, region in enumerate(rows) for _ in region]
         weights = [float(sum(region)) for region in rows]
         rule = MeanOfSums(sums, weights, MANIFEST, of_region[largest(flat)])
-        told, *_ = fold_weighted_mean([], [], MANIFEST, round_.writer(), combination=rule)
+        assert round_.folded([], [], combination=rule) == mean
         whole = RegionalMean(tree, [float(n) for n in flat])
-        of_all, *_ = fold_weighted_mean(clients, flat, MANIFEST, round_.writer(), combination=whole)
-    _, start = read_header(round_.store.path(told))
-    assert round_.store.path(told).read_bytes()[start:] == mean
-    assert told == of_all, "where a region is added up has decided the bits"
+        assert round_.folded(clients, flat, combination=whole) == mean
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(ROWS, st.sampled_from([1, 2, 5, 1 << 18]))
 def test_sums_and_their_mean_are_those_of_a_loop(rows: list[list[int]], window: int) -> None:
     with tempfile.TemporaryDirectory() as root:
@@ -154,7 +145,7 @@ def test_a_sum_beyond_float64_is_no_update(tmp_path: Path) -> None:
 
 def test_damage_on_disk_and_a_wish_to_stop_end_it(tmp_path: Path) -> None:
     round_ = Round(tmp_path, MANIFEST)
-    entry = accept(round_.spool, 0, MANIFEST, data_of(MANIFEST, 0))
+    (entry,) = round_.accepted(1)
     with pytest.raises(FoldStoppedError):
         write_sum([entry], [1.0], MANIFEST, lambda _: None, lambda: True)
     total = accept(round_.spool, 1, SUMS, summed(round_, [entry], [1]))
@@ -164,5 +155,54 @@ def test_damage_on_disk_and_a_wish_to_stop_end_it(tmp_path: Path) -> None:
         summed(round_, [entry], [1])
     rule = MeanOfSums([total], [1.0], MANIFEST, 0)
     with pytest.raises(IntegrityError, match="checksum"):
-        fold_weighted_mean([], [], MANIFEST, round_.writer(), combination=rule)
+        round_.folded([], [], combination=rule)
     assert round_.leftovers() == []
+
+
+MODEL = manifest_of(
+    [
+        ("model/count", "int64", (2,)),
+        ("model/w32", "float32", (7, 3)),
+        ("model/w64", "float64", (5,)),
+    ]
+)
+
+
+def test_the_tree_decides_the_bits(tmp_path: Path) -> None:
+    """In any order of regions and of clients; one region is the flat sum, and two are not."""
+    weights, round_ = [3, 1, 7, 2, 5], Round(tmp_path, MODEL)
+    entries = round_.accepted(5)
+    flat, trees = round_.folded(entries, weights), set()
+    everyone = RegionalMean([[0, 1, 2, 3, 4]], weights)
+    assert round_.folded(entries, weights, combination=everyone) == flat
+    for tree in ([[1, 3], [0, 2, 4]], [[0, 4, 2], [3, 1]], [[2], [0], [1], [4], [3]]):
+        found = round_.folded(entries, weights, combination=RegionalMean(tree, weights))
+        trees.add(found)
+        for name, dtype in (("model/w32", "f4"), ("model/w64", "f8")):
+            rows = [arrays(MODEL, client)[name] for client in range(5)]
+            sums = [region_sum([rows[i] for i in r], [weights[i] for i in r]) for r in tree]
+            expected = mean_of_regions(sums, weights).astype(dtype)
+            assert elements(MODEL, found)[name].tobytes() == expected.tobytes()
+            np.testing.assert_allclose(expected, elements(MODEL, flat)[name], rtol=1e-5)
+    assert len(trees - {flat}) > 1
+
+
+def test_integers_are_of_the_client_with_most_rows(tmp_path: Path) -> None:
+    """Where clients do not agree, that is reported; all are read."""
+    (spec,) = (spec for spec in MODEL.tensors if spec.name == "model/count")
+    round_ = Round(tmp_path, MODEL)
+    for client in range(2):
+        data = bytearray(data_of(MODEL, client))
+        counts = np.array([client, 7], np.int64)
+        data[spec.offset : spec.offset + spec.size_bytes] = counts.tobytes()
+        accept(round_.spool, client, MODEL, bytes(data))
+    entries = round_.entries()
+    sources = [WholeSource(entry) for entry in entries]
+    for weights, expected in (([2, 3], 1), ([3, 3], 0)):
+        out = np.empty(2, np.int64)
+        combination = RegionalMean([[1], [0]], weights)
+        taken = combination.integers(sources, "int64", spec.offset, out)
+        assert taken == "the one with most samples"
+        assert out.tolist() == [expected, 7]
+    same = [sources[0], WholeSource(entries[0])]
+    assert not RegionalMean([[1], [0]], [1, 1]).integers(same, "int64", spec.offset, out)

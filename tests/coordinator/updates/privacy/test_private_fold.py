@@ -1,7 +1,6 @@
 """The fold of a private round against plain numpy, for all types and any windows."""
 
 import json
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratagem.common.base.ids import Digest
 from stratagem.common.privacy.gaussian_noise import derived_key, standard_normal
 from stratagem.common.tensors.dtypes import dtype_named
-from stratagem.common.tensors.safetensors_file import header_bytes, read_header
+from stratagem.common.tensors.manifest import Manifest, TensorSpec
 from stratagem.coordinator.core.facts import ROOT, RoundAccounted
 from stratagem.coordinator.updates.folding import fold as folding
-from stratagem.coordinator.updates.folding.fold import fold_weighted_mean
-from stratagem.coordinator.updates.numpy_floats import narrow, storage, widen
 from stratagem.coordinator.updates.privacy.private_mean import PrivateMean
 from stratagem.coordinator.updates.privacy.round_noise import (
     FROZEN_KEY,
@@ -24,9 +20,8 @@ from stratagem.coordinator.updates.privacy.round_noise import (
     drawn_clients,
     noised_share,
 )
-from stratagem.coordinator.updates.state_reader import open_state
-from tests.coordinator.updates.fold_round import FOLDER, Round
-from tests.coordinator.updates.updates import accept, data_of
+from tests.coordinator.updates.fold_round import BASE, Round
+from tests.coordinator.updates.updates import arrays, elements, rounded, wide
 
 SECRET = bytes(range(32))
 NAME = "run.s/root/3"
@@ -51,66 +46,41 @@ def account(**changes: Any) -> RoundAccounted:
     return RoundAccounted(**{**values, **changes})
 
 
-def base_of(folded: Round, client: int = 9) -> tuple[Digest, bytes]:
-    """A stored state, and its data."""
-    data = data_of(folded.manifest, client)
-    writer = folded.writer()
-    writer.write(header_bytes(folded.manifest))
-    writer.write(data)
-    return writer.commit(), data
+def private_fold(folded: Round, num_clients: int) -> bytes:
+    folded.begin()
+    noise, weights = TensorNoise(SECRET, NAME, folded.manifest), [7.0] * num_clients
+    with folded.opened() as (_, state):
+        rule = PrivateMean(noise, account(), state)
+        return folded.folded(folded.accepted(num_clients), weights, combination=rule)
 
 
-def private_fold(folded: Round, num_clients: int, base: Digest) -> bytes:
-    for client in range(num_clients):
-        accept(folded.spool, client, folded.manifest, data_of(folded.manifest, client))
-    entries = list(folded.spool.entries(*FOLDER).values())
-    with ExitStack() as files:
-        _, state = open_state(files, folded.store, base)
-        noise = TensorNoise(SECRET, NAME, folded.manifest)
-        digest, *_ = fold_weighted_mean(
-            entries,
-            [7.0] * num_clients,
-            folded.manifest,
-            folded.writer(),
-            combination=PrivateMean(noise, account(), state),
-        )
-    _, start = read_header(folded.store.path(digest))
-    return folded.store.path(digest).read_bytes()[start:]
+def parts(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """The elements of floating tensors that a client or a state has, by name."""
+    found = arrays(manifest, seed)
+    return {each.name: wide(each.dtype, found[each.name]) for each in floats_of(manifest)}
 
 
-def values_of(dtype: str, data: bytes) -> np.ndarray[Any, Any]:
-    raw = np.frombuffer(data, storage(dtype))
-    values = np.empty(raw.size)
-    widen(dtype, raw, values)
-    return values
+def floats_of(manifest: Manifest) -> list[TensorSpec]:
+    return [each for each in manifest.stored() if dtype_named(each.dtype).is_floating]
 
 
-@pytest.mark.parametrize("num_clients", [0, 1, 3])
-@pytest.mark.parametrize("window", [3, 1 << 18])
+@pytest.mark.parametrize(("num_clients", "window"), [(0, 3), (1, 1 << 18), (3, 3), (7, 1 << 18)])
 def test_the_sum_of_changes_is_noised_divided_by_the_expected_number_and_added_to_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_clients: int, window: int
 ) -> None:
     monkeypatch.setattr(folding, "WINDOW_ELEMENTS", window)
     folded = Round(tmp_path)
-    base, before = base_of(folded)
-    data = private_fold(folded, num_clients, base)
+    expected, manifest = arrays(folded.manifest, BASE), folded.manifest
     grid = 2.0 ** (np.floor(np.log2(0.3)) - 20)
-    for spec in folded.manifest.stored():
-        at = slice(spec.offset, spec.offset + spec.size_bytes)
-        if not dtype_named(spec.dtype).is_floating:
-            assert data[at] == before[at]
-            continue
-        sent = [
-            values_of(spec.dtype, data_of(folded.manifest, client)[at])
-            for client in range(num_clients)
-        ]
-        world = values_of(spec.dtype, before[at])
+    sent = [parts(manifest, client) for client in range(num_clients)]
+    for spec in floats_of(manifest):
+        world = parts(manifest, BASE)[spec.name]
         noise = standard_normal(derived_key(SECRET, ["sum", NAME, spec.name]), 0, world.size)
-        total = sum(sent, np.zeros(world.size)) + 0.3 * noise
-        expected = world + np.rint(total / grid) * grid / 2.5
-        raw = np.empty(world.size, storage(spec.dtype))
-        narrow(spec.dtype, expected, raw)
-        assert data[at] == raw.tobytes(), spec.name
+        total = sum((each[spec.name] for each in sent), np.zeros(world.size)) + 0.3 * noise
+        expected[spec.name] = rounded(spec.dtype, world + np.rint(total / grid) * grid / 2.5)
+    found = elements(manifest, private_fold(folded, num_clients))
+    for name, raw in expected.items():
+        assert found[name].tobytes() == raw.tobytes(), name
 
 
 @pytest.mark.parametrize("window", [3, 1 << 18])
@@ -120,30 +90,26 @@ def test_frozen_parameters_get_no_noise_and_nothing_that_clients_send(
     """A backbone that nobody trains would else drift away from what it has learned."""
     monkeypatch.setattr(folding, "WINDOW_ELEMENTS", window)
     plain = Round(tmp_path / "plain").manifest
-    floats = [s for s in plain.stored() if dtype_named(s.dtype).is_floating and s.size_bytes]
-    frozen = [spec.name for spec in floats[::2]]
-    marked = replace(plain, metadata={**plain.metadata, FROZEN_KEY: json.dumps(frozen)})
-    noised, kept = Round(tmp_path / "all", plain), Round(tmp_path / "some", marked)
-    base, before = base_of(kept)
-    data, others = private_fold(kept, 2, base), private_fold(noised, 2, base_of(noised)[0])
-    assert len(frozen) < len(floats)
-    for spec in floats:
-        at = slice(spec.offset, spec.offset + spec.size_bytes)
-        assert data[at] == (before[at] if spec.name in frozen else others[at]), spec.name
-        assert before[at] != others[at]
-
-
-def test_a_fold_that_is_done_again_has_the_same_noise(tmp_path: Path) -> None:
-    first, second = Round(tmp_path / "a"), Round(tmp_path / "b")
-    made = private_fold(first, 2, base_of(first)[0])
-    assert made == private_fold(second, 2, base_of(second)[0])
+    names = [spec.name for spec in floats_of(plain) if spec.size_bytes]
+    metadata = {**plain.metadata, FROZEN_KEY: json.dumps(names[::2])}
+    rounds = (
+        Round(tmp_path / "all", plain),
+        Round(tmp_path / "some", replace(plain, metadata=metadata)),
+    )
+    others, kept = (elements(plain, private_fold(each, 2)) for each in rounds)
+    before = arrays(plain, BASE)
+    for name in names:
+        expected = before if name in names[::2] else others
+        assert kept[name].tobytes() == expected[name].tobytes(), name
+        assert before[name].tobytes() != others[name].tobytes()
 
 
 def test_noise_of_tensors_is_found_by_their_place(tmp_path: Path) -> None:
     manifest = Round(tmp_path).manifest
     noise = TensorNoise(SECRET, NAME, manifest)
-    floats = [s for s in manifest.stored() if dtype_named(s.dtype).is_floating and s.size_bytes]
-    for spec in floats:
+    for spec in floats_of(manifest):
+        if not spec.size_bytes:
+            continue
         size = dtype_named(spec.dtype).item_bytes
         num = spec.size_bytes // size
         whole = standard_normal(derived_key(SECRET, ["sum", NAME, spec.name]), 0, num)
