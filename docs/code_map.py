@@ -7,6 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from docs.tables import table
+from tests.house.source import tree
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("client", "coordinator", "worker", "tools", "common")
@@ -17,7 +18,7 @@ SENTENCE = re.compile(r"(.+?)(?:\. |\.?$)")
 @cache
 def first_sentence(path: Path) -> str:
     """Of a module's docstring, on one line, without its full stop; "" where there is none."""
-    said = ast.get_docstring(ast.parse(path.read_text())) or ""
+    said = ast.get_docstring(tree(path)) or ""
     paragraph = " ".join(said.partition("\n\n")[0].split())
     found = SENTENCE.match(paragraph)
     return found[1].replace("|", "\\|") if found else ""
@@ -28,7 +29,7 @@ def purpose(folder: Path) -> str:
     package = folder / "__init__.py"
     if not package.exists():
         return ""
-    paragraphs = (ast.get_docstring(ast.parse(package.read_text())) or "").split("\n\n")
+    paragraphs = (ast.get_docstring(tree(package)) or "").split("\n\n")
     return "\n\n".join(each for each in paragraphs if not each.startswith(" "))
 
 

@@ -5,18 +5,15 @@ finds them in the code. Owns the causes; knows no page.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getdoc
-from pathlib import Path
 
 from docs.tables import table
 from stratagem.common.base import errors
 from stratagem.common.base.errors import StratagemError
 from stratagem.common.rpc.status_codes import TABLE, code_of
-
-ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("common", "coordinator", "worker", "client")
+from tests.house.source import nodes, product_files
 
 ONLY_A_BASE = ("StratagemError",)
 AGAIN: Mapping[str, str] = {
@@ -271,16 +268,12 @@ def statuses() -> str:
 @cache
 def sentences() -> str:
     """All texts of the code, one a line; what is filled in stands as …"""
-    lines: list[str] = []
-    for path in (each for part in PARTS for each in (ROOT / part / "stratagem").rglob("*.py")):
-        if "/v1/" not in str(path):
-            lines += _texts(ast.parse(path.read_text()))
-    return "\n".join(lines)
+    return "\n".join(text for path in product_files() for text in _texts(nodes(path)))
 
 
-def _texts(tree: ast.AST) -> Iterator[str]:
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+def _texts(every: Sequence[ast.AST]) -> Iterator[str]:
+    docstrings = {id(node.value) for node in every if isinstance(node, ast.Expr)}
+    for node in every:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in docstrings:
                 yield " ".join(node.value.split())

@@ -7,8 +7,8 @@ Pictures that are drawn from no run are written too.
 
 import re
 import sys
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `docs` and `tests`
@@ -25,6 +25,7 @@ from docs import (
 )
 from docs.diagrams import (
     STRATEGIES,
+    Observed,
     arrow_table,
     observe,
     phase_table,
@@ -38,26 +39,41 @@ MARKED = re.compile(r"(<!-- generated: ([\w -]+?) -->\n).*?(<!-- end -->)", re.D
 
 
 @cache
-def parts() -> Mapping[str, str]:
-    """Every generated part by name."""
-    rendered = {
-        **tables.RENDERED,
-        **processes.RENDERED,
-        **callers.RENDERED,
-        **error_catalogue.RENDERED,
-        **nesting.RENDERED,
-        **code_map.RENDERED,
-    }
-    made = {name: make() for name, make in rendered.items()}
-    runs = observe(STRATEGIES, run_phase)
-    made["run phases"] = arrow_table(runs)
-    made["run phase table"] = phase_table(runs)
-    made["unseen run phases"] = ", ".join(f"`{phase}`" for phase in unseen_phases(runs)) or "none"
-    for name in STRATEGIES:
-        seen = observe([name], strategy_phase)
-        made[f"phases {name}"] = f"{arrow_table(seen)}\n\n{phase_table(seen)}"
-    made["training phases"] = training_phases.arrow_table()
-    return made
+def _runs() -> Observed:
+    return observe(STRATEGIES, run_phase)
+
+
+def _unseen() -> str:
+    return ", ".join(f"`{phase}`" for phase in unseen_phases(_runs())) or "none"
+
+
+def _phases_of(name: str) -> str:
+    seen = observe([name], strategy_phase)
+    return f"{arrow_table(seen)}\n\n{phase_table(seen)}"
+
+
+MAKERS: Mapping[str, Callable[[], str]] = {
+    **tables.RENDERED,
+    **processes.RENDERED,
+    **callers.RENDERED,
+    **error_catalogue.RENDERED,
+    **nesting.RENDERED,
+    **code_map.RENDERED,
+    "run phases": lambda: arrow_table(_runs()),
+    "run phase table": lambda: phase_table(_runs()),
+    "unseen run phases": _unseen,
+    **{f"phases {name}": partial(_phases_of, name) for name in STRATEGIES},
+    "training phases": training_phases.arrow_table,
+}
+"""What makes each generated part, by name."""
+PLAYED = re.compile(r"<!-- generated: (?:unseen )?(?:run phase|phases )")
+"""Those of them for which journals are played."""
+
+
+@cache
+def part(name: str) -> str:
+    """A generated part; KeyError names one that is unknown."""
+    return MAKERS[name]()
 
 
 def images() -> Mapping[Path, str]:
@@ -73,7 +89,7 @@ def pages() -> list[Path]:
 
 def render(text: str) -> str:
     """The page with its generated parts made anew; KeyError names a marker that is unknown."""
-    return MARKED.sub(lambda found: f"{found[1]}{parts()[found[2]]}\n{found[3]}", text)
+    return MARKED.sub(lambda found: f"{found[1]}{part(found[2])}\n{found[3]}", text)
 
 
 def main() -> None:

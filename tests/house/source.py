@@ -37,6 +37,12 @@ def tree(path: Path) -> ast.Module:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All that stands in it, walked once."""
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
 def product() -> Mapping[str, Module]:
     """All modules by name, but for the generated stubs."""
     found = {}
@@ -68,14 +74,20 @@ def resolve(target: str, name: str = "") -> tuple[str, str] | None:
     return (inner, name) if inner in product() else None
 
 
-def imports(path: Path) -> Iterator[tuple[str, str, str]]:
+@cache
+def imports(path: Path) -> tuple[tuple[str, str, str], ...]:
     """What a file imports, wherever in it: the module, the name in it or "", and what the file
     calls it."""
-    for node in ast.walk(tree(path)):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str, str]]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, "", alias.asname or alias.name.partition(".")[0]
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
             for alias in node.names:
                 yield node.module or "", alias.name, alias.asname or alias.name
 
@@ -121,20 +133,10 @@ def folder_arrows() -> Mapping[str, frozenset[str]]:
 
 def circles(arrows: Mapping[str, frozenset[str]]) -> frozenset[str]:
     """The nodes from which an arrow leads back to them, over whichever others."""
-    left = {node: set(into) for node, into in arrows.items()}
-    # What points at nothing is in no circle, nor is what nothing points at.
-    while True:
-        pointed = set().union(*left.values()) if left else set()
-        ends = {
-            node for node, into in left.items() if not into & left.keys() or node not in pointed
-        }
-        if not ends:
-            break
-        left = {node: into - ends for node, into in left.items() if node not in ends}
-    return frozenset(node for node in left if node in _reached(left, left[node]))
+    return frozenset(node for node in arrows if node in _reached(arrows, arrows[node]))
 
 
-def _reached(arrows: Mapping[str, set[str]], begin: Iterable[str]) -> set[str]:
+def _reached(arrows: Mapping[str, frozenset[str]], begin: Iterable[str]) -> set[str]:
     found: set[str] = set()
     waiting = list(begin)
     while waiting:

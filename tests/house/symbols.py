@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tests.house.source import Module, imports, product, resolve, tree
+from tests.house.source import Module, imports, nodes, product, resolve, tree
 from tests.repository import ROOT
 
 Symbol = tuple[str, str]
@@ -64,7 +64,9 @@ def public_classes() -> list[Symbol]:
 def used_symbols() -> frozenset[Symbol]:
     """Those that anybody but a test uses; the whole module where it is handed on as a value."""
     users = [module.path for module in product().values()]
-    users += [path for part in ("examples", "benchmarks", "docs") for path in _python(ROOT / part)]
+    users += [
+        path for part in ("examples", "benchmarks", "docs") for path in (ROOT / part).rglob("*.py")
+    ]
     used = {symbol for path in users for symbol in _used_by(path)}
     used |= {symbol for module in product().values() for symbol in _used_at_home(module)}
     used |= set(_registered()) | set(_in_pages())
@@ -72,12 +74,8 @@ def used_symbols() -> frozenset[Symbol]:
     return frozenset(used | {symbol for symbol in public_symbols() if symbol[0] in whole})
 
 
-def _python(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
-
-
 def _used_at_home(module: Module) -> Iterator[Symbol]:
-    for node in ast.walk(tree(module.path)):
+    for node in nodes(module.path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield module.name, node.id
 
@@ -93,20 +91,28 @@ def _used_by(path: Path) -> Iterator[Symbol]:
         elif found is not None and name:
             names[called] = found[0]
     bases = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
-            dotted = ast.unparse(node).split(".")
             if isinstance(node.value, ast.Name) and node.value.id in names:
                 bases.add(id(node.value))
                 yield names[node.value.id], node.attr
-            elif dotted[0] == "stratagem":
+            elif (dotted := _dotted(node))[0] == "stratagem":
                 yield ".".join(dotted[1:-1]), node.attr
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Name) and node.id in names and id(node) not in bases:
             yield names[node.id], "*"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _dotted(node.func)[-1] == "import_module":
             literals = (each.value for each in node.args if isinstance(each, ast.Constant))
             yield from ((each.removeprefix("stratagem."), "*") for each in map(str, literals))
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    """The names of a.b.c; "" stands first where it begins with something else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *names]
 
 
 def _origin(symbol: Symbol) -> Iterator[Symbol]:

@@ -6,31 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from docs.error_catalogue import AGAIN, CAUSES, ONLY_A_BASE, classes, sentences
 from docs.execute_tutorials import notebook, tutorials, written_outputs
-from docs.generate import MARKED, images, render
+from docs.generate import MARKED, PLAYED, images, render
 from stratagem.common.job import load_job
+from stratagem.common.rpc.status_codes import TABLE
 from tests.house.pages import INLINE_CODE, PAGES, RUNNABLE, blocks, prose
+from tests.house.source import PARTS
 from tests.repository import ROOT
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
-TOP_FOLDERS = (
-    "common",
-    "coordinator",
-    "worker",
-    "tools",
-    "client",
-    "protos",
-    "tests",
-    "docs",
-    "examples",
-)
-REPOSITORY_PATH = re.compile(rf"(?:{'|'.join(TOP_FOLDERS)}|benchmarks|deploy)/[\w./*-]*")
-
-
-@pytest.fixture(params=PAGES, name="page")
-def _page(request: pytest.FixtureRequest) -> Path:
-    return PAGES[request.param]
+TOP_FOLDERS = "|".join((*PARTS, "protos", "tests", "docs", "examples", "benchmarks", "deploy"))
+REPOSITORY_PATH = re.compile(rf"(?:{TOP_FOLDERS})/[\w./*-]*")
+NAMES = {kind.__name__ for kind in classes()} - set(ONLY_A_BASE)
 
 
 def anchors(page: Path) -> set[str]:
@@ -39,41 +28,42 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).strip().replace(" ", "-") for title in titles}
 
 
-def test_generated_parts_are_current(page: Path) -> None:
-    text = page.read_text()
-    assert text.count("<!-- generated:") == text.count("<!-- end -->") == len(MARKED.findall(text))
-    assert render(text) == text, f"{page}: run `python docs/generate.py`"
-
-
-def test_drawn_pictures_are_current() -> None:
+@pytest.mark.parametrize("is_played", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_generated_parts_are_current(is_played: bool) -> None:
+    """Journals are played for some of them."""
+    for page in PAGES.values():
+        text = page.read_text()
+        if bool(PLAYED.search(text)) != is_played:
+            continue
+        ends = text.count("<!-- end -->")
+        assert text.count("<!-- generated:") == ends == len(MARKED.findall(text)), page
+        assert render(text) == text, f"{page}: run `python docs/generate.py`"
     for path, drawn in images().items():
         assert path.read_text() == drawn, f"{path}: run `python docs/generate.py`"
 
 
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(prose(page)):
-        if link.startswith(("http://", "https://")):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{page}: {link}"
-        if anchor:
-            assert anchor in anchors(target), f"{page}: {link}"
+def test_links_and_paths_lead_somewhere() -> None:
+    for page in PAGES.values():
+        for link in LINK.findall(prose(page)):
+            if link.startswith(("http://", "https://")):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page}: {link}"
+        for code in INLINE_CODE.findall(prose(page)):
+            if REPOSITORY_PATH.fullmatch(code):
+                assert any(ROOT.glob(code.rstrip("/"))), f"{page}: {code}"
 
 
-def test_paths_of_the_repository_exist(page: Path) -> None:
-    for code in INLINE_CODE.findall(prose(page)):
-        if REPOSITORY_PATH.fullmatch(code):
-            assert any(ROOT.glob(code.rstrip("/"))), f"{page}: {code}"
+def test_python_blocks_compile() -> None:
+    for page in PAGES.values():
+        for source in blocks(page, "python"):
+            if not source.startswith("%%"):
+                compile(source, str(page), "exec")
 
 
-def test_python_blocks_compile(page: Path) -> None:
-    for source in blocks(page, "python"):
-        if not source.startswith("%%"):
-            compile(source, str(page), "exec")
-
-
-def test_files_that_tutorials_write_are_valid_jobs(tmp_path: Path) -> None:
+def test_jobs_of_examples_and_of_pages_are_valid(tmp_path: Path) -> None:
     written = [
         source.partition("\n")[2]
         for page in tutorials()
@@ -81,9 +71,13 @@ def test_files_that_tutorials_write_are_valid_jobs(tmp_path: Path) -> None:
         if source.startswith("%%writefile") and source.partition("\n")[0].endswith(".yaml")
     ]
     assert len(written) >= 4
-    for number, source in enumerate(written):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(source)
+    written += [each for page in PAGES.values() for each in blocks(page, "yaml", RUNNABLE)]
+    for source in written:
+        (tmp_path / "job.yaml").write_text(source)
+        load_job(tmp_path / "job.yaml")
+    paths = sorted((ROOT / "examples").rglob("*.yaml"))
+    assert paths
+    for path in paths:
         load_job(path)
 
 
@@ -97,20 +91,6 @@ def test_tutorials_are_notebooks_with_output_and_no_picture_is_left_over() -> No
     assert tutorials()
     for picture in (ROOT / "docs/images/tutorials").iterdir():
         assert f"../images/tutorials/{picture.name})" in shown, picture
-
-
-def test_runnable_jobs_are_valid(page: Path, tmp_path: Path) -> None:
-    for number, source in enumerate(blocks(page, "yaml", RUNNABLE)):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(source)
-        load_job(path)
-
-
-def test_examples_are_valid_jobs() -> None:
-    paths = sorted((ROOT / "examples").rglob("*.yaml"))
-    assert paths
-    for path in paths:
-        load_job(path)
 
 
 def test_the_tutorial_shows_the_script_and_the_job_that_are_there() -> None:
@@ -142,3 +122,14 @@ def test_every_page_is_reached_from_the_readme() -> None:
             if target.suffix == ".md" and target.exists():
                 queue.append(target)
     assert not set(PAGES.values()) - reached
+
+
+def test_every_error_has_a_place_and_a_status_and_sentences_that_are_said() -> None:
+    assert set(CAUSES) == set(AGAIN) == NAMES
+    expected = {kind for kind in classes() if kind.__name__ not in ONLY_A_BASE}
+    assert {kind for kind, _ in TABLE} >= expected
+    for name, causes in CAUSES.items():
+        for words, advice in causes:
+            pattern = re.escape(words).replace("…", r"\S.*")
+            assert re.search(pattern, sentences()), f"{name}: nobody says {words!r}"
+            assert advice

@@ -30,13 +30,17 @@ BOUNDS = {"none": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("cut", [0, 1, 3, 5])
-def test_parts_make_up_the_whole(name: str, cut: int) -> None:
+def test_parts_make_up_the_whole(name: str) -> None:
     whole = codec_of(CODECS[name])
-    parts = [whole.part(range(cut)), whole.part(range(cut, len(ODD)))]
-    if CODECS[name]["codec"] == "vsa":
-        assert parts == [None, None]
-        return
+    for cut in (0, 1, 3, 5):
+        parts = [whole.part(range(cut)), whole.part(range(cut, len(ODD)))]
+        if CODECS[name]["codec"] == "vsa":
+            assert parts == [None, None]
+        else:
+            check_parts(whole, parts, cut)
+
+
+def check_parts(whole: Codec, parts: list[Codec | None], cut: int) -> None:
     state = whole.initial_state()
     for key in (5, 6):  # residuals and bases follow
         tensors = values(ODD, key)
@@ -59,7 +63,7 @@ def test_parts_make_up_the_whole(name: str, cut: int) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(layout=LAYOUTS, seed=st.integers(0, 2**20), scale=st.sampled_from([1e-30, 1.0, 1e30]))
 def test_any_layout_comes_back_in_the_bytes_that_were_announced(
     name: str, layout: tuple[TensorLayout, ...], seed: int, scale: float
@@ -90,7 +94,7 @@ def test_any_layout_comes_back_in_the_bytes_that_were_announced(
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_zeros_stay_zeros(name: str) -> None:
+def test_zeros_stay_zeros_and_what_is_not_finite_or_too_long_is_refused(name: str) -> None:
     codec = codec_of(CODECS[name])
     zeros = [np.zeros_like(tensor) for tensor in values(ODD, 0)]
     payload, state = codec.encode(zeros, codec.initial_state(), 1)
@@ -99,20 +103,10 @@ def test_zeros_stay_zeros(name: str) -> None:
     tensors = values(ODD, 1)
     payload, _ = codec.encode(tensors, state, 2)
     assert flat(codec.decode(payload, 2)).any()
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_values_that_are_not_finite_are_refused(name: str, value: float) -> None:
-    codec, tensors = codec_of(CODECS[name]), values(ODD, 0)
-    tensors[3][6] = value
-    with pytest.raises(NonFiniteError, match="bias has values"):
-        codec.encode(tensors, codec.initial_state(), 0)
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_a_payload_of_another_length_is_refused(name: str) -> None:
-    codec = codec_of(CODECS[name])
+    for value in (math.nan, math.inf):
+        tensors[3][6] = value
+        with pytest.raises(NonFiniteError, match="bias has values"):
+            codec.encode(tensors, codec.initial_state(), 0)
     with pytest.raises(ValueError, match="bytes came, expected"):
         codec.decode(np.zeros(codec.payload_bytes + 1, np.uint8), 0)
 
@@ -133,7 +127,7 @@ def test_what_was_decoded_and_the_residual_are_what_was_given(name: str) -> None
     state = codec.initial_state()
     given_sum = [np.zeros(spec.numel) for spec in ODD]
     decoded_sum = [np.zeros(spec.numel) for spec in ODD]
-    for step in range(30):
+    for step in range(10):
         tensors = values(ODD, step)
         before = [residual(state, spec) for spec in ODD]
         payload, state = codec.encode(tensors, state, step)
@@ -159,10 +153,10 @@ def test_a_residual_does_not_grow_without_end(name: str) -> None:
     codec = codec_of(CODECS[name])
     state, constant = codec.initial_state(), values(ODD, 5)
     norms = []
-    for step in range(60):
+    for step in range(40):
         _, state = codec.encode(constant, state, derive(7, step))
         norms.append(max(float(np.linalg.norm(residual(state, spec))) for spec in ODD))
-    assert max(norms[30:]) < 1.5 * max(norms[:30]), norms[-1]
+    assert max(norms[20:]) < 1.5 * max(norms[:20]), norms[-1]
 
 
 @pytest.mark.parametrize("name", ["int8-stochastic", "ternary-stochastic"])
@@ -203,16 +197,13 @@ def test_the_hash_is_the_published_one() -> None:
     assert derive(2**40, 0) != derive(0, 0)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 3, 4, 7, 1000])
-def test_trits_take_two_bits(numel: int) -> None:
-    trits = np.random.default_rng(numel).integers(-1, 2, numel).astype(np.int8)
-    packed = pack(trits)
-    assert packed.nbytes == math.ceil(numel / 4)
-    assert np.array_equal(unpack(packed, numel), trits)
+def test_trits_take_two_bits_and_the_code_that_nothing_packs_is_refused() -> None:
+    for numel in (0, 1, 3, 4, 7, 1000):
+        trits = np.random.default_rng(numel).integers(-1, 2, numel).astype(np.int8)
+        packed = pack(trits)
+        assert packed.nbytes == math.ceil(numel / 4)
+        assert np.array_equal(unpack(packed, numel), trits)
     assert pack(np.array([1, -1, 0, 1], np.int8)).tolist() == [0b01_00_10_01]
-
-
-def test_the_code_that_nothing_packs_is_refused() -> None:
     with pytest.raises(ValueError, match="code 11"):
         unpack(np.array([0b1100], np.uint8), 4)
     with pytest.raises(ValueError, match="code 11"):
@@ -221,16 +212,16 @@ def test_the_code_that_nothing_packs_is_refused() -> None:
     assert unpack(beyond, 6).tolist() == [1, 0, 0, 0, -1, 1]
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.0, 1.5, -3e-39, 3.4e38, np.inf, np.nan])
 @pytest.mark.parametrize("numel", [1, 4, 1003])
-def test_what_is_looked_up_by_byte_is_each_trit_times_the_scale(numel: int, scale: float) -> None:
+def test_what_is_looked_up_by_byte_is_each_trit_times_the_scale(numel: int) -> None:
     trits = np.random.default_rng(numel).integers(-1, 2, numel).astype(np.int8)
     codec = Ternary(numel, threshold_fraction=0.7, stochastic=False)
-    head = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
-    with np.errstate(all="ignore"):
-        decoded = codec.decoder(in_memory(np.concatenate([head, pack(trits)])))(0, numel)
-        expected = trits.astype(np.float32) * np.float32(scale)
-    assert decoded.view(np.uint32).tolist() == expected.view(np.uint32).tolist()
+    for scale in (0.0, -0.0, 1.5, -3e-39, 3.4e38, np.inf, np.nan):
+        head = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
+        with np.errstate(all="ignore"):
+            decoded = codec.decoder(in_memory(np.concatenate([head, pack(trits)])))(0, numel)
+            expected = trits.astype(np.float32) * np.float32(scale)
+        assert decoded.view(np.uint32).tolist() == expected.view(np.uint32).tolist()
 
 
 @given(st.lists(st.floats(-10, 10, width=32), max_size=30), st.sampled_from([0.0, 0.7, 1.5]))
@@ -250,12 +241,6 @@ def test_sums_go_over_the_tree_of_neighbours(numbers: list[float], total: float)
     assert (tree_sum(values), math.copysign(1, tree_sum(values))) == (total, 1)
     # 1e16 + 1 is 1e16; so the order shows: (1e16 + 1) + (1 + 1) is not the sum from the left.
     assert tree_sum(np.array([1e16, 1, 1, 1])) == 1e16 + 2
-
-
-def test_a_bundle_that_overflows_is_refused() -> None:
-    codec = codec_of(CODECS["vsa"], (TensorLayout("w", (4096,)),))
-    with pytest.raises(NonFiniteError, match="the bundle of all tensors has values"):
-        codec.encode([np.full(4096, 3e38, np.float32)], codec.initial_state(), 0)
 
 
 def test_gradients_of_other_size_do_not_share_a_scale() -> None:
@@ -367,6 +352,7 @@ def test_vsa_does_not_lose_a_small_tensor_in_the_noise_of_a_large_one(fraction: 
     assert found[CURRENT][1] > found[FIRST][1] - 0.02
 
 
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, 64, 100, 4096]), min_size=1, max_size=6),
     fraction=st.floats(0.05, 0.9),
@@ -387,11 +373,12 @@ def test_what_goes_beside_a_bundle_is_little(sizes: list[int], fraction: float) 
     assert places_beside(layout, fraction, FIRST) == frozenset()
 
 
-def test_a_bundle_of_vectors_of_other_lengths_is_refused() -> None:
+def test_a_bundle_that_overflows_or_of_vectors_of_other_lengths_is_refused() -> None:
+    codec = codec_of(CODECS["vsa"], (TensorLayout("w", (4096,)),))
+    with pytest.raises(NonFiniteError, match="the bundle of all tensors has values"):
+        codec.encode([np.full(4096, 3e38, np.float32)], codec.initial_state(), 0)
     one, three = np.ones(1, np.float32), np.ones(3, np.float32)
-    with pytest.raises(
-        ValueError, match=r"vector 1 of a bundle has shape \(1,\), the first \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"vector 1 of a bundle has shape \(1,\), the first \(3,"):
         bundle([three, one])
     with pytest.raises(ValueError, match="a bundle of no vectors"):
         bundle([])
@@ -407,16 +394,10 @@ def test_a_bundle_of_vectors_of_other_lengths_is_refused() -> None:
     [
         ({"codec": "int2"}, "codec: 'int2' is not one of"),
         ({"codec": "int8", "rank": 2}, "rank: belongs to codec low_rank only"),
-        (
-            {"codec": "top_k", "k_fraction": 0.0},
-            "k_fraction: 0.0 is not allowed; must be in",
-        ),
+        ({"codec": "top_k", "k_fraction": 0.0}, "k_fraction: 0.0 is not allowed; must be in"),
         ({"codec": "ternary", "stochastic": True, "error_feedback": True}, "unbiased"),
         ({"codec": "int8", "stochastic": True, "block": 8}, "does not go together with block"),
-        (
-            {"codec": "int4", "stochastic": True},
-            "stochastic: belongs to codec int8 or ternary only",
-        ),
+        ({"codec": "int4", "stochastic": True}, "stochastic: belongs to codec int8 or ternary onl"),
         ({"codec": "ternary", "block": 8}, "block: belongs to codec int8 or int4 only"),
         ({"codec": "none", "error_feedback": True}, "no meaning with codec none"),
         ({"codec": "fp16", "rate": 1}, "rate: unknown key"),

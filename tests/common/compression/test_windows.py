@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from stratagem.common.compression import Codec, FloatArray, TensorLayout
 from stratagem.common.compression.codec import ByteArray, Read
 from tests.common.compression.support import CODECS, codec_of, flat, values
+from tests.every_pair import every_pair
 
 pytestmark = pytest.mark.core
 
@@ -25,8 +26,7 @@ WINDOWED = [name for name in CODECS if name not in SHARED]
 
 
 def plain(payload: ByteArray, shape: tuple[int, ...], options: dict[str, Any]) -> FloatArray:
-    values: FloatArray = np.frombuffer(payload.tobytes(), np.float32)
-    return values
+    return np.frombuffer(payload.tobytes(), np.float32)
 
 
 def fp16(payload: ByteArray, shape: tuple[int, ...], options: dict[str, Any]) -> FloatArray:
@@ -151,34 +151,30 @@ def windows(codec: Codec, place: int, read: Read, step: int) -> FloatArray:
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-@pytest.mark.parametrize("step", [1, 3, 7, 8, 64, 10**6])
-def test_windows_of_any_size_have_the_bits_of_the_whole(name: str, step: int) -> None:
+def test_windows_of_any_size_have_the_bits_of_the_whole(name: str) -> None:
     codec = codec_of(CODECS[name], LAYOUT)
     payload, _ = codec.encode(values(LAYOUT, 4), codec.initial_state(), 9)
     expected = reference(name, payload)
     for place, whole in enumerate(expected):
-        decoded = windows(codec, place, Counted(payload).read, step)
-        assert decoded.tobytes() == whole.tobytes()
+        for step in (1, 3, 7, 8, 64, 10**6):
+            if whole.size // step <= 500:  # more windows are of the same places in their bytes
+                decoded = windows(codec, place, Counted(payload).read, step)
+                assert decoded.tobytes() == whole.tobytes()
     assert flat(codec.decode(payload, 9)).tobytes() == flat(expected).tobytes()
-
-
-@pytest.mark.parametrize("name", [name for name in WINDOWED if name != "low_rank"])
-def test_a_window_reads_no_more_than_it_needs(name: str) -> None:
-    codec = codec_of(CODECS[name], LAYOUT)
-    counted = Counted(codec.encode(values(LAYOUT, 4), codec.initial_state(), 9)[0])
+    counted = Counted(payload)
     windows(codec, len(LAYOUT) - 1, counted.read, 64)
-    assert counted.most <= 4 * max(64, round(2400 * CODECS[name].get("k_fraction", 0)))
+    needed = 4 * max(64, round(2400 * CODECS[name].get("k_fraction", 0)))
+    assert name == "low_rank" or counted.most <= needed, "no more is read than a window needs"
 
 
-@pytest.mark.parametrize("name", sorted(SHARED))
-def test_a_bundle_has_no_windows(name: str) -> None:
-    codec = codec_of(CODECS[name])
-    assert codec.decoder(0, Counted(np.empty(0, np.uint8)).read) is None
-    assert codec.part(range(0)) is None
+def test_a_bundle_has_no_windows() -> None:
+    for name in SHARED:
+        codec = codec_of(CODECS[name])
+        assert codec.decoder(0, Counted(np.empty(0, np.uint8)).read) is None
+        assert codec.part(range(0)) is None
 
 
-@pytest.mark.parametrize("step", [1, 3, 64, 1000])
-@pytest.mark.parametrize("at", [0, 130, 249])
+@pytest.mark.parametrize(("at", "step"), [(0, 64), (130, 3), (130, 1000), (249, 1), (249, 64)])
 def test_the_code_11_is_found_in_every_window(at: int, step: int) -> None:
     layout = (TensorLayout("w", (250,)),)
     codec = codec_of(CODECS["ternary"], layout)
@@ -188,8 +184,9 @@ def test_the_code_11_is_found_in_every_window(at: int, step: int) -> None:
         decode_all(codec, payload, 250, step)
 
 
-@pytest.mark.parametrize("step", [1, 9, 64, 1000])
-@pytest.mark.parametrize("damage", ["low", "high", "twice", "back"])
+@pytest.mark.parametrize(
+    ("damage", "step"), every_pair(("low", "high", "twice", "back"), (1, 9, 64, 1000))
+)
 def test_places_that_no_encoder_gives_are_refused(damage: str, step: int) -> None:
     """Eight of 256 places are named, each by a number: the values, then the places."""
     layout = (TensorLayout("w", (256,)),)

@@ -34,16 +34,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, durable: bool) -
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_it_never_has_more_rights_than_asked_for(tmp_path: Path) -> None:
+def test_it_never_has_more_rights_than_asked_for_and_an_error_names_it(tmp_path: Path) -> None:
     left = tmp_path / f".key.{os.getpid()}.part"  # of a process of this number that was killed
     left.write_bytes(b"for everybody")
     left.chmod(0o666)
     with whole_file(tmp_path / "key", mode=0o600) as file:
         assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
     assert (tmp_path / "key").read_bytes() == b""
-
-
-def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         write(tmp_path / "nowhere" / "file", b"")
     assert caught.value.filename == str(tmp_path / "nowhere" / "file")

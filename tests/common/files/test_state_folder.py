@@ -25,15 +25,12 @@ def write(folder: StateFolder, upload: str, content: bytes = CONTENT) -> None:
     folder.write_leaf(DIGEST, upload, [memoryview(content[:4]), memoryview(content[4:])])
 
 
-def test_a_leaf_is_there_under_its_digest_and_its_upload(folder: StateFolder) -> None:
+def test_a_leaf_is_there_under_its_digest_behind_a_damaged_copy(folder: StateFolder) -> None:
     write(folder, "1-a")
     (path,) = folder.copies(DIGEST)
     assert digest_and_upload(path.name) == (DIGEST, "1-a")
     assert folder.read_leaf(DIGEST) == CONTENT
     assert list(folder.temporary.iterdir()) == []
-
-
-def test_a_sound_copy_is_found_behind_a_damaged_one(folder: StateFolder) -> None:
     write(folder, "1-a")
     write(folder, "1-b", b"other bytes")
     assert folder.read_leaf(DIGEST) == CONTENT
@@ -43,22 +40,19 @@ def test_a_sound_copy_is_found_behind_a_damaged_one(folder: StateFolder) -> None
         folder.read_leaf(DIGEST)
 
 
-def test_what_is_not_there_is_not_found(folder: StateFolder) -> None:
+def test_what_is_not_there_or_has_other_bytes_is_told(folder: StateFolder) -> None:
     with pytest.raises(NotFoundError):
         folder.read_leaf(DIGEST)
     assert folder.read_list(DIGEST) is None
     assert folder.store_id() == ""
+    path = folder.lists / DIGEST[:2] / f"{DIGEST}.leaves"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"something else")
+    with pytest.raises(IntegrityError, match="other bytes"):
+        folder.read_list(DIGEST)
 
 
 def test_a_folder_that_is_gone_says_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"cannot be written below .*: No such file"):
         write(StateFolder(tmp_path), "1-a")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_list_with_other_bytes_is_refused(folder: StateFolder) -> None:
-    path = folder.lists / DIGEST[:2] / f"{DIGEST}.leaves"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"something else")
-    with pytest.raises(IntegrityError, match="other bytes"):
-        folder.read_list(DIGEST)

@@ -6,6 +6,7 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import InitialSpec, JobSpec
+from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED
 
 EVALUATING: dict[str, Any] = {
     "name": "evaluate",
@@ -15,19 +16,18 @@ EVALUATING: dict[str, Any] = {
     "evaluation": {"split": "test", "metrics": ["accuracy"], "batch_size": 32},
     "execution": {"gradient": "None"},
 }
-REPLICAS = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
 STAGES = {
     "type": "ModelParallel",
     "partitions": [{"node_ids": ["0"], "target": {"WorkerId": "a"}}],
     "communication": {"protocol": "Direct"},
 }
-SILOS = {
-    "type": "Federated",
-    "num_clients": 2,
-    "rounds": 1,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "All"},
-}
+SERVER = DATA_PARALLEL | {"aggregation": {"method": "ParameterServer"}}
+GOSSIP = DATA_PARALLEL | {"aggregation": {"method": "Decentralized", "topology": "ring"}}
+PIPELINE = {"gradient": "None", "parallelism": {"PipelineParallel": 2}}
+TRAINING = {"execution": {}, "epochs": 1, "batch_size": 4, "optimizer": {"name": "sgd", "lr": 1}}
+
+
+PREDICTING: dict[str, Any] = {"evaluation": {"metrics": [], "predictions": True}}
 
 
 def refusal(**changes: Any) -> str:
@@ -37,24 +37,23 @@ def refusal(**changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"strategy": REPLICAS}, {"batch_size": 32}, {"initial": {"digest": "a" * 64}}]
+    "changes",
+    [
+        *(
+            {},
+            {"batch_size": 32},
+            {"initial": {"digest": "a" * 64}},
+            {"evaluation": {"metrics": [], "predictions": True, "batch_size": 32}},
+        ),
+        *({"strategy": DATA_PARALLEL}, {"strategy": STAGES}),
+        *({"execution": {"preset": preset}} for preset in ("inference", "high_throughput")),
+    ],
 )
 def test_it_has_no_optimizer_and_keeps_its_meaning_in_its_text(changes: dict[str, Any]) -> None:
     job = JobSpec.parse(EVALUATING | changes)
     assert job.only_evaluates
     assert job.batch_size == 32
     assert "optimizer" not in job.document()
-    assert JobSpec.from_json(job.canonical_json()) == job
-
-
-def test_stages_may_evaluate() -> None:
-    assert JobSpec.parse(EVALUATING | {"strategy": STAGES}).only_evaluates
-
-
-@pytest.mark.parametrize("preset", ["inference", "high_throughput"])
-def test_presets_of_inference_work_as_they_are_written(preset: str) -> None:
-    job = JobSpec.parse(EVALUATING | {"execution": {"preset": preset}})
-    assert job.only_evaluates
     assert JobSpec.from_json(job.canonical_json()) == job
 
 
@@ -73,50 +72,18 @@ def test_presets_of_inference_work_as_they_are_written(preset: str) -> None:
         ({"evaluation": None}, "evaluation: missing"),
         ({"evaluation": {"metrics": ["accuracy"], "best": "loss"}}, "evaluation.best: "),
         ({"evaluation": {"every": "3 steps"}}, "evaluation.every: "),
-        ({"strategy": SILOS}, "Federated trains, and execution.gradient is None"),
-        (
-            {"strategy": {**REPLICAS, "aggregation": {"method": "ParameterServer"}}},
-            "nothing to aggregate",
-        ),
-        (
-            {
-                "strategy": {
-                    **REPLICAS,
-                    "aggregation": {"method": "Decentralized", "topology": "ring"},
-                }
-            },
-            "nothing to aggregate",
-        ),
-        (
-            {"execution": {"gradient": "None", "parallelism": {"PipelineParallel": 2}}},
-            "cuts a model",
-        ),
-        (
-            {"strategy": STAGES, "evaluation": {"metrics": [], "predictions": True}},
-            "evaluation.predictions: is not possible under ModelParallel",
-        ),
+        ({"strategy": FEDERATED}, "Federated trains, and execution.gradient is None"),
+        ({"strategy": SERVER}, "nothing to aggregate"),
+        ({"strategy": GOSSIP}, "nothing to aggregate"),
+        ({"execution": PIPELINE}, "cuts a model"),
+        ({"strategy": STAGES, **PREDICTING}, "evaluation.predictions: is not possible under Model"),
+        ({**PREDICTING, **TRAINING}, "evaluation.predictions: belongs to a job that only"),
+        ({"execution": {}, "epochs": 1}, "optimizer: missing"),
+        ({"execution": {}, "epochs": 1}, "batch_size: missing"),
     ],
 )
 def test_what_belongs_to_training_is_refused(changes: dict[str, Any], message: str) -> None:
     assert message in refusal(**changes)
-
-
-def test_predictions_are_those_of_a_job_that_only_evaluates() -> None:
-    spec = {"evaluation": {"metrics": [], "predictions": True}}
-    assert JobSpec.parse(EVALUATING | spec).evaluation.predictions  # type: ignore[union-attr]
-    training = {
-        "execution": {},
-        "epochs": 1,
-        "batch_size": 4,
-        "optimizer": {"name": "sgd", "lr": 1},
-    }
-    assert "evaluation.predictions: belongs to a job that only" in refusal(**spec, **training)
-
-
-def test_a_job_that_trains_needs_an_optimizer_and_batches() -> None:
-    text = refusal(execution={}, epochs=1)
-    assert "optimizer: missing" in text
-    assert "batch_size: missing" in text
 
 
 @pytest.mark.parametrize(

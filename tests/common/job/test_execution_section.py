@@ -1,3 +1,5 @@
+"""The section `execution`: presets, fields, and what a job makes of them."""
+
 from typing import Any
 
 import pytest
@@ -13,14 +15,13 @@ from stratagem.common.job.execution_section import (
 )
 from stratagem.common.process.cpu_threads import available_cores
 from tests.common.job.documents import MINIMAL
+from tests.common.strategy.documents import DATA_PARALLEL
 
 FIELDS = ("mode", "gradient", "precision", "memory", "parallelism", "fusion", "profiling")
 TABLE = {  # the presets as they are documented
     "training": ("Lazy", "Full", "Single", "Pooled", "Automatic", True, True),
     "inference": ("Eager", "None", "Single", "Cached", "Automatic", True, False),
-    "memory_efficient": (
-        *("Hybrid", Checkpointed(10), "Mixed", "MinimalPeak", "None", False, False),
-    ),
+    "memory_efficient": ("Hybrid", Checkpointed(10), "Mixed", "MinimalPeak", "None", False, False),
     "high_throughput": ("Lazy", "None", "Single", "Pooled", DataParallel(4), True, False),
     "debug": ("Eager", "Full", "Full", "Standard", "None", False, True),
 }
@@ -32,22 +33,15 @@ def refusal(value: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_its_row_of_the_table(name: str) -> None:
-    spec = ExecutionSpec.parse({"preset": name})
-    assert tuple(getattr(spec, field) for field in FIELDS) == TABLE[name]
-    fields: dict[str, Any] = dict(zip(FIELDS, TABLE[name], strict=True))
-    assert spec == ExecutionSpec(**fields)
-
-
-def test_a_field_that_is_given_wins_over_the_preset() -> None:
+def test_a_preset_is_its_row_of_the_table_and_a_field_that_is_given_wins() -> None:
+    assert set(PRESETS) == set(TABLE)
+    for name, row in TABLE.items():
+        spec = ExecutionSpec.parse({"preset": name})
+        assert tuple(getattr(spec, field) for field in FIELDS) == row
+        fields: dict[str, Any] = dict(zip(FIELDS, row, strict=True))
+        assert spec == ExecutionSpec(**fields)
     spec = ExecutionSpec.parse({"preset": "debug", "precision": "Single", "profiling": False})
     assert (spec.precision, spec.profiling, spec.gradient) == ("Single", False, "Full")
-
-
-def test_16_bit_numbers_belong_to_16_bit_precision() -> None:
-    assert ExecutionSpec.parse({"precision": "Half", "amp_dtype": "float16"}).amp_dtype
-    assert "amp_dtype: belongs to precision Mixed and Half" in refusal({"amp_dtype": "float16"})
 
 
 def test_changes_make_a_checked_copy_and_go_both_ways() -> None:
@@ -63,29 +57,22 @@ def test_changes_make_a_checked_copy_and_go_both_ways() -> None:
 def test_what_a_section_says_about_itself() -> None:
     plain = ExecutionSpec()
     assert plain.computes_gradients
-    assert (plain.checkpoint_interval, plain.accumulation_steps, plain.num_workers) == (
-        *(None, None, 1),
-    )
+    assert (plain.checkpoint_interval, plain.accumulation_steps) == (None, None)
+    assert plain.num_workers == 1
     spec = ExecutionSpec(gradient=Checkpointed(5), parallelism=PipelineParallel(3))
     assert (spec.checkpoint_interval, spec.num_workers) == (5, 3)
     assert ExecutionSpec(gradient=Accumulated(7)).accumulation_steps == 7
     assert not ExecutionSpec(gradient="None").computes_gradients
     automatic = ExecutionSpec(parallelism="Automatic")
     assert automatic.num_workers == min(available_cores(), 8)
-
-
-def test_the_summary_is_a_heading_and_seven_lines() -> None:
+    assert ExecutionSpec.parse({"precision": "Half", "amp_dtype": "float16"}).amp_dtype
+    assert "amp_dtype: belongs to precision Mixed and Half" in refusal({"amp_dtype": "float16"})
     spec = ExecutionSpec.parse({"preset": "memory_efficient", "parallelism": {"DataParallel": 2}})
-    assert spec.summary().splitlines() == [
-        "Execution:",
-        "  Mode: Hybrid",
-        "  Gradient: Checkpointed { interval: 10 }",
-        "  Precision: Mixed",
-        "  Memory: MinimalPeak",
-        "  Parallelism: DataParallel { num_workers: 2 }",
-        "  Fusion: false",
-        "  Profiling: false",
-    ]
+    assert ";".join(spec.summary().splitlines()) == (
+        "Execution:;  Mode: Hybrid;  Gradient: Checkpointed { interval: 10 };  Precision: Mixed;"
+        "  Memory: MinimalPeak;  Parallelism: DataParallel { num_workers: 2 };  Fusion: false;"
+        "  Profiling: false"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,14 +93,11 @@ def test_what_is_no_execution_is_refused(value: Any, message: str) -> None:
     assert message in refusal(value)
 
 
-def test_a_job_keeps_its_variants_in_its_text() -> None:
+def test_a_job_keeps_its_variants_in_its_text_and_says_each_once() -> None:
     execution = {"gradient": {"Checkpointed": 5}, "parallelism": {"DataParallel": 2}}
     job = JobSpec.parse({**MINIMAL, "execution": execution})
     assert '"gradient":{"Checkpointed":5}' in job.canonical_json()
     assert JobSpec.from_json(job.canonical_json()) == job
-
-
-def test_accumulated_is_a_way_to_set_the_steps_of_accumulation() -> None:
     execution = {"gradient": {"Accumulated": 4}}
     job = JobSpec.parse({**MINIMAL, "execution": execution, "accumulation": {"normalize": "sum"}})
     assert (job.window.steps, job.window.normalize) == (4, "sum")
@@ -121,9 +105,7 @@ def test_accumulated_is_a_way_to_set_the_steps_of_accumulation() -> None:
         JobSpec.parse({**MINIMAL, "execution": execution, "accumulation": {"steps": 2}})
     with pytest.raises(InvalidInputError, match="65 micro-batches is more than batch_size"):
         JobSpec.parse({**MINIMAL, "execution": {"gradient": {"Accumulated": 65}}})
-
-
-def test_a_job_has_one_strategy() -> None:
-    replicas = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
     with pytest.raises(InvalidInputError, match="which is DataParallel already"):
-        JobSpec.parse({**MINIMAL, "strategy": replicas, "execution": {"parallelism": "Automatic"}})
+        JobSpec.parse(
+            {**MINIMAL, "strategy": DATA_PARALLEL, "execution": {"parallelism": "Automatic"}}
+        )

@@ -70,19 +70,9 @@ def test_the_three_formats_say_the_same(tmp_path: Path, job_file: Path) -> None:
 
 
 def test_overrides_set_nested_values_of_every_kind(job_file: Path) -> None:
-    job = load_job(
-        job_file,
-        [
-            "optimizer.lr=1e-3",
-            "optimizer.schedule.name=cosine",
-            "model.kwargs.layers=[1, 2]",
-            "execution.precision=Full",
-            "epochs=null",
-            "steps=10",
-            "name=a-b",
-            "strategy.num_replicas=3",
-        ],
-    )
+    given = ["optimizer.lr=1e-3", "optimizer.schedule.name=cosine", "model.kwargs.layers=[1, 2]"]
+    given += ["execution.precision=Full", "epochs=null", "steps=10", "name=a-b"]
+    job = load_job(job_file, [*given, "strategy.num_replicas=3"])
     usual = load_job(job_file, ["retention=null", "execution=null", "model.kwargs.layers=null"])
     assert usual.retention == load_job(job_file).retention
     assert usual.execution == load_job(job_file).execution
@@ -138,15 +128,10 @@ def test_overrides_reach_into_lists_by_place_and_by_name(job_file: Path) -> None
         ("optimizer.nesterov=soon", "optimizer.nesterov: 'soon' is not true or false"),
         ("optimizer={name: Adam, lr: 1, betas: 0.9}", "optimizer.betas: 0.9 is not a list of 2 "),
         ("optimizer={name: adafactor, lr: 1, eps: [null, x]}", "optimizer.eps: [0, 'x'] is not a "),
-        (
-            "optimizer.groups=[{name: a, max_dims: 1, momentum: high}]",
-            "optimizer.groups[0].momentum: 'high' is not a number",
-        ),
+        ("optimizer.groups=[{name: a, max_dims: 1, momentum: x}]", "optimizer.groups[0].momentum"),
     ],
 )
-def test_values_that_an_optimizer_does_not_take_are_named(
-    job_file: Path, override: str, expected: str
-) -> None:
+def test_wrong_values_of_optimizers_are_named(job_file: Path, override: str, expected: str) -> None:
     job = load_job(job_file, [override])
     (violation,) = check_optimizer(job.optimizer)
     assert str(violation).startswith(expected)
@@ -200,50 +185,40 @@ def test_unreadable_files_are_refused(tmp_path: Path, name: str, text: str, expe
     assert not caught.value.violations  # of which each would be told without the file
 
 
-def test_a_missing_file_and_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_yaml_scalars_are_those_of_version_1_2() -> None:
+    same = ("off", "no", "1:30", "2024-01-01", "1_000")
+    table: dict[str, Any] = {
+        "1e-3": 1e-3,
+        "-.5": -0.5,
+        "+1.5E3": 1500.0,
+        "1.": 1.0,
+        "010": 10,
+        "0x1F": 31,
+        "0o17": 15,
+        "-3": -3,
+        "true": True,
+        "~": None,
+        "": None,
+        '""': "",
+        "[a, ]": ["a"],
+        **{text: text for text in same},
+        "{a: , b: null}": {"a": None, "b": None},
+        "{x: &p {a: 1}, y: {<<: *p, b: 3}}": {"x": {"a": 1}, "y": {"a": 1, "b": 3}},
+        "{x: &p {b: 1}, y: {<<: *p, b: 3}}": {"x": {"b": 1}, "y": {"b": 3}},
+    }
+    for text, value in table.items():
+        assert json.dumps(parse_yaml(text)) == json.dumps(value), text
+
+
+def test_a_file_names_every_wrong_field_or_that_it_is_none(job_file: Path, tmp_path: Path) -> None:
+    job_file.write_text(YAML.replace("lr: 1e-1", "lr: -1").replace("AllReduce", "AllReduse"))
+    with pytest.raises(InvalidInputError) as caught:
+        load_job(job_file)
+    fields = {each.field for each in caught.value.violations}
+    assert fields == {"optimizer.lr", "strategy.aggregation.method"}
+    assert isinstance(load_job(job_file, ["optimizer.lr=1", "strategy={type: Local}"]), JobSpec)
     with pytest.raises(InvalidInputError, match="No such file"):
         load_job(tmp_path / "absent.yaml")
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(InvalidInputError, match="not UTF-8"):
         load_job(tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 1e-3),
-        ("-.5", -0.5),
-        ("+1.5E3", 1500.0),
-        ("1.", 1.0),
-        ("010", 10),
-        ("0x1F", 31),
-        ("0o17", 15),
-        ("-3", -3),
-        ("off", "off"),
-        ("no", "no"),
-        ("1:30", "1:30"),
-        ("2024-01-01", "2024-01-01"),
-        ("1_000", "1_000"),
-        ("true", True),
-        ("~", None),
-        ("", None),
-        ('""', ""),
-        ("[a, ]", ["a"]),
-        ("{a: , b: null}", {"a": None, "b": None}),
-        ("{x: &p {a: 1, b: 2}, y: {<<: *p, b: 3}}", {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 3}}),
-    ],
-)
-def test_yaml_scalars_are_those_of_version_1_2(text: str, value: Any) -> None:
-    read = parse_yaml(text)
-    assert json.dumps(read) == json.dumps(value)
-
-
-def test_a_file_names_every_wrong_field(job_file: Path) -> None:
-    job_file.write_text(YAML.replace("lr: 1e-1", "lr: -1").replace("AllReduce", "AllReduse"))
-    with pytest.raises(InvalidInputError) as caught:
-        load_job(job_file)
-    assert {each.field for each in caught.value.violations} == {
-        "optimizer.lr",
-        "strategy.aggregation.method",
-    }
-    assert isinstance(load_job(job_file, ["optimizer.lr=1", "strategy={type: Local}"]), JobSpec)

@@ -9,6 +9,7 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import DataParallel, MeanOfReplicas, Nesterov, local_steps_of
+from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED
 from tests.gan_jobs import TURNS
 from tests.jobs import document, user_data
 
@@ -20,12 +21,7 @@ SETTINGS = [
 
 
 def strategy(local_steps: int = 4, **options: Any) -> dict[str, Any]:
-    return {
-        "type": "DataParallel",
-        "num_replicas": 2,
-        "aggregation": {"method": "AllReduce"},
-        "options": {"local_steps": local_steps, **options},
-    }
+    return DATA_PARALLEL | {"options": {"local_steps": local_steps, **options}}
 
 
 def parsed(**sections: Any) -> JobSpec:
@@ -40,10 +36,7 @@ def parsed(**sections: Any) -> JobSpec:
             "checkpoint.every: '6 steps' is not allowed: the replicas are joined only after each "
             "strategy.options.local_steps, 4; the nearest is '4 steps' or '8 steps'",
         ),
-        (
-            {"checkpoint": {"every": "3 steps"}},
-            "4; the nearest is '4 steps'",
-        ),
+        ({"checkpoint": {"every": "3 steps"}}, "4; the nearest is '4 steps'"),
         (
             {"evaluation": {"split": "test", "every": "1 epoch"}},
             "evaluation.every: '1 epoch' is not allowed: the replicas are joined only after each "
@@ -56,17 +49,11 @@ def parsed(**sections: Any) -> JobSpec:
         ),
         ({"phases": {}}, "phases: is not allowed with strategy.options.local_steps: each replica"),
         ({"weight_average": {}}, "weight_average: is not allowed with strategy.options.local"),
-        (
-            {"turns": TURNS, "optimizer": None, "loss": None},
-            "turns: is not allowed with strategy.options.local_steps: a replica has one optimizer",
-        ),
-        (
-            {"hyperparameter_schedule": {"settings": SETTINGS}},
-            "hyperparameter_schedule: is not allowed with strategy.options.local_steps: it may",
-        ),
+        ({"turns": TURNS, "optimizer": None, "loss": None}, "turns: is not allowed with strategy"),
+        ({"hyperparameter_schedule": {"settings": SETTINGS}}, "hyperparameter_schedule: is not a"),
         (
             {"data": {**user_data("classes"), "streams": 2}},
-            "strategy.options.local_steps: cannot go with a stream of rows (data.streams)",
+            "cannot go with a stream of rows (data.s",
         ),
     ],
 )
@@ -77,21 +64,13 @@ def test_contradiction_is_refused(sections: dict[str, Any], expected: str) -> No
 
 
 def test_local_steps_inside_of_another_strategy_are_refused() -> None:
-    federated = {
-        "type": "Federated",
-        "num_clients": 2,
-        "rounds": 3,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-        "options": {"inner": strategy()},
-    }
-    with pytest.raises(InvalidInputError) as caught:
+    federated = FEDERATED | {"options": {"inner": strategy()}}
+    expected = r"options\.inner\.options\.local_steps: is possible in a strategy of its own"
+    with pytest.raises(InvalidInputError, match=expected):
         JobSpec.parse(document(strategy=federated))
-    expected = "strategy.options.inner.options.local_steps: is possible in a strategy of its own"
-    assert expected in str(caught.value)
 
 
-def test_what_is_left_out_has_defaults() -> None:
+def test_what_is_left_out_has_defaults_and_a_job_reads_its_own_text() -> None:
     job = parsed(evaluation={"split": "test"})
     assert str(job.evaluation.every if job.evaluation else "") == "4 steps"
     assert isinstance(job.strategy, DataParallel)
@@ -101,9 +80,6 @@ def test_what_is_left_out_has_defaults() -> None:
     mean = parsed(strategy=strategy(outer={"name": "mean"})).strategy
     assert isinstance(mean, DataParallel)
     assert mean.options.outer_optimizer == MeanOfReplicas()
-
-
-def test_a_job_reads_its_own_text() -> None:
     job = parsed(strategy=strategy(50, outer={"name": "nesterov", "lr": 0.5}))
     assert JobSpec.from_json(job.canonical_json()) == job
     assert '"local_steps":50,"outer":{"name":"nesterov","lr":0.5}' in job.canonical_json()

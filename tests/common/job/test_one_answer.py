@@ -50,28 +50,14 @@ def test_fields_sections_strategies_and_what_they_say_together_are_told_at_once(
         "weight_averge": {"kind": "ema"},
         "privacy": {"clip": {"norm": 1.0}, "target": {"delta": 1e-5}, "unit": "row"},
     }
+    options = ("quorum", "q", "control", "inner", "inner.options.outer_bits", "inner.aggregation")
     assert [each.field for each in wrong(document)] == [
-        "name",
-        "data.collate",
-        "optimizer.momentun",
-        "optimizer.schedule.step_size_steps",
-        "epochs",
-        "strategy.aggregation.method",
-        "strategy.aggregation.mu",
-        "strategy.options.quorum",
-        "strategy.options.q",
-        "strategy.options.control",
-        "strategy.options.inner",
-        "strategy.options.inner.options.outer_bits",
-        "strategy.options.inner.aggregation",
-        "strategy.client_selection",
-        "evaluation.every",
-        "evaluation.metrics[0]",
-        "partition.method",
-        "partition.client",
-        "weight_averge",
-        "privacy.target.epsilon",
-        "privacy.noise_multiplier",
+        *("name", "data.collate", "optimizer.momentun", "optimizer.schedule.step_size_steps"),
+        *("epochs", "strategy.aggregation.method", "strategy.aggregation.mu"),
+        *(f"strategy.options.{name}" for name in options),
+        *("strategy.client_selection", "evaluation.every", "evaluation.metrics[0]"),
+        *("partition.method", "partition.client", "weight_averge"),
+        *("privacy.target.epsilon", "privacy.noise_multiplier"),
     ]
 
 
@@ -85,20 +71,8 @@ def test_fields_sections_strategies_and_what_they_say_together_are_told_at_once(
         ({"evaluation": 3, "weight_average": {}}, ["evaluation"]),
     ],
 )
-def test_what_only_follows_from_another_fault_is_not_told(
-    changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_what_only_follows_from_another_fault_is_not_told(changes: Any, expected: Any) -> None:
     assert [each.field for each in wrong({**MINIMAL, **changes})] == expected
-
-
-def test_what_is_missing_comes_with_its_choices_and_a_line() -> None:
-    strategy = {"type": "Federated", "num_clients": 4, "rounds": 2, "aggregation": "FedYogi"}
-    assert [str(each) for each in wrong({**MINIMAL, "epochs": None, "strategy": strategy})] == [
-        "strategy.aggregation: 'FedYogi' is not a mapping such as {method: FedYogi, beta1: 0.9, "
-        "beta2: 0.99, tau: 0.001}",
-        "strategy.client_selection: missing; one of All, Random, ByCapability, for example "
-        "client_selection: {method: All}",
-    ]
 
 
 RIGHT_ALONE = {
@@ -163,9 +137,7 @@ def test_check_the_file_and_the_coordinator_say_the_same(
           for name in ("step", "multistep", "exponential", "restarts", "chain", "plateau")),
     ],
 )  # fmt: skip
-def test_lines_of_the_answers_make_a_job_of_an_empty_file_in_two_rounds(
-    begun: dict[str, Any],
-) -> None:
+def test_lines_of_the_answers_make_a_job_of_an_empty_file_in_two_rounds(begun: Any) -> None:
     document = begun
     for _ in range(2):
         try:

@@ -11,40 +11,30 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.optimizer.optimizers import KEYWORDS
 from stratagem.common.job.optimizer.partition_rules import BY_ELEMENT
-from stratagem.common.strategy import (
-    fewest_mirrored,
-    partitions_parameters,
-    partitions_state,
-)
+from stratagem.common.strategy import fewest_mirrored, partitions_parameters, partitions_state
+from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED
 from tests.gan_jobs import TURNS
 from tests.jobs import SGD, document
 
 pytestmark = pytest.mark.core
-FEDERATED = {
-    "type": "Federated",
-    "num_clients": 2,
-    "rounds": 2,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "All"},
-}
+
+
+MUON = {"name": "muon", "lr": 0.1}
 
 
 def strategy(method: str = "AllReduce", **options: Any) -> dict[str, Any]:
     aggregation = {"method": method}
     if method == "Decentralized":
         aggregation["topology"] = "ring"
-    return {
-        "type": "DataParallel",
-        "num_replicas": 4,
-        "aggregation": aggregation,
-        "options": {"partition_state": "optimizer", **options},
-    }
+    whole = DATA_PARALLEL | {"num_replicas": 4, "aggregation": aggregation}
+    return whole | {"options": {"partition_state": "optimizer", **options}}
 
 
 def parsed(**sections: Any) -> JobSpec:
     return JobSpec.parse(document(**{"strategy": strategy(), **sections}))
 
 
+FULL = strategy(partition_state="full")
 PIPELINE = {
     "type": "ModelParallel",
     "partitions": [
@@ -58,53 +48,25 @@ PIPELINE = {
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        (
-            {"strategy": strategy("ParameterServer")},
-            "strategy.options.partition_state: ParameterServer brings every sum to every worker; "
-            "AllReduce leaves slices",
-        ),
-        (
-            {"strategy": strategy("Decentralized")},
-            "strategy.options.partition_state: Decentralized",
-        ),
-        (
-            {"strategy": strategy(all_reduce="ring")},
-            "strategy.options.partition_state: ring all-reduce leaves no sums with workers; direct",
-        ),
-        (
-            {"strategy": strategy(local_steps=2)},
-            "strategy.options.partition_state: replicas with local_steps have an optimizer each",
-        ),
-        (
-            {"strategy": strategy(inner=PIPELINE)},
-            "strategy.options.partition_state: ModelParallel",
-        ),
+        ({"strategy": strategy("ParameterServer")}, "strategy.options.partition_state: ParameterS"),
+        ({"strategy": strategy("Decentralized")}, "strategy.options.partition_state: Decentralize"),
+        ({"strategy": strategy(all_reduce="ring")}, "strategy.options.partition_state: ring all-r"),
+        ({"strategy": strategy(local_steps=2)}, "strategy.options.partition_state: replicas with"),
+        ({"strategy": strategy(inner=PIPELINE)}, "strategy.options.partition_state: ModelParallel"),
         (
             {"strategy": strategy(partition_state="parameters")},
             "strategy.options.partition_state: 'parameters' is not one of none, optimizer, full",
         ),
-        (
-            {"strategy": strategy(partition_state="full"), "weight_average": {}},
-            "weight_average: is not allowed with strategy.options.partition_state: full: it is an",
-        ),
-        (
-            {"strategy": strategy(partition_state="full"), "execution": {"mode": "Lazy"}},
-            "execution.mode: is not allowed with strategy.options.partition_state: full: compiled",
-        ),
-        (
-            {"strategy": strategy(partition_state="full"), "execution": {"precision": "Half"}},
-            "execution.precision: is not allowed with strategy.options.partition_state: full: Half",
-        ),
+        ({"strategy": FULL, "weight_average": {}}, "weight_average: is not allowed with strategy."),
+        ({"strategy": FULL, "execution": {"mode": "Lazy"}}, "execution.mode: is not allowed with"),
+        ({"strategy": FULL, "execution": {"precision": "Half"}}, "execution.precision: is not all"),
         ({"compression": "int8"}, "compression: is not allowed with strategy.options.partition_s"),
         (
             {"strategy": strategy(partition_state="none", mirror=1)},
             "strategy.options.mirror: each worker has the whole state already; belongs to",
         ),
         ({"phases": {}}, "phases: is not allowed with strategy.options.partition_state"),
-        (
-            {"turns": TURNS, "optimizer": None, "loss": None},
-            "turns: is not allowed with strategy.options.partition_state",
-        ),
+        ({"turns": TURNS, "optimizer": None, "loss": None}, "turns: is not allowed with strategy."),
         (
             {"strategy": {**FEDERATED, "options": {"inner": strategy()}}},
             "strategy.options.inner.options.partition_state: is possible in a strategy of its own",
@@ -114,21 +76,12 @@ PIPELINE = {
             'optimizer.entrypoint: "tests.userland.optimizers:SignMomentum" is not known to have',
         ),
         (
-            {
-                "optimizer": {
-                    **SGD,
-                    "groups": [
-                        {"name": "x", "match": ["*"], "optimizer": {"name": "muon", "lr": 0.1}}
-                    ],
-                }
-            },
+            {"optimizer": {**SGD, "groups": [{"name": "x", "match": ["*"], "optimizer": MUON}]}},
             'optimizer.groups[0].optimizer.name: "muon" is not known to have the same bits',
         ),
     ],
 )
-def test_what_contradicts_it_is_refused_with_a_sentence(
-    sections: dict[str, Any], expected: str
-) -> None:
+def test_what_contradicts_it_is_refused_with_a_sentence(sections: Any, expected: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         parsed(**sections)
     assert expected in str(caught.value)
@@ -151,21 +104,18 @@ def test_only_slices_of_parameters_forbid_what_needs_whole_ones() -> None:
     assert partitions_state(full)
     assert partitions_parameters(full)
     assert fewest_mirrored(full) is None
-
-
-@pytest.mark.parametrize("state", ["optimizer", "full"])
-@pytest.mark.parametrize(("mirror", "fewest"), [(None, 3), (0, None), (1, 2)])
-def test_slices_are_mirrored_from_three_workers_on_unless_said(
-    state: str, mirror: int | None, fewest: int | None
-) -> None:
-    chosen = parsed(strategy=strategy(partition_state=state, mirror=mirror)).strategy
-    assert fewest_mirrored(chosen) == fewest
-
-
-def test_it_is_absent_from_the_text_of_jobs_that_do_not_set_it() -> None:
     plain = JobSpec.parse(document(strategy={**strategy(), "options": {}}))
     none = JobSpec.parse(document(strategy=strategy(partition_state="none")))
     assert not partitions_state(plain.strategy)
     assert plain == none
     assert "partition_state" not in plain.canonical_json()
     assert JobSpec.from_json(parsed().canonical_json()) == parsed()
+
+
+@pytest.mark.parametrize("state", ["optimizer", "full"])
+@pytest.mark.parametrize(("mirror", "fewest"), [(None, 3), (0, None), (1, 2)])
+def test_slices_are_mirrored_from_three_on(
+    state: str, mirror: int | None, fewest: int | None
+) -> None:
+    chosen = parsed(strategy=strategy(partition_state=state, mirror=mirror)).strategy
+    assert fewest_mirrored(chosen) == fewest

@@ -7,18 +7,18 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.strategy import Federated
+from tests.common.strategy.documents import FEDERATED, POPULATION
 from tests.jobs import job
 
 pytestmark = pytest.mark.core
 
 
+PRIVACY = {"clip": {"norm": 1.0}, "noise_multiplier": 1, "target": {"delta": 1e-5}}
+
+
 def secure(options: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
-    num_clients = changes.pop("num_clients", 5)
-    strategy = {
-        "type": "Federated",
-        "num_clients": num_clients,
-        "rounds": 3,
-        "aggregation": {"method": "FedAvg"},
+    strategy = FEDERATED | {
+        "num_clients": changes.pop("num_clients", 5),
         "client_selection": changes.pop("selection", {"method": "All"}),
         "options": {"secure_aggregation": {}, **(options or {})},
     }
@@ -53,18 +53,9 @@ def test_options_that_need_single_updates_are_refused(options: dict[str, Any], f
     ("changes", "field"),
     [
         ({"compression": {"codec": "ternary"}}, "compression"),
-        (
-            {"privacy": {"clip": {"norm": 1.0}, "noise_multiplier": 1, "target": {"delta": 1e-5}}},
-            "privacy",
-        ),
+        ({"privacy": PRIVACY}, "privacy"),
         ({"recording": {"client_steps": True}}, "recording.client_steps"),
-        (
-            {
-                "data": {"worker_local": "ward"},
-                "evaluation": {"split": "test", "metrics": ["accuracy"]},
-            },
-            "evaluation",
-        ),
+        ({"data": {"worker_local": "ward"}, "evaluation": {"split": "test"}}, "evaluation"),
     ],
 )
 def test_sections_that_would_show_a_client_are_refused(changes: dict[str, Any], field: str) -> None:
@@ -88,23 +79,13 @@ def test_a_value_that_is_wrong_is_named(section: dict[str, Any], reason: str) ->
         secure({"secure_aggregation": section})
 
 
-def test_rounds_of_few_hide_nobody_and_too_many_are_too_many() -> None:
+def test_rounds_of_few_or_of_populations_hide_nobody_and_too_many_are_too_many() -> None:
     with pytest.raises(InvalidInputError, match="a round has 2 clients, and fewer than 3"):
         secure(num_clients=2)
     with pytest.raises(InvalidInputError, match="a round has 1 clients"):
         secure(selection={"method": "Random", "fraction": 0.3})
     with pytest.raises(InvalidInputError, match="20000 clients are more than 10000"):
         secure(num_clients=20_000)
-
-
-def test_a_population_repeats_rounds() -> None:
-    strategy = {
-        "type": "PopulationBased",
-        "population_size": 2,
-        "generations": 2,
-        "exploit": {"method": "Truncation", "fraction": 0.5},
-        "explore": {"method": "Perturbation", "factors": [0.8, 1.2]},
-        "options": {"inner": secure().document()["strategy"]},
-    }
-    with pytest.raises(InvalidInputError):
+    strategy = POPULATION | {"options": {"inner": secure().document()["strategy"]}}
+    with pytest.raises(InvalidInputError, match="secure_aggregation"):
         job(strategy=strategy, optimizer={"name": "sgd", "lr": 0.1})

@@ -43,8 +43,5 @@ def test_tracebacks_do_not_show_local_variables(capsys: pytest.CaptureFixture[st
         shown = capsys.readouterr().err
         assert "refused after 8" in shown
         assert "hunter-2" not in shown
-
-
-def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="'loud' is not one of debug"):
         setup_logging("worker", "loud")

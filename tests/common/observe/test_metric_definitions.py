@@ -17,18 +17,14 @@ ALL = tuple({metric.name: metric for metric in (*COORDINATOR, *WORKER)}.values()
 UNBOUNDED = {"run", "run_id", "worker", "worker_id", "client", "party", "job", "address", "reason"}
 
 
-@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
-def test_names_follow_the_conventions(metric: Metric) -> None:
-    assert re.fullmatch(r"stratagem_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind == "counter")
-    if metric.kind == "histogram":
-        assert metric.name.endswith("_seconds")
-    assert not set(metric.labels) & UNBOUNDED
-    assert metric.meaning
-    assert not metric.meaning.endswith(".")
-
-
-def test_a_name_means_the_same_everywhere() -> None:
+def test_names_follow_the_conventions_and_mean_the_same_everywhere() -> None:
+    for metric in ALL:
+        assert re.fullmatch(r"stratagem_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric
+        assert metric.kind != "histogram" or metric.name.endswith("_seconds"), metric
+        assert not set(metric.labels) & UNBOUNDED, metric
+        assert metric.meaning, metric
+        assert not metric.meaning.endswith("."), metric
     for metrics in (COORDINATOR, WORKER):
         assert len({metric.name for metric in metrics}) == len(metrics)
     by_name = {metric.name: metric for metric in COORDINATOR}

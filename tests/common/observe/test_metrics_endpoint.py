@@ -4,8 +4,9 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -36,14 +37,12 @@ GAUGE = Metric("stratagem_test", "gauge", "a number")
 
 
 def served(
-    sample: Any = lambda: lambda: [(GAUGE, one(1.0))],
-    host: str = "127.0.0.1",
-    guard: Guard = PLAIN,
+    sample: Any = lambda: lambda: [(GAUGE, one(1.0))], host: str = "127.0.0.1", guard: Guard = PLAIN
 ) -> Any:
     return metrics_served(sample, LoopLag(), host, 0, guard=guard, allow_insecure_network=False)
 
 
-async def test_only_get_metrics_is_answered() -> None:
+async def test_only_requests_for_metrics_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served() as address:
         assert (await scrape(address))["stratagem_test"] == {(): 1.0}
         head = await raw(address, b"HEAD /metrics HTTP/1.1\r\n\r\n")
@@ -55,10 +54,6 @@ async def test_only_get_metrics_is_answered() -> None:
             (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
         ):
             assert (await raw(address, request)).split()[1] == status
-
-
-async def test_what_is_no_request_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as address:
         with monkeypatch.context() as patched:
             patched.setattr(metrics_endpoint, "REQUEST_TIMEOUT_S", 0.05)
             for request in (b"", b"GET /metrics", b"x" * 100_000):
@@ -68,13 +63,10 @@ async def test_what_is_no_request_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_defect_is_an_answer_too() -> None:
-    def sample() -> Any:
-        def read() -> Readings:
-            raise KeyError("gone")
+    def read() -> Readings:
+        raise KeyError("gone")
 
-        return read
-
-    async with served(sample) as address:
+    async with served(lambda: read) as address:
         answer = await raw(address, b"GET /metrics HTTP/1.1\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 500")
         assert b"gone" not in answer
@@ -122,20 +114,8 @@ def trusting(authority: Authority, client: str | None = None) -> ssl.SSLContext:
 GET = b"GET /metrics HTTP/1.1\r\n"
 
 
-async def test_over_tls_other_machines_may_ask(authority: Authority) -> None:
-    async with served(host="0.0.0.0", guard=own_files(authority)) as address:
-        address = address.replace("0.0.0.0", "127.0.0.1")
-        answer = await raw(address, GET + b"\r\n", trusting(authority))
-        assert answer.startswith(b"HTTP/1.1 200")
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await raw(address, GET + b"\r\n", ssl.create_default_context())
-        with suppress(ConnectionError):
-            assert await raw(address, GET + b"\r\n") == b""  # plaintext
-
-
-async def test_a_new_certificate_is_shown_at_once_and_a_broken_one_never(
-    authority: Authority,
-) -> None:
+async def test_over_tls_others_may_ask_and_see_a_new_certificate(authority: Authority) -> None:
+    """But never a broken one."""
     guard = own_files(authority)
     assert guard.cert is not None
 
@@ -148,7 +128,14 @@ async def test_a_new_certificate_is_shown_at_once_and_a_broken_one_never(
         finally:
             writer.close()
 
-    async with served(guard=guard) as address:
+    async with served(host="0.0.0.0", guard=guard) as address:
+        address = address.replace("0.0.0.0", "127.0.0.1")
+        answer = await raw(address, GET + b"\r\n", trusting(authority))
+        assert answer.startswith(b"HTTP/1.1 200")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await raw(address, GET + b"\r\n", ssl.create_default_context())
+        with suppress(ConnectionError):
+            assert await raw(address, GET + b"\r\n") == b""  # plaintext
         first = await shown(address)
         assert await shown(address) == first
         authority.issue(Role.COORDINATOR, "coordinator", ["127.0.0.1"], renew=True)
@@ -158,9 +145,7 @@ async def test_a_new_certificate_is_shown_at_once_and_a_broken_one_never(
         assert await shown(address) == second
 
 
-async def test_scrapers_may_have_to_prove_who_they_are(
-    authority: Authority, tmp_path: Path
-) -> None:
+async def test_scrapers_may_have_to_prove_themselves(authority: Authority, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a secret of many characters\n")
     guard = replace(
@@ -186,41 +171,47 @@ async def test_scrapers_may_have_to_prove_who_they_are(
         assert (await ask(address, good)).startswith(b"HTTP/1.1 401")
 
 
-@dataclass
-class Told:
+NOTHING = [
+    *("tls_cert", "tls_key", "tls_ca", "metrics_token_file", "metrics_client_ca"),
+    *("metrics_tls_cert", "metrics_tls_key"),
+]
+
+
+def told(**given: object) -> Any:
     """Settings of either process, as far as the endpoint is concerned."""
-
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    metrics_tls: bool = True
-    metrics_tls_cert: Path | None = None
-    metrics_tls_key: Path | None = None
-    metrics_client_ca: Path | None = None
-    metrics_token_file: Path | None = None
-    tls_ca: Path | None = None
-    metrics_deployment: str = ""
+    usual = {"metrics_tls": True, "metrics_deployment": "", **dict.fromkeys(NOTHING)}
+    return SimpleNamespace(**{**usual, **given})
 
 
-def test_the_process_s_own_certificate_serves_unless_another_is_given() -> None:
+def test_the_process_s_own_certificate_serves_unless_another_is_given(authority: Authority) -> None:
     own, other = Path("own"), Path("other")
-    assert Guard.of(Told()) == Guard()
-    assert Guard.of(Told(own, own)) == Guard(own, own)
-    assert Guard.of(Told(own, own, metrics_tls_cert=other, metrics_tls_key=other)).cert == other
-    assert not Guard.of(Told(own, own, metrics_tls=False)).has_tls
+    owned = {"tls_cert": own, "tls_key": own}
+    assert Guard.of(told()) == Guard()
+    assert Guard.of(told(**owned)) == Guard(own, own)
+    assert Guard.of(told(**owned, metrics_tls_cert=other, metrics_tls_key=other)).cert == other
+    assert not Guard.of(told(**owned, metrics_tls=False)).has_tls
+    files, guard = authority.files("coordinator"), own_files(authority)
+    whole = {"tls_cert": guard.cert, "tls_key": guard.key, "tls_ca": Path(files.ca)}
+    assert deployment_of(told(**whole)) == "house"
+    assert deployment_of(told(**whole, metrics_deployment="mine")) == "mine"
+    assert deployment_of(told()) == "stratagem"
 
 
 @pytest.mark.parametrize(
-    ("told", "field"),
+    ("given", "field"),
     [
-        (Told(metrics_tls_cert=Path("c")), "metrics_tls_key"),
-        (Told(metrics_tls_key=Path("c")), "metrics_tls_cert"),
-        (Told(None, None, False, Path("c"), Path("k")), "metrics_tls_cert"),
-        (Told(metrics_client_ca=Path("c")), "metrics_client_ca"),
+        ({"metrics_tls_cert": Path("c")}, "metrics_tls_key"),
+        ({"metrics_tls_key": Path("c")}, "metrics_tls_cert"),
+        (
+            {"metrics_tls": False, "metrics_tls_cert": Path("c"), "metrics_tls_key": Path("k")},
+            "metrics_tls_cert",
+        ),
+        ({"metrics_client_ca": Path("c")}, "metrics_client_ca"),
     ],
 )
-def test_settings_that_do_not_fit_together_are_refused(told: Told, field: str) -> None:
+def test_settings_that_do_not_fit_together_are_refused(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{field}: "):
-        Guard.of(told)
+        Guard.of(told(**given))
 
 
 async def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
@@ -266,8 +257,7 @@ async def coordinator(folder: Path) -> AsyncIterator[tuple[CoordinatorMonitor, s
         running = asyncio.create_task(app.run())
         await server.start()
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            waiting = await scrape(metrics)
-            assert waiting["stratagem_coordinator_lease_held"] == {(): 0.0}
+            await check_all_is_0(metrics)
             monitor.app = app
             yield monitor, metrics, coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         await server.stop(0)
@@ -311,12 +301,11 @@ async def test_a_coordinator_says_everything_that_is_defined(tmp_path: Path) -> 
         assert (await scrape(metrics))["stratagem_coordinator_lease_held"] == {(): 0.0}
 
 
-async def test_who_waits_for_the_lead_counts_from_0(tmp_path: Path) -> None:
-    """Else its first event, once it leads, is no rise of anything."""
-    settings = coordinator_settings(data_dir=tmp_path / "none", metrics_port=0)
-    async with CoordinatorMonitor(settings).served("127.0.0.1") as metrics:
-        found = await scrape(metrics)
+async def check_all_is_0(metrics: str) -> None:
+    """For who waits for the lead; else its first event, once it leads, is no rise of anything."""
+    found = await scrape(metrics)
     facts = found["stratagem_coordinator_facts_total"]
+    assert found["stratagem_coordinator_lease_held"] == {(): 0.0}
     assert facts == {labelled(kind=each): 0.0 for each in KINDS}
     assert set(found["stratagem_coordinator_effect_failures_total"].values()) == {0.0}
     defect = labelled(method="CoordinatorService/GetRun", code="INTERNAL", error="internal")
@@ -343,12 +332,3 @@ async def test_a_run_that_is_not_running_is_told_for_how_long(tmp_path: Path) ->
         assert (await scrape(metrics))[name] == {(): 1000.0}
         await stub.CancelRun(pb.CancelRunRequest(run_id="second"))
         assert (await scrape(metrics))[name] == {(): 0.0}
-
-
-def test_the_deployment_is_what_is_set_else_the_certificate_s(authority: Authority) -> None:
-    files = authority.files("coordinator")
-    cert, key = (Path(each or "") for each in (files.cert, files.key))
-    told = Told(cert, key, tls_ca=Path(files.ca))
-    assert deployment_of(told) == "house"
-    assert deployment_of(replace(told, metrics_deployment="mine")) == "mine"
-    assert deployment_of(Told()) == "stratagem"

@@ -72,12 +72,7 @@ def test_one_that_is_named_must_be_there_whole_and_private(tmp_path: Path) -> No
     path.chmod(0o640)
     PrivacySecret(path).check_usable()
     assert PrivacySecret(path).get("") == bytes(32)
-
-
-def test_with_a_shared_journal_it_must_be_named() -> None:
+    # With a shared journal it must be named.
     with pytest.raises(InvalidInputError, match="start them with --privacy-secret FILE"):
         PrivacySecret(None).check_usable()
-
-
-def test_a_seeded_one_is_that_of_its_seed() -> None:
     assert seeded_secret(1) == seeded_secret(1) != seeded_secret(2)

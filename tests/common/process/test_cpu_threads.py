@@ -21,10 +21,7 @@ from stratagem.common.process.cpu_threads import (
         ({"OMP_NUM_THREADS": "1"}, ThreadChoice(1, "OMP_NUM_THREADS")),
         ({"OMP_NUM_THREADS": " 4,2 "}, ThreadChoice(4, "OMP_NUM_THREADS")),
         ({"MKL_NUM_THREADS": "3"}, ThreadChoice(3, "MKL_NUM_THREADS")),
-        (
-            {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "2"},
-            ThreadChoice(2, "MKL_NUM_THREADS"),
-        ),
+        ({"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "2"}, ThreadChoice(2, "MKL_NUM_THREADS")),
         ({"OMP_NUM_THREADS": "many", "MKL_NUM_THREADS": "0"}, None),
         ({"OMP_NUM_THREADS": ""}, None),
     ],
@@ -63,14 +60,11 @@ def test_control_groups_limit_the_cores(
     assert cores_within(8, own, root) == cores
 
 
-def test_an_operator_says_how_openmp_waits() -> None:
+def test_a_worker_waits_passively_unless_an_operator_says_how() -> None:
     assert passive_waiting({"OMP_NUM_THREADS": "2"}) == {"OMP_WAIT_POLICY": "passive"}
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert passive_waiting({name: "1"}) == {}
-
-
-def test_a_worker_waits_passively_before_torch_is_loaded() -> None:
-    """OpenMP reads its variables once, as torch is loaded."""
+    # OpenMP reads its variables once, as torch is loaded.
     program = (
         "import sys, os, stratagem.worker.__main__;"
         "assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"

@@ -1,13 +1,12 @@
-import re
-from collections import Counter
+"""Where a process can be told to die, and how often it passes there before it does."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from stratagem.common.process.failpoints import FAILPOINTS, directory_of_this_process, failpoint
+from stratagem.common.process.failpoints import directory_of_this_process, failpoint
 from tests.programs import run
-from tests.repository import ROOT
 
 HIT = """
 from stratagem.common.process.failpoints import failpoint
@@ -24,31 +23,17 @@ def _reads_anew() -> Iterator[None]:
     directory_of_this_process.cache_clear()
 
 
-def test_every_declared_failpoint_is_placed_once_and_no_other() -> None:
-    placed: Counter[str] = Counter()
-    for part in ("common", "coordinator", "worker", "client"):
-        for path in (ROOT / part).rglob("*.py"):
-            placed.update(re.findall(r"failpoint\(\s*\"([^\"]+)\"", path.read_text()))
-    assert placed == Counter(FAILPOINTS)
-
-
-def test_nothing_happens_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_happens_unless_armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("STRATAGEM_FAILPOINTS", raising=False)
     failpoint("coordinator.journal.before_commit")
-
-
-def test_nothing_happens_when_not_armed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory_of_this_process.cache_clear()
     monkeypatch.setenv("STRATAGEM_FAILPOINTS", str(tmp_path))
     failpoint("coordinator.journal.before_commit")
-
-
-def test_an_undeclared_name_is_a_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("STRATAGEM_FAILPOINTS", str(tmp_path))
     with pytest.raises(AssertionError, match="not declared"):
         failpoint("coordinator.nowhere")
 
 
-@pytest.mark.parametrize(("content", "survived"), [("", 0), ("0", 0), ("2\n", 2)])
+@pytest.mark.parametrize(("content", "survived"), [("", 0), ("2\n", 2)])
 def test_the_process_dies_at_the_armed_hit(tmp_path: Path, content: str, survived: int) -> None:
     armed = tmp_path / "coordinator.journal.before_commit"
     armed.write_text(content)

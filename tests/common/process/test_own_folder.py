@@ -21,7 +21,7 @@ def refuse(*_: object) -> None:
     raise OSError("no locks here")
 
 
-def test_where_there_are_no_locks_folders_are_made_and_none_is_removed(
+def test_without_locks_no_folder_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
@@ -44,9 +44,7 @@ sys.stdin.read()
 """
 
 
-def test_what_killed_processes_of_this_machine_leave_goes_and_nothing_of_others(
-    tmp_path: Path,
-) -> None:
+def test_what_killed_processes_of_this_machine_leave_goes_and_no_more(tmp_path: Path) -> None:
     """Also from folders that nobody may write into; another machine has the place, too."""
     elsewhere = tmp_path / "stratagem-00000000-code-x"
     elsewhere.mkdir()

@@ -20,16 +20,10 @@ from tests.repository import ROOT
 REPORT = """
 import json, os, sys
 print(json.dumps({
-    "argv": sys.argv[1:],
-    "word": os.environ.get("WORD"),
-    "others": sorted(set(os.environ) - {"WORD"}),
-    "folder": os.getcwd(),
-    "path": sys.path[0],
-    "said": sys.stdin.read(),
-    "descriptors": len(os.listdir("/proc/self/fd")),
-    "session": os.getsid(0) == os.getpid(),
-    "preloaded": [name for name in ("torch", "wave") if name in sys.modules],
-    "name": __name__,
+    "argv": sys.argv[1:], "word": os.environ.get("WORD"), "said": sys.stdin.read(),
+    "others": sorted(set(os.environ) - {"WORD"}), "folder": os.getcwd(), "path": sys.path[0],
+    "descriptors": len(os.listdir("/proc/self/fd")), "session": os.getsid(0) == os.getpid(),
+    "preloaded": [name for name in ("torch", "wave") if name in sys.modules], "name": __name__,
 }))
 sys.exit(7)
 """
@@ -90,7 +84,7 @@ def test_a_module_is_run_as_by_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert facts["preloaded"] == TORCH
 
 
-def test_signals_and_how_it_ended(tmp_path: Path) -> None:
+def test_signals_and_exceptions_and_how_it_ended(tmp_path: Path) -> None:
     process = started(tmp_path, program(tmp_path, WAIT))
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -99,10 +93,6 @@ def test_signals_and_how_it_ended(tmp_path: Path) -> None:
     assert process.wait(PATIENCE_S) == -signal.SIGKILL
     assert (process.poll(), process.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
     process.terminate()  # too late, and no error
-
-
-@linux_only
-def test_an_exception_is_in_the_log(tmp_path: Path) -> None:
     process = started(tmp_path, program(tmp_path, "raise ValueError('told')"))
     assert process.wait(PATIENCE_S) == 1
     assert (tmp_path / "log").read_text().endswith("ValueError: told\n")
@@ -129,13 +119,10 @@ def test_forks_end_with_their_server_and_the_next_one_has_a_new_server(
     assert server is not None
     server.kill()
     assert orphan.wait(PATIENCE_S) == -signal.SIGKILL
-    assert report_of_the_next(tmp_path)["preloaded"] == ["wave"]
+    (tmp_path / "log").unlink()
+    next_one = started(tmp_path, program(tmp_path, REPORT))
+    assert report(tmp_path, next_one)["preloaded"] == ["wave"]
     assert own_server._process is not server
-
-
-def report_of_the_next(folder: Path) -> dict[str, Any]:
-    (folder / "log").unlink()
-    return report(folder, started(folder, program(folder, REPORT)))
 
 
 @linux_only
@@ -158,38 +145,25 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @linux_only
-@pytest.mark.parametrize(
-    ("last", "status", "said"),
-    [
-        ("", 0, ""),
-        ("sys.exit()", 0, ""),
-        ("sys.exit(259)", 3, ""),
-        ("sys.exit('no such file')", 1, "no such file\n"),
-    ],
-)
-def test_nobody_counts_what_is_left_at_the_end(
-    last: str, status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_counts_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was imported is kept from all collections, and libraries would take it for leaks."""
-    monkeypatch.setattr(
-        preloaded_programs, "PRELOADED", ("tests.client.complaining.sitecustomize",)
-    )
+    complaining = "tests.client.complaining.sitecustomize"
+    monkeypatch.setattr(preloaded_programs, "PRELOADED", (complaining,))
     monkeypatch.chdir(ROOT)
     server = preloaded_programs._ForkServer()
-    argv = program(tmp_path, f"import sys\n{last}")
-    with (tmp_path / "log").open("ab") as log:
-        fork = server.fork(argv[1:], dict(os.environ), log, with_input=False)
-    assert fork.wait(PATIENCE_S) == status
+    for last, status in (("", 0), ("sys.exit()", 0), ("sys.exit(259)", 3), ("sys.exit('gone')", 1)):
+        argv = program(tmp_path, f"import sys\n{last}")
+        with (tmp_path / "log").open("ab") as log:
+            fork = server.fork(argv[1:], dict(os.environ), log, with_input=False)
+        assert fork.wait(PATIENCE_S) == status
     server.close()
     assert server._process is not None
     assert server._process.returncode == 0
-    assert (tmp_path / "log").read_text() == said
+    assert (tmp_path / "log").read_text() == "gone\n"
 
 
 @linux_only
-def test_a_program_waits_for_its_own_package_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_waits_for_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     early, gate, told = (tmp_path / name for name in ("early", "gate", "told"))
     early.mkdir()
     (early / "__init__.py").touch()
@@ -215,9 +189,7 @@ def test_a_program_waits_for_its_own_package_alone(
 
 
 @linux_only
-def test_a_server_that_nobody_has_asked_for_anything_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
     monkeypatch.setattr(preloaded_programs, "PRELOADED", ("endless",))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -13,11 +13,7 @@ import grpc.aio
 from stratagem.common.base.errors import IntegrityError, UnavailableError
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.status_codes import from_rpc_error
-from stratagem.common.rpc.tensor_transfer import (
-    receive_header,
-    receive_upload,
-    serve_get,
-)
+from stratagem.common.rpc.tensor_transfer import receive_header, receive_upload, serve_get
 from stratagem.common.tensors.chunks import ChunkWriter, into
 from stratagem.common.tensors.manifest import Manifest, from_proto
 from stratagem.common.tensors.open_file_transfer import serve_copy

@@ -79,6 +79,7 @@ def kinds(stub: Any) -> dict[str, Any]:
 
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
+METHODS = ["Describe", "GetState", "ApplyGradients", "SetState"]
 
 ERRORS: list[tuple[Exception, str]] = [
     (errors.InvalidInputError.at("job.lr", "-1 is negative"), "INVALID_ARGUMENT"),
@@ -96,21 +97,20 @@ ERRORS: list[tuple[Exception, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "code"), ERRORS, ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_errors_arrive_as_they_were_raised(kind: str, error: Exception, code: str) -> None:
+async def test_errors_arrive_as_they_were_raised(kind: str) -> None:
     service = Raiser()
-    service.error = error
     async with serving(service) as port, open_channel(f"127.0.0.1:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await kinds(stub_of(channel))[kind]()
-        assert raised.value.code().name == code
-        assert raised.value.details() == str(error)
-        with pytest.raises(type(error)) as back, rpc_errors():
-            await kinds(stub_of(channel))[kind]()
-        assert type(back.value) is type(error)
-        assert str(back.value) == str(error)
-        assert getattr(back.value, "violations", None) == getattr(error, "violations", None)
+        for error, code in ERRORS:
+            service.error = error
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await kinds(stub_of(channel))[kind]()
+            assert raised.value.code().name == code
+            assert raised.value.details() == str(error)
+            back = from_rpc_error(raised.value)
+            assert type(back) is type(error)
+            assert str(back) == str(error)
+            assert getattr(back, "violations", None) == getattr(error, "violations", None)
 
 
 def test_every_error_of_the_tree_has_a_code() -> None:
@@ -120,31 +120,24 @@ def test_every_error_of_the_tree_has_a_code() -> None:
             assert kind in named or kind is errors.StratagemError
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_defect_leaks_nothing(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_leaks_nothing_and_a_process_without_room_names_no_path() -> None:
     service = Raiser()
-    service.error = KeyError("secret of the server")
     async with serving(service) as port, open_channel(f"127.0.0.1:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await kinds(stub_of(channel))[kind]()
-    assert raised.value.code() is grpc.StatusCode.INTERNAL
-    assert (raised.value.details() or "").startswith("internal error ")
-    everything = f"{raised.value.details()} {raised.value.trailing_metadata()}"
-    assert "secret" not in everything
-    assert "Traceback" not in everything
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full", "/secret"), MemoryError("secret")])
-async def test_a_process_without_room_is_unavailable_and_names_no_path(error: Exception) -> None:
-    service = Raiser()
-    service.error = error
-    async with serving(service) as port, open_channel(f"127.0.0.1:{port}") as channel:
-        with (
-            pytest.raises(errors.UnavailableError, match=r"this process .* now") as back,
-            rpc_errors(),
-        ):
-            await kinds(stub_of(channel))[KINDS[0]]()
-    assert "secret" not in str(back.value)
+        service.error = KeyError("secret of the server")
+        for call in kinds(stub_of(channel)).values():
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call()
+            assert raised.value.code() is grpc.StatusCode.INTERNAL
+            assert (raised.value.details() or "").startswith("internal error ")
+            everything = f"{raised.value.details()} {raised.value.trailing_metadata()}"
+            assert "secret" not in everything
+            assert "Traceback" not in everything
+        for error in (OSError(errno.ENOSPC, "full", "/secret"), MemoryError("secret")):
+            service.error = error
+            said = pytest.raises(errors.UnavailableError, match=r"this process .* now")
+            with said as back, rpc_errors():
+                await kinds(stub_of(channel))[KINDS[0]]()
+            assert "secret" not in str(back.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,28 +184,30 @@ async def test_a_long_story_still_arrives() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [([], "says none"), ([("stratagem-protocol", "2")], "says '2'"), (None, "says '1', '1'")],
-)
-async def test_other_protocol_versions_are_refused(kind: str, metadata: Any, said: str) -> None:
-    async with serving(Raiser()) as port:
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        if metadata is None:
-            channel, metadata = open_channel(f"127.0.0.1:{port}"), [("stratagem-protocol", "1")]
-        async with channel:
-            method = {
-                "unary_unary": "Describe",
-                "unary_stream": "GetState",
-                "stream_unary": "ApplyGradients",
-                "stream_stream": "SetState",
-            }[kind]
-            call = getattr(channel, kind)(SERVICE + method)
-            request = unended() if kind.startswith("stream") else b""
+async def test_other_protocol_versions_and_what_does_not_parse_are_refused(kind: str) -> None:
+    is_stream, method = kind.startswith("stream"), SERVICE + METHODS[KINDS.index(kind)]
+    one = ("stratagem-protocol", "1")
+    async with (
+        serving(Raiser()) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as plain,
+        open_channel(f"127.0.0.1:{port}") as own,
+    ):
+        for channel, metadata, said in (
+            (plain, [], "says none"),
+            (plain, [("stratagem-protocol", "2")], "says '2'"),
+            (own, [one], "says '1', '1'"),
+        ):
+            call = getattr(channel, kind)(method)(
+                unended() if is_stream else b"", metadata=metadata
+            )
             with pytest.raises(grpc.aio.AioRpcError, match="protocol version") as raised:
-                await finish(call(request, metadata=metadata))
+                await finish(call)
             assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert said in (raised.value.details() or "")
+        junk = b"\xff\xff\xff"
+        with pytest.raises(grpc.aio.AioRpcError, match="does not parse") as raised:
+            await finish(getattr(own, kind)(method)(unended(b"", junk) if is_stream else junk))
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def unended(*messages: bytes) -> AsyncIterator[bytes]:
@@ -231,20 +226,7 @@ async def finish(call: Any) -> None:
         await call
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_what_does_not_parse_is_the_callers_fault(kind: str) -> None:
-    async with serving(Raiser()) as port, open_channel(f"127.0.0.1:{port}") as channel:
-        method = dict(
-            zip(KINDS, ("Describe", "GetState", "ApplyGradients", "SetState"), strict=True)
-        )
-        junk = b"\xff\xff\xff"
-        request = unended(b"", junk) if kind.startswith("stream") else junk
-        with pytest.raises(grpc.aio.AioRpcError, match="does not parse") as raised:
-            await finish(getattr(channel, kind)(SERVICE + method[kind])(request))
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_callers_own_metadata_and_the_rest_of_a_channel_work() -> None:
+async def test_own_metadata_and_the_rest_of_a_channel_work_up_to_the_limit() -> None:
     async with serving(Raiser()) as port:
         channel = open_channel(f"127.0.0.1:{port}", own_connection=True)
         await channel.channel_ready()
@@ -256,25 +238,17 @@ async def test_callers_own_metadata_and_the_rest_of_a_channel_work() -> None:
         waiting = asyncio.create_task(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
         await channel.close()
         await asyncio.gather(waiting, return_exceptions=True)
-
-
-async def test_message_over_the_limit_is_refused() -> None:
     async with serving(Raiser()) as port, open_channel(f"127.0.0.1:{port}") as channel:
         describe: Any = channel.unary_unary(SERVICE + "Describe")
         with pytest.raises(errors.LimitError), rpc_errors():
             await describe(bytes(5 * 2**20))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
-async def test_other_machines_are_kept_out(host: str) -> None:
-    server = make_server()
-    with pytest.raises(errors.InvalidInputError, match="neither encrypted"):
-        bind(server, host, 0)
-    await server.stop(None)
-
-
-async def test_other_machines_may_come_in_when_allowed() -> None:
+async def test_other_machines_are_kept_out_unless_they_are_allowed() -> None:
     server = make_server(CallLimits(max_calls=3))
+    for host in ("0.0.0.0", "::", "10.1.2.3", "example.org", ""):
+        with pytest.raises(errors.InvalidInputError, match="neither encrypted"):
+            bind(server, host, 0)
     assert bind(server, "0.0.0.0", 0, allow_insecure_network=True) > 0
     port = bind(server, "localhost", 0)
     await server.start()
@@ -299,38 +273,29 @@ async def test_health_needs_no_protocol_version() -> None:
     await server.stop(None)
 
 
-async def test_nobody_listening_is_unavailable() -> None:
-    async with open_channel("127.0.0.1:1") as channel:
-        with pytest.raises(errors.UnavailableError), rpc_errors():
-            await stub_of(channel).Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "tuned"),
-        ({"STRATAGEM_MALLOC": "off"}, "STRATAGEM_MALLOC=off"),
-        ({"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX set by the operator"),
-    ],
-)
-def test_malloc_respects_the_operator(changes: dict[str, str], said: str) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "LD_PRELOAD"))}
-    clean.pop("STRATAGEM_MALLOC", None)
+def test_malloc_respects_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith(("MALLOC_", "LD_PRELOAD", "STRATAGEM_MALLOC")):
+            monkeypatch.delenv(name)
     code = f"from {tune_malloc.__module__} import tune_malloc; print(tune_malloc())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=clean | changes,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said in run.stdout
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "tuned" in run.stdout
+    for name, value, said in (
+        ("STRATAGEM_MALLOC", "off", "STRATAGEM_MALLOC=off"),
+        ("MALLOC_ARENA_MAX", "1", "MALLOC_ARENA_MAX set by the operator"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert said in tune_malloc()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_on_a_channel_that_was_closed_finds_nobody(kind: str) -> None:
+async def test_nobody_is_found_where_nobody_listens_nor_on_a_channel_that_was_closed() -> None:
     """Whoever has found that the other side is gone closes it, under those who still call."""
     async with open_channel("127.0.0.1:1") as channel:
         stub = stub_of(channel)
-    with pytest.raises(errors.UnavailableError, match=r"channel to 127\.0\.0\.1:1 is closed"):
-        await kinds(stub)[kind]()
+    for call in kinds(stub).values():
+        with pytest.raises(errors.UnavailableError, match=r"channel to 127\.0\.0\.1:1 is closed"):
+            await call()
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(errors.UnavailableError), rpc_errors():
+            await stub_of(channel).Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)

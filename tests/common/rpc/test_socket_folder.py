@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,28 +64,20 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_in_use(place: Pat
     assert in_use.exists(), "it ended without closing, as a killed one does"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path, outside: path.symlink_to(outside),
-        lambda path, outside: path.touch(),
-    ],
-)
-def test_what_only_has_such_a_name_stays(
-    place: Path, tmp_path: Path, make: Callable[[Path, Path], None]
-) -> None:
+def test_what_only_has_such_a_name_stays(place: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
-    make(place / f"{machine_prefix()}x", tmp_path)
+    link, file = (place / f"{machine_prefix()}{end}" for end in "xy")
+    link.symlink_to(tmp_path)
+    file.touch()
     folder = SocketFolder()
     folder.path("a.sock")
     folder.close()
-    assert os.path.lexists(place / f"{machine_prefix()}x")
+    assert os.path.lexists(link)
+    assert file.exists()
     assert (tmp_path / "kept").exists()
 
 
-def test_a_long_place_is_left_for_a_shorter_one(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_place_is_left_for_another_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = place / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -95,9 +86,7 @@ def test_a_long_place_is_left_for_a_shorter_one(
     folder.close()
 
 
-def test_a_folder_that_a_cleaner_takes_while_it_is_made_is_made_again(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_taken_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
     taken: list[Path] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from typing import Any
 
 import google_crc32c
@@ -25,7 +26,7 @@ from stratagem.common.rpc.tensor_transfer import SMALL_CHUNK_BYTES, Retry, pull,
 from stratagem.common.tensors import open_file_transfer
 from stratagem.common.tensors.chunks import CHUNK_BYTES
 from stratagem.common.tensors.frames import Data
-from stratagem.common.tensors.manifest import Limits, Purpose, to_proto
+from stratagem.common.tensors.manifest import Limits, Manifest, Purpose, to_proto
 from stratagem.common.tensors.open_file_transfer import Near
 from stratagem.common.tensors.open_files import UnreadableFileError, place
 from stratagem.common.tensors.safetensors_file import blob_digest
@@ -37,8 +38,10 @@ from tests.common.tensors.strategies import make_tensor, same_bits
 from tests.patience import PATIENCE_S, growing
 
 NUM_CHUNKS = 6
+STATE_OF_TWO = {"x": torch.arange(7), "y": torch.zeros(2, 3)}
 
 
+@cache
 def state() -> dict[str, torch.Tensor]:
     return {
         "weight": make_tensor("float32", (NUM_CHUNKS * CHUNK_BYTES // 4 - 1000,), 1, "plain"),
@@ -48,12 +51,15 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
+def header_of(manifest: Manifest, digest: str = "0" * 64) -> Any:
+    header = worker_pb2.SetStateHeader(digest=digest, manifest=to_proto(manifest))
+    return worker_pb2.SetStateRequest(header=header)
+
+
 async def upload(port: int, named: dict[str, torch.Tensor], digest: str = "", **kw: Any) -> str:
     manifest, buffers = manifest_of(named, Purpose.STATE)
     digest = digest or blob_digest(manifest, buffers)
-    header = worker_pb2.SetStateRequest(
-        header=worker_pb2.SetStateHeader(digest=digest, manifest=to_proto(manifest))
-    )
+    header = header_of(manifest, digest)
     async with open_channel(f"127.0.0.1:{port}", own_connection=True) as channel:
         await push(stub_of(channel).SetState, header, manifest, buffers, retry=EAGER, **kw)
     return digest
@@ -66,15 +72,19 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("named", [state(), {}, {"empty": torch.zeros(0)}], ids=["6MB", "0", "0x"])
 async def test_download_and_upload(named: dict[str, torch.Tensor]) -> None:
-    store = filled(Store(), named)
+    """In chunks, and a copy in their place for who is near."""
+    store, taken = filled(Store(), named), Taken()
     async with serving(store) as port:
         received, _ = await download(port, purpose=Purpose.STATE)
         assert_same(received, named)
         digest = await upload(port, named)
-    assert store.committed[digest] == b"".join(store.buffers)
+        store.offsets = []
+        target = await download_near(port, taken)
+    assert store.committed[digest] == taken.data == b"".join(store.buffers)
+    assert (target.accepted, store.offsets) == (1, [0])
 
 
-async def test_download_resumes_where_the_server_broke_off() -> None:
+async def test_download_and_upload_resume_where_the_server_broke_off() -> None:
     store = filled(Store(), state())
     store.cut_after = [3, 1, 1, 2]  # the middle ones make no progress
     async with serving(store) as port:
@@ -83,9 +93,6 @@ async def test_download_resumes_where_the_server_broke_off() -> None:
     assert target.accepted == 1
     two = 4 * SMALL_CHUNK_BYTES
     assert store.offsets == [0] + [two] * 3 + [two + SMALL_CHUNK_BYTES]
-
-
-async def test_upload_resumes_where_the_server_broke_off() -> None:
     store = Store()
     store.cut_after = [2, 0, 3]
     async with serving(store) as port:
@@ -145,7 +152,7 @@ async def test_an_upload_that_was_too_slow_goes_on_in_small_chunks() -> None:
     assert len(store.offsets) == 2
 
 
-async def test_no_progress_gives_up_with_the_reason() -> None:
+async def test_no_progress_gives_up_with_the_reason_and_a_wrong_digest_leaves_nothing() -> None:
     store = filled(Store(), state())
     async with serving(store) as port:
         store.cut_after = [2, 1, 1, 1, 1]
@@ -155,23 +162,10 @@ async def test_no_progress_gives_up_with_the_reason() -> None:
         store.cut_after = [0, 0, 0, 0]
         with pytest.raises(UnavailableError, match="cut by the test"):
             await upload(port, state())
-    assert not store.committed
-
-
-async def test_content_that_changes_while_it_is_resumed_is_refused() -> None:
-    store = filled(Store(), state())
-    store.cut_after = [3]
-    target = Download()
-
-    def open_call(offset: int) -> Any:
-        if offset:
-            filled(store, state() | {"more": torch.zeros(1)})
-        return stub.GetState(worker_pb2.GetStateRequest(offset=offset))
-
-    async with serving(store) as port, open_channel(f"127.0.0.1:{port}") as channel:
-        stub = stub_of(channel)
-        with pytest.raises(ConflictError, match="changed"):
-            await pull(open_call, target.accept, retry=EAGER)
+        with pytest.raises(IntegrityError, match="announced"):
+            await upload(port, state(), digest="0" * 64)
+        assert not store.committed
+        assert await upload(port, state()) in store.committed
 
 
 async def test_download_that_lies_is_refused_at_the_offending_chunk() -> None:
@@ -191,13 +185,15 @@ async def test_download_that_lies_is_refused_at_the_offending_chunk() -> None:
             await download(port)
 
 
-async def test_download_checks_limits_and_purpose_before_it_accepts() -> None:
+async def test_download_checks_limits_and_purpose_before_it_accepts_and_that_all_stays() -> None:
     store = filled(Store(), state())
     target = Download()
     async with serving(store) as port, open_channel(f"127.0.0.1:{port}") as channel:
         stub = stub_of(channel)
 
         def open_call(offset: int) -> Any:
+            if 0 < offset < 2**40:
+                filled(store, state() | {"more": torch.zeros(1)})
             return stub.GetState(worker_pb2.GetStateRequest(offset=offset))
 
         with pytest.raises(LimitError, match="total_bytes"):
@@ -206,16 +202,10 @@ async def test_download_checks_limits_and_purpose_before_it_accepts() -> None:
             await pull(open_call, target.accept, purpose=Purpose.UPDATE)
         with pytest.raises(OutOfRangeError, match="beyond the end"):
             await pull(open_call, target.accept, offset=2**40)
-    assert target.accepted == 0
-
-
-async def test_upload_with_a_wrong_digest_leaves_nothing() -> None:
-    store = Store()
-    async with serving(store) as port:
-        with pytest.raises(IntegrityError, match="announced"):
-            await upload(port, state(), digest="0" * 64)
-        assert not store.committed
-        assert await upload(port, state()) in store.committed
+        assert target.accepted == 0
+        store.cut_after = [3]
+        with pytest.raises(ConflictError, match="changed"):
+            await pull(open_call, target.accept, retry=EAGER)
 
 
 async def test_upload_that_lies_is_refused_at_the_offending_chunk() -> None:
@@ -223,10 +213,7 @@ async def test_upload_that_lies_is_refused_at_the_offending_chunk() -> None:
     named = state()
     manifest, buffers = manifest_of(named, Purpose.STATE)
     data = b"".join(buffers)
-    store = Store()
-    header = worker_pb2.SetStateRequest(
-        header=worker_pb2.SetStateHeader(digest="0" * 64, manifest=to_proto(manifest))
-    )
+    store, header = Store(), header_of(manifest)
     good = worker_pb2.SetStateRequest()
     good.chunk.data = data[:1000]
     good.chunk.crc32c = google_crc32c.value(data[:1000])
@@ -268,10 +255,7 @@ async def test_silent_server_is_left_and_tried_again() -> None:
 
 
 async def test_silent_caller_is_told_so() -> None:
-    manifest, _ = manifest_of(state(), Purpose.STATE)
-    header = worker_pb2.SetStateRequest(
-        header=worker_pb2.SetStateHeader(digest="0" * 64, manifest=to_proto(manifest))
-    )
+    header = header_of(manifest_of(state(), Purpose.STATE)[0])
     for timeout_s in growing(1.0):
         heard = True
         async with (
@@ -334,11 +318,7 @@ asyncio.run(main())
 def test_a_download_needs_its_tensor_and_little_more() -> None:
     """96 MiB are received in place: a second copy of them would be seen."""
     run = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -372,24 +352,6 @@ async def download_near(port: int, taken: Taken) -> Download:
     return target
 
 
-@pytest.mark.parametrize("named", [state(), {}, {"empty": torch.zeros(0)}], ids=["6MB", "0", "0x"])
-async def test_who_is_near_reads_a_copy_in_place_of_chunks(named: dict[str, torch.Tensor]) -> None:
-    store, taken = filled(Store(), named), Taken()
-    async with serving(store) as port:
-        target = await download_near(port, taken)
-    assert taken.data == b"".join(store.buffers)
-    assert (target.accepted, store.offsets) == (1, [0])
-
-
-async def test_who_may_not_open_the_copy_gets_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_file_transfer, "readable_copy", forbidden)
-    store, taken = filled(Store(), state()), Taken()
-    async with serving(store) as port:
-        target = await download_near(port, taken)
-    assert_same(target.finish(), state())
-    assert (taken.data, store.offsets, taken.has_left) == (b"", [0, 0], True)
-
-
 def forbidden(*_: Any) -> int:
     raise UnreadableFileError("the kernel does not allow it")
 
@@ -402,23 +364,30 @@ def other(message: Any) -> None:
     message.file.name = f"stratagem-snapshot-{'0' * 32}"
 
 
-@pytest.mark.parametrize("tamper", [gone, other])
-async def test_a_copy_that_is_not_there_is_asked_for_as_a_stream(
+def whole(_message: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tamper", "makes_copies", "offsets", "has_left"),
+    [
+        *((gone, True, [0, 0], False), (other, True, [0, 0], False)),
+        (whole, True, [0, 0], True),  # and it may not open the copy
+        (whole, False, [0], False),  # as who has no memory for one, or is of a version before
+    ],
+)
+async def test_who_does_not_get_the_copy_gets_chunks(
     tamper: Callable[[Any], None],
+    makes_copies: bool,
+    offsets: list[int],
+    has_left: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, taken = filled(Store(), state()), Taken()
-    store.tamper = tamper
+    if has_left:
+        monkeypatch.setattr(open_file_transfer, "readable_copy", forbidden)
+    store, taken = filled(Store(), STATE_OF_TWO), Taken()
+    store.tamper, store.makes_copies = tamper, makes_copies
     async with serving(store) as port:
         target = await download_near(port, taken)
-    assert_same(target.finish(), state())
-    assert (taken.data, store.offsets, taken.has_left) == (b"", [0, 0], False)
-
-
-async def test_a_sender_that_makes_no_copy_has_its_stream_taken() -> None:
-    """It may have no memory for one, or be of a version before."""
-    store, taken = filled(Store(), state()), Taken()
-    store.makes_copies = False
-    async with serving(store) as port:
-        target = await download_near(port, taken)
-    assert_same(target.finish(), state())
-    assert (taken.data, store.offsets, taken.has_left) == (b"", [0], False)
+    assert_same(target.finish(), STATE_OF_TWO)
+    assert (taken.data, store.offsets, taken.has_left) == (b"", offsets, has_left)

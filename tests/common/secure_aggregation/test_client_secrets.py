@@ -1,6 +1,7 @@
 """A client's secrets follow from its root; shares open for the one they are sealed for alone."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -33,34 +34,26 @@ def sealed_by(client: int, context: bytes = CONTEXT) -> dict[int, bytes]:
     return ALL[client].sealed_shares(others, 3, context)
 
 
-def test_a_repeated_call_is_answered_with_the_same_bytes() -> None:
-    assert secrets_of(1).public == ALL[1].public
-    assert sealed_by(1) == sealed_by(1)
-    assert {len(each) for each in sealed_by(1).values()} == {SEALED_BYTES}
-
-
-def test_two_clients_have_one_mask_in_common() -> None:
+def test_two_clients_have_one_mask_in_common_and_repeat_their_bytes() -> None:
     one, two = ALL[1], ALL[2]
     key = one.pair_mask_key(2, two.public.mask_key)
     assert key == two.pair_mask_key(1, one.public.mask_key)
     assert key != one.pair_mask_key(3, ALL[3].public.mask_key)
     assert key != one.pair_mask_key(3, two.public.mask_key)
+    assert secrets_of(1).public == ALL[1].public
+    assert sealed_by(1) == sealed_by(1)
+    assert {len(each) for each in sealed_by(1).values()} == {SEALED_BYTES}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(ROUND, run_id="other"),
-        replace(ROUND, party=Party("a")),
-        replace(ROUND, round_num=4),
-        replace(ROUND, attempt=1),
-    ],
-)
-def test_another_round_has_other_keys_from_the_same_root(other: SecureRound) -> None:
-    here, there = ALL[1], secrets_of(1, other)
-    assert here.public.share_key != there.public.share_key
-    assert here.public.mask_key != there.public.mask_key
-    assert here.self_mask_key != there.self_mask_key
+def test_another_round_has_other_keys_from_the_same_root() -> None:
+    changes: list[dict[str, Any]] = [
+        *({"run_id": "other"}, {"party": Party("a")}, {"round_num": 4}, {"attempt": 1})
+    ]
+    for change in changes:
+        here, there = ALL[1], secrets_of(1, replace(ROUND, **change))
+        assert here.public.share_key != there.public.share_key
+        assert here.public.mask_key != there.public.mask_key
+        assert here.self_mask_key != there.self_mask_key
 
 
 def test_the_holders_shares_open_the_self_mask_and_the_mask_key() -> None:
@@ -95,9 +88,7 @@ def test_a_share_opens_for_nobody_else_and_in_no_other_context() -> None:
     ):
         with pytest.raises(InvalidInputError, match=f"share of client {sender}"):
             holder.opened(sender, SHARE_KEYS[sender], data, context)
-
-
-def test_another_context_gives_independent_shares() -> None:
+    # Another context gives independent shares.
     others = sealed_by(0, b"other holders")
     here = ALL[1].opened(0, SHARE_KEYS[0], sealed_by(0)[1], CONTEXT)
     there = ALL[1].opened(0, SHARE_KEYS[0], others[1], b"other holders")

@@ -31,7 +31,7 @@ SEED = b"\5" * 32
         (10, 8, 8),
     ],
 )
-def test_a_degree_is_even_on_a_ring_and_at_most_all_others(
+def test_a_degree_is_even_and_at_most_all_others(
     clients: int, degree: int | str, number: int
 ) -> None:
     assert num_neighbours(clients, degree) == number
@@ -49,26 +49,21 @@ def test_neighbours_are_each_others(members: set[int], degree: int) -> None:
         assert all(client in found[other] for other in others)
 
 
-def test_the_ring_follows_from_its_seed() -> None:
+def test_the_ring_follows_from_its_seed_and_a_client_with_too_few_holders_is_never_opened() -> None:
     members = range(30)
     assert neighbours(members, 4, SEED) == neighbours(members, 4, SEED)
     assert neighbours(members, 4, SEED) != neighbours(members, 4, b"\6" * 32)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "holders", "needed"),
-    [(0.67, 3, 3), (0.67, 4, 3), (0.67, 10, 7), (0.67, 100, 68), (0.5, 4, 3), (0.999, 5, 5)],
-)
-def test_more_than_the_threshold_of_the_holders_are_needed(
-    threshold: float, holders: int, needed: int
-) -> None:
-    assert shares_needed(threshold, holders) == needed
-
-
-def test_a_client_with_too_few_holders_is_never_opened() -> None:
     everybody = neighbours(range(4), AUTO, SEED)
     assert never_opened(everybody, range(4), {0, 1, 2}, 0.67) == []
     assert never_opened(everybody, range(4), {0, 1}, 0.67) == [0, 1, 2, 3]
     ring = {0: (1, 3), 1: (0, 2), 2: (1, 3), 3: (0, 2)}
     assert never_opened(ring, [0, 1, 2], {0, 1, 2}, 0.5) == []
     assert never_opened(ring, [0, 1, 2, 3], {1, 2, 3}, 0.67) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "holders", "needed"),
+    [(0.67, 3, 3), (0.67, 4, 3), (0.67, 10, 7), (0.67, 100, 68), (0.5, 4, 3), (0.999, 5, 5)],
+)
+def test_more_than_the_threshold_are_needed(threshold: float, holders: int, needed: int) -> None:
+    assert shares_needed(threshold, holders) == needed

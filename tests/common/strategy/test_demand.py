@@ -6,10 +6,11 @@ import pytest
 
 from stratagem.common.strategy import parse_strategy
 from stratagem.common.strategy.demand import workers_used
+from tests.common.strategy.documents import DATA_PARALLEL, FEDERATED, POPULATION
 
 pytestmark = pytest.mark.core
 
-PAIR = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
+PAIR = DATA_PARALLEL
 STAGES = {
     "type": "ModelParallel",
     "partitions": [
@@ -18,20 +19,9 @@ STAGES = {
     ],
     "communication": {"protocol": "Direct"},
 }
-SILOS = {
-    "type": "Federated",
-    "num_clients": 7,
-    "rounds": 1,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "Random", "fraction": 0.5},
-}
-MEMBERS = {
-    "type": "PopulationBased",
-    "population_size": 5,
-    "generations": 1,
-    "exploit": {"method": "Binary", "threshold": 0.5},
-    "explore": {"method": "Perturbation", "factor": 0.2},
-}
+HALF = {"client_selection": {"method": "Random", "fraction": 0.5}}
+SILOS = FEDERATED | {"num_clients": 7} | HALF
+MEMBERS = POPULATION | {"population_size": 5}
 
 
 def inside(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:

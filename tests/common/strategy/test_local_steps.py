@@ -29,7 +29,7 @@ SCHEDULES = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
 
 
 @given(schedule=SCHEDULES, num_steps=st.integers(1, 60))
-def test_each_fragment_is_cut_once_a_round_and_applied_after_the_overlap(
+def test_fragments_are_cut_once_a_round_and_applied_later(
     schedule: Schedule, num_steps: int
 ) -> None:
     period, under_way = schedule.local_steps // schedule.fragments, dict[int, int]()
@@ -51,17 +51,8 @@ def test_each_fragment_is_cut_once_a_round_and_applied_after_the_overlap(
     assert cut == list(range(schedule.fragments))
 
 
-def test_the_last_fragment_of_a_round_is_cut_at_its_end() -> None:
-    schedule = Schedule(6, 3, 1)
-    assert due_after(2, schedule, 100) == [Due(0, is_cut=True)]
-    assert due_after(3, schedule, 100) == [Due(0, is_cut=False)]
-    assert due_after(6, schedule, 100) == [Due(2, is_cut=True)]
-    assert due_after(7, schedule, 100) == [Due(2, is_cut=False)]
-    assert due_after(1, schedule, 100) == []
-
-
 @given(sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=20), data=st.data())
-def test_fragments_are_all_parameters_in_order_and_none_is_empty(
+def test_fragments_are_all_parameters_and_none_is_empty(
     sizes: list[int], data: st.DataObject
 ) -> None:
     count = data.draw(st.integers(1, len(sizes)))
@@ -71,8 +62,14 @@ def test_fragments_are_all_parameters_in_order_and_none_is_empty(
     assert list(chain.from_iterable(fragments)) == list(range(len(sizes)))
 
 
-def test_fragments_are_about_equal() -> None:
+def test_fragments_are_about_equal_and_the_last_one_is_cut_at_the_end() -> None:
     assert fragments_of([10] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     # The sizes at which torchft's buckets left the last parameter out (torchft local_sgd.py).
     assert fragments_of([4, 4, 2], 2) == [range(1), range(1, 3)]
     assert fragments_of([1, 1, 100], 3) == [range(1), range(1, 2), range(2, 3)]
+    schedule = Schedule(6, 3, 1)
+    assert due_after(2, schedule, 100) == [Due(0, is_cut=True)]
+    assert due_after(3, schedule, 100) == [Due(0, is_cut=False)]
+    assert due_after(6, schedule, 100) == [Due(2, is_cut=True)]
+    assert due_after(7, schedule, 100) == [Due(2, is_cut=False)]
+    assert due_after(1, schedule, 100) == []

@@ -30,15 +30,12 @@ def test_regions_are_kept_in_order_of_name() -> None:
     assert list(regions_of(made)) == ["north", "south"]
     assert JobSpec.from_json(made.canonical_json()) == made
     assert made == regional_job(dict(reversed(HALVES.items())))
-
-
-def test_a_job_without_regions_says_nothing_of_them() -> None:
     assert "regions" not in JobSpec.from_json(job_text(FEDERATED)).canonical_json()
-
-
-def test_sites_by_name() -> None:
     made = regional_job(NAMES, {"data": {"worker_local": "ward"}})
     assert regions_of(made)["south"] == ["cork", "dover"]
+    few = {"north": ["anna", "bern"], "south": ["cork"]}
+    with pytest.raises(InvalidInputError, match="has 3 sites, and num_clients is 4"):
+        regional_job(few, {"data": {"worker_local": "ward"}})
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -75,9 +72,3 @@ def test_refused(case: str) -> None:
         regional_job(regions, **options)
     assert said in str(error.value)
     assert "options." in str(error.value)
-
-
-def test_all_sites_are_named() -> None:
-    few = {"north": ["anna", "bern"], "south": ["cork"]}
-    with pytest.raises(InvalidInputError, match="has 3 sites, and num_clients is 4"):
-        regional_job(few, {"data": {"worker_local": "ward"}})

@@ -48,7 +48,7 @@ FLOAT: dict[str, Any] = {
 }
 
 
-def test_a_search_space_round_trips() -> None:
+def test_a_search_space_round_trips_and_its_names_are_unique() -> None:
     space = parse_search_space(load_json(SPACE))
     assert dump_json(Document(search_space=space).document()["search_space"]) == SPACE
     assert space == SearchSpace(
@@ -62,11 +62,15 @@ def test_a_search_space_round_trips() -> None:
         ),
         {"a": None, "b": [1]},
     )
-
-
-def test_the_default_of_a_float_may_be_missing() -> None:
+    # The default of a float may be missing.
     space = parse_search_space({"dimensions": [FLOAT], "frozen": {}})
     assert space.dimensions == (Float("lr", 1e-4, 0.1, Scale.LOG),)
+    for document in (
+        {"dimensions": [FLOAT, FLOAT], "frozen": {}},
+        {"dimensions": [FLOAT], "frozen": {"lr": 1}},
+    ):
+        with pytest.raises(InvalidInputError, match="'lr' is taken already"):
+            parse_search_space(document)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +95,3 @@ def test_invalid_dimensions_are_refused(dimension: dict[str, Any], expected: str
     with pytest.raises(InvalidInputError) as caught:
         parse_search_space({"dimensions": [dimension], "frozen": {}})
     assert str(caught.value).startswith(f"search_space.dimensions[0].{expected}")
-
-
-def test_names_are_unique() -> None:
-    for document in (
-        {"dimensions": [FLOAT, FLOAT], "frozen": {}},
-        {"dimensions": [FLOAT], "frozen": {"lr": 1}},
-    ):
-        with pytest.raises(InvalidInputError, match="'lr' is taken already"):
-            parse_search_space(document)

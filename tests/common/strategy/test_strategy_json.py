@@ -23,11 +23,12 @@ pytestmark = pytest.mark.core
 
 def model_parallel(**changes: Any) -> dict[str, Any]:
     partition = {"node_ids": ["a"], "target": {"Tag": "gpu"}} | changes
-    return {
-        "type": "ModelParallel",
-        "partitions": [partition],
-        "communication": {"protocol": "Direct"},
-    }
+    direct = {"communication": {"protocol": "Direct"}}
+    return {"type": "ModelParallel", "partitions": [partition], **direct}
+
+
+def prox(mu: object) -> dict[str, Any]:
+    return FEDERATED | {"aggregation": {"method": "FedProx", "mu": mu}}
 
 
 @pytest.mark.parametrize("text", EXAMPLES)
@@ -40,21 +41,11 @@ def test_every_example_round_trips(text: str) -> None:
 
 
 def test_the_examples_name_every_variant() -> None:
-    names = {describe(parse_strategy(text)) for text in EXAMPLES}
-    assert names == {
-        "Local",
-        "DataParallel/AllReduce",
-        "DataParallel/ParameterServer",
-        "DataParallel/Decentralized",
-        "ModelParallel/Pipeline",
-        "ModelParallel/DataStore",
-        "ModelParallel/Direct",
-        "Federated/FedAvg",
-        "Federated/FedProx",
-        "Federated/FedYogi",
-        "PopulationBased/Truncation",
-        "PopulationBased/Binary",
-        "Custom/elastic",
+    assert {describe(parse_strategy(text)) for text in EXAMPLES} == {
+        *("Local", "Custom/elastic", "PopulationBased/Truncation", "PopulationBased/Binary"),
+        *(f"DataParallel/{name}" for name in ("AllReduce", "ParameterServer", "Decentralized")),
+        *(f"ModelParallel/{name}" for name in ("Pipeline", "DataStore", "Direct")),
+        *(f"Federated/{name}" for name in ("FedAvg", "FedProx", "FedYogi")),
     }
 
 
@@ -64,18 +55,11 @@ def test_reading_what_was_written_gives_the_same_strategy(strategy: s.Strategy) 
     assert parse_strategy(dump_strategy(strategy)) == strategy
 
 
-def test_keys_may_stand_in_any_order() -> None:
+def test_keys_may_stand_in_any_order_and_integers_are_floats_where_those_are_due() -> None:
     backwards = dict(reversed(DATA_PARALLEL.items()))
     assert parse_strategy(json.dumps(backwards)) == s.DataParallel(2, s.AllReduce())
-
-
-def test_integers_are_floats_where_floats_are_due() -> None:
-    document = FEDERATED | {"aggregation": {"method": "FedProx", "mu": 1}}
-    assert '"mu":1.0' in dumps_strategy(parse_strategy(document))
+    assert '"mu":1.0' in dumps_strategy(parse_strategy(prox(1)))
     assert '"mu":1.0' in dumps_strategy(s.Federated(1, 1, s.FedProx(1), s.All()))
-
-
-def test_config_keys_come_back_sorted() -> None:
     strategy = s.Custom("mine", {"b": {"d": 1, "c": None}, "a": []})
     assert dumps_strategy(strategy) == (
         '{"type":"Custom","coordinator":"mine","config":{"a":[],"b":{"c":null,"d":1}}}'
@@ -105,33 +89,10 @@ def test_malformed_text_is_refused(source: str, expected: str) -> None:
     assert wrong(source)[0].startswith(expected)
 
 
-@pytest.mark.parametrize("value", [4.0, "4", True, None, [4]])
-def test_only_integers_are_counts(value: object) -> None:
-    assert wrong(DATA_PARALLEL | {"num_replicas": value}) == [
-        f"strategy.num_replicas: {value!r} is not a whole number"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("document", "field"),
-    [
-        (DATA_PARALLEL, "num_replicas"),
-        (FEDERATED, "num_clients"),
-        (FEDERATED, "rounds"),
-        (POPULATION, "population_size"),
-        (POPULATION, "generations"),
-    ],
-)
-@pytest.mark.parametrize("value", [0, -1])
-def test_counts_below_one_are_refused(document: dict[str, Any], field: str, value: int) -> None:
-    (found,) = wrong(document | {field: value})
-    assert found.startswith(f"strategy.{field}: {value} is not allowed; must be >= 1")
-
-
-def test_counts_fit_64_bits() -> None:
-    largest = parse_strategy(FEDERATED | {"rounds": 2**64 - 1})
-    assert parse_strategy(dumps_strategy(largest)) == largest
-    assert wrong(FEDERATED | {"rounds": 2**64})
+def test_only_integers_are_counts() -> None:
+    for value in (4.0, "4", True, None, [4]):
+        (found,) = wrong(DATA_PARALLEL | {"num_replicas": value})
+        assert found == f"strategy.num_replicas: {value!r} is not a whole number"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +100,17 @@ def test_counts_fit_64_bits() -> None:
     [
         (DATA_PARALLEL, "num_replicas", MAX_REPLICAS),
         (FEDERATED, "num_clients", MAX_CLIENTS),
+        (FEDERATED, "rounds", 2**64 - 1),
         (POPULATION, "population_size", MAX_POPULATION),
+        (POPULATION, "generations", 2**64 - 1),
     ],
 )
-def test_what_is_kept_one_by_one_has_an_end(
-    document: dict[str, Any], field: str, most: int
-) -> None:
-    parse_strategy(document | {field: most})
-    assert wrong(document | {field: most + 1}) == [
-        f"strategy.{field}: {most + 1} is not allowed; must be >= 1 and <= {most}"
-    ]
+def test_counts_are_from_one_to_an_end(document: dict[str, Any], field: str, most: int) -> None:
+    largest = parse_strategy(document | {field: most})
+    assert parse_strategy(dumps_strategy(largest)) == largest
+    for value in (0, -1, most + 1):
+        (found,) = wrong(document | {field: value})
+        assert found.startswith(f"strategy.{field}: {value} is not allowed; must be ")
 
 
 @pytest.mark.parametrize(
@@ -159,10 +121,7 @@ def test_what_is_kept_one_by_one_has_an_end(
             "strategy.aggregation.method: 'AllReduse' is not one of AllReduce, ParameterServer, "
             "Decentralized; did you mean AllReduce?",
         ),
-        (
-            DATA_PARALLEL | {"aggregation": "AllReduce"},
-            "strategy.aggregation: 'AllReduce' is not a mapping such as {method: AllReduce}",
-        ),
+        (DATA_PARALLEL | {"aggregation": "AllReduce"}, "strategy.aggregation: 'AllReduce' is not"),
         (
             DATA_PARALLEL | {"aggregation": {"method": "Decentralized", "topology": "cube"}},
             "strategy.aggregation.topology: 'cube' is not allowed; known topologies: ring, "
@@ -172,22 +131,10 @@ def test_what_is_kept_one_by_one_has_an_end(
             model_parallel() | {"communication": {"protocol": "Pipeline", "micro_batch_size": 0}},
             "strategy.communication.micro_batch_size: 0 is not allowed; must be >= 1",
         ),
-        (
-            FEDERATED | {"aggregation": {"method": "FedProx", "mu": -0.5}},
-            "strategy.aggregation.mu: -0.5 is not allowed; must be >= 0",
-        ),
-        (
-            FEDERATED | {"aggregation": {"method": "FedProx", "mu": None}},
-            "strategy.aggregation.mu: None is not a number",
-        ),
-        (
-            FEDERATED | {"aggregation": {"method": "FedProx", "mu": True}},
-            "strategy.aggregation.mu: True is not a number",
-        ),
-        (
-            FEDERATED | {"aggregation": {"method": "FedProx", "mu": 10**400}},
-            f"strategy.aggregation.mu: 1{'0' * 76}... is not a finite number",
-        ),
+        (prox(-0.5), "strategy.aggregation.mu: -0.5 is not allowed; must be >= 0"),
+        (prox(None), "strategy.aggregation.mu: None is not a number"),
+        (prox(True), "strategy.aggregation.mu: True is not a number"),
+        (prox(10**400), f"strategy.aggregation.mu: 1{'0' * 76}... is not a finite number"),
         (
             FEDERATED | {"client_selection": {"method": "Random", "fraction": 0}},
             "strategy.client_selection.fraction: 0 is not allowed; must be in (0, 1]",
@@ -200,14 +147,8 @@ def test_what_is_kept_one_by_one_has_an_end(
             POPULATION | {"exploit": {"method": "Truncation", "fraction": 1.5}},
             "strategy.exploit.fraction: 1.5 is not allowed; must be in (0, 1]",
         ),
-        (
-            model_parallel(target={"tag": "x"}),
-            "strategy.partitions[0].target: 'tag' is not one of Tag, Wor",
-        ),
-        (
-            model_parallel(target="x"),
-            "strategy.partitions[0].target: 'x' is not one of {Tag: text}, {WorkerId: text}",
-        ),
+        (model_parallel(target={"tag": "x"}), "strategy.partitions[0].target: 'tag' is not one of"),
+        (model_parallel(target="x"), "strategy.partitions[0].target: 'x' is not one of {Tag: text"),
         (model_parallel(target={"Tag": 1}), "strategy.partitions[0].target.Tag: 1 is not text"),
         (model_parallel(target={"Tag": ""}), "strategy.partitions[0].target.Tag: '' is not allo"),
         (
@@ -232,12 +173,25 @@ def test_all_that_is_wrong_is_named_at_once() -> None:
         "strategy.aggregation.beta2: -0.1 is not allowed; must be in [0, 1)",
         "strategy.aggregation.tau: 0 is not allowed; must be > 0",
     ]
+    document = {"type": "DataParallel", "num_replica": 2, "aggregation": {"method": "AllReduce"}}
+    assert wrong(document) == [
+        "strategy.num_replicas: missing; is it num_replica?; for example num_replicas: 2"
+    ]
+    with pytest.raises(InvalidInputError, match=r"^num_replicas: 0 is not allowed; must be >= 1"):
+        s.DataParallel(0, s.AllReduce())
+    with pytest.raises(InvalidInputError, match="num_clients: True"):
+        s.Federated(True, 1, s.FedAvg(), s.All())
+    assert not s.is_distributed(s.Local())
+    assert s.is_distributed(s.DataParallel(1, s.AllReduce()))
 
 
 def test_unknown_keys_are_ignored_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     # a logger of our own: others may have configured and cached the shared one
     logs = LogCapture()
     monkeypatch.setattr(document, "_log", structlog.wrap_logger(None, processors=[logs]))
+    for text in EXAMPLES:  # nor is a key of another form taken for one
+        parse_strategy(text)
+    assert logs.entries == []
     mean = {"method": "AllReduce", "type": "Mean", "x": 1}
     written = DATA_PARALLEL | {"replicas": 3, "aggregation": mean}
     assert parse_strategy(written) == s.DataParallel(2, s.AllReduce())
@@ -246,25 +200,10 @@ def test_unknown_keys_are_ignored_and_logged(monkeypatch: pytest.MonkeyPatch) ->
         ("strategy.aggregation.x", "unknown key is ignored"),
         ("strategy.replicas", "unknown key is ignored; did you mean num_replicas?"),
     ]
-
-
-def test_no_key_of_another_form_is_taken_for_an_ignored_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    logs = LogCapture()
-    monkeypatch.setattr(document, "_log", structlog.wrap_logger(None, processors=[logs]))
-    for text in EXAMPLES:
-        parse_strategy(text)
+    logs.entries.clear()
     written = model_parallel() | {"partitions": [{**model_parallel()["partitions"][0], "nodes": 1}]}
     parse_strategy(written)
     assert [each["key"] for each in logs.entries] == ["strategy.partitions[0].nodes"]
-
-
-def test_a_missing_key_points_at_one_that_is_nearly_it() -> None:
-    document = {"type": "DataParallel", "num_replica": 2, "aggregation": {"method": "AllReduce"}}
-    assert wrong(document) == [
-        "strategy.num_replicas: missing; is it num_replica?; for example num_replicas: 2"
-    ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -277,14 +216,3 @@ def test_what_cannot_be_read_back_cannot_be_written(value: float) -> None:
     assert s.dump_strategy(strategy)["config"] == {"x": 1.0}
     with pytest.raises(InvalidInputError, match=r"x: .* is not a finite number"):
         s.Custom("mine", config)
-
-
-def test_strategies_made_in_code_are_checked_too() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^num_replicas: 0 is not allowed; must be >= 1 and <= 16384$"
-    ):
-        s.DataParallel(0, s.AllReduce())
-    with pytest.raises(InvalidInputError, match="num_clients: True"):
-        s.Federated(True, 1, s.FedAvg(), s.All())
-    assert not s.is_distributed(s.Local())
-    assert s.is_distributed(s.DataParallel(1, s.AllReduce()))

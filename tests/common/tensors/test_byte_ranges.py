@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from stratagem.common.base.errors import OutOfRangeError
 from stratagem.common.tensors.byte_ranges import ByteReader, pieces_manifest
+from stratagem.common.tensors.chunks import CHUNK_BYTES, iter_views, piece_bytes
 
+KIB = 2**10
+MIB = 2**20
 SIZES = st.lists(st.integers(0, 9), max_size=5)
 
 
@@ -34,3 +37,26 @@ def test_what_is_beyond_the_end_is_refused(end: tuple[int, int]) -> None:
 def test_pieces_travel_as_one_tensor_of_bytes() -> None:
     assert pieces_manifest(7).total_bytes == 7
     assert [spec.dtype for spec in pieces_manifest(0).tensors] == ["uint8"]
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "expected"),
+    [
+        *((num, 256 * KIB) for num in (0, 1, 2 * MIB)),
+        *((2 * MIB + 1, 512 * KIB), (4_000_000, 512 * KIB), (8 * MIB, MIB)),
+        *((num, CHUNK_BYTES) for num in (8 * MIB + 1, 40_000_000, 2**40)),
+    ],
+)
+def test_small_ranges_have_small_pieces(total_bytes: int, expected: int) -> None:
+    assert piece_bytes(total_bytes) == expected
+
+
+@pytest.mark.parametrize("total_bytes", [0, 1, 7, 256 * KIB, 2 * MIB + 7])
+def test_the_pieces_make_up_the_range(total_bytes: int) -> None:
+    data = bytes(range(256)) * (total_bytes // 256 + 1)
+    data = data[:total_bytes]
+    pieces = [
+        b"".join(parts) for parts in iter_views([memoryview(data)], 0, piece_bytes(total_bytes))
+    ]
+    assert b"".join(pieces) == data
+    assert {len(piece) for piece in pieces[:-1]} <= {piece_bytes(total_bytes)}

@@ -60,7 +60,7 @@ def test_a_frame_is_what_protobuf_writes_and_reads(offset: int, size: int, carri
     st.sampled_from([1, 7, 2**16 - 1, 2**16, 2**20, 1_500_007]),
     st.lists(st.integers(0, 1_500_007), max_size=4),
 )
-def test_a_frame_whose_checksum_is_put_in_is_the_joined_one(
+def test_a_frame_with_its_checksum_is_the_joined_one(
     offset: int, size: int, cuts: list[int]
 ) -> None:
     data = (b"%d" % size * size)[:size]
@@ -71,9 +71,7 @@ def test_a_frame_whose_checksum_is_put_in_is_the_joined_one(
 
 
 @given(OFFSETS, st.sampled_from([5000, 2**16, 2**20]), st.lists(st.integers(1, 700_000)))
-def test_a_frame_cut_into_smaller_ones_carries_the_same(
-    offset: int, size: int, sizes: list[int]
-) -> None:
+def test_a_frame_cut_into_smaller_ones_carries_the_same(offset: int, size: int, sizes: Any) -> None:
     data = (b"%d" % size * size)[:size]
     offset = min(offset, 2**63 - 1 - size)
     parts = [read(each) for each in recut(frame(offset, data), sizes)]
@@ -86,12 +84,14 @@ def test_a_frame_cut_into_smaller_ones_carries_the_same(
         offset += len(part.chunk.data)
 
 
-def test_a_frame_leaves_out_a_checksum_of_zero() -> None:
+def test_a_frame_leaves_out_a_checksum_of_zero_and_other_messages_are_left_alone() -> None:
     data = bytes(100_000) + ZERO_SUFFIX
     assert crc32c(data) == 0
     message = worker_pb2.SetStateRequest()
     message.chunk.data = data
     assert patched(0, data) == joined(0, data) == message.SerializeToString()
+    for kind in (worker_pb2.ExecuteRequest, worker_pb2.DescribeRequest, peer_pb2.PeerHeader):
+        assert reading_frames(kind.FromString) == kind.FromString
 
 
 PADDING = worker_pb2.SetStateRequest()
@@ -123,8 +123,3 @@ def test_a_damaged_frame_means_what_protobuf_says(at: int, byte: int, how: str) 
     assert received.offset == expected.chunk.offset
     assert received.data == expected.chunk.data
     assert received.crc32c == expected.chunk.crc32c
-
-
-def test_other_messages_are_left_alone() -> None:
-    for kind in (worker_pb2.ExecuteRequest, worker_pb2.DescribeRequest, peer_pb2.PeerHeader):
-        assert reading_frames(kind.FromString) == kind.FromString

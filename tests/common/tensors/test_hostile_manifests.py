@@ -19,13 +19,7 @@ from stratagem.common.base.errors import (
     OutOfRangeError,
 )
 from stratagem.common.tensors.chunks import MAX_CHUNK_BYTES, ChunkWriter
-from stratagem.common.tensors.manifest import (
-    Limits,
-    Purpose,
-    build_manifest,
-    from_proto,
-    to_proto,
-)
+from stratagem.common.tensors.manifest import Limits, Purpose, build_manifest, from_proto, to_proto
 from stratagem.v1 import tensor_pb2
 
 Message = tensor_pb2.Manifest
@@ -60,12 +54,7 @@ LIES: list[tuple[str, Callable[[Message], object], type[Exception], str]] = [
     ("total", lambda m: setattr(m, "total_bytes", 57), InvalidInputError, "ends at 56"),
     ("short total", lambda m: setattr(m, "total_bytes", 0), InvalidInputError, "ends at 56"),
     ("huge total", lambda m: setattr(m, "total_bytes", 2**63), LimitError, "total_bytes"),
-    (
-        "huge tensor",
-        lambda m: spec(m, shape=[2**34], size_bytes=2**37),
-        LimitError,
-        "size_bytes",
-    ),
+    ("huge tensor", lambda m: spec(m, shape=[2**34], size_bytes=2**37), LimitError, "size_bytes"),
     ("overflow", lambda m: spec(m, shape=[2**40, 2**40]), LimitError, "address space"),
     ("wraps to 32", lambda m: spec(m, shape=[2**62, 2, 2]), LimitError, "address space"),
     ("hidden", lambda m: spec(m, shape=[0, 2**62, 2**62]), LimitError, "address space"),
@@ -114,29 +103,19 @@ def test_manifest_that_lies_is_refused_before_allocation(
         tracemalloc.stop()
 
 
-def test_too_many_tensors_are_refused() -> None:
+def test_too_many_tensors_and_what_no_sender_may_make_are_refused() -> None:
     message = Message(tensors=[tensor_pb2.TensorSpec(name="x")] * 11)
     with pytest.raises(LimitError, match="limit is 10"):
         from_proto(message, Limits(max_tensors=10))
-
-
-def test_manifest_too_large_for_a_message_is_refused_by_its_sender() -> None:
-    named = ((f"{i}" + "x" * 200, "float32", (1,)) for i in range(20_000))
+    many = ((f"{i}" + "x" * 200, "float32", (1,)) for i in range(20_000))
     with pytest.raises(LimitError, match="fewer tensors"):
-        to_proto(build_manifest(named, Purpose.STATE))
-
-
-@pytest.mark.parametrize("activation_tag", [-1, 2**32])
-def test_tag_out_of_range_is_refused(activation_tag: int) -> None:
-    with pytest.raises(InvalidInputError, match="uint32"):
-        build_manifest([], Purpose.ACTIVATION, activation_tag=activation_tag)
-
-
-def test_alias_of_a_later_tensor_is_refused() -> None:
+        to_proto(build_manifest(many, Purpose.STATE))
+    for activation_tag in (-1, 2**32):
+        with pytest.raises(InvalidInputError, match="uint32"):
+            build_manifest([], Purpose.ACTIVATION, activation_tag=activation_tag)
+    two = [("a", "int8", (1,)), ("b", "int8", (1,))]
     with pytest.raises(InvalidInputError, match="no earlier tensor"):
-        build_manifest(
-            [("a", "int8", (1,)), ("b", "int8", (1,))], Purpose.STATE, aliases={"a": "b"}
-        )
+        build_manifest(two, Purpose.STATE, aliases={"a": "b"})
 
 
 def chunk(offset: int, data: bytes) -> tensor_pb2.Chunk:
@@ -161,7 +140,7 @@ def flipped(offset: int, data: bytes) -> tensor_pb2.Chunk:
         (flipped(4, b"456"), IntegrityError, "CRC32C"),
     ],
 )
-def test_bad_chunk_is_refused_and_leaves_nothing(
+def test_bad_chunk_leaves_nothing(
     bad: tensor_pb2.Chunk, error: type[Exception], match: str
 ) -> None:
     target = bytearray(10)
@@ -176,14 +155,11 @@ def test_bad_chunk_is_refused_and_leaves_nothing(
     assert bytes(target) == b"0123456789"
 
 
-def test_short_stream_is_refused_at_its_end() -> None:
+def test_short_stream_is_refused_at_its_end_and_none_starts_behind_it() -> None:
     writer = ChunkWriter(10, lambda _offset, _data: None)
     writer.write(chunk(0, b"0123"))
     with pytest.raises(IntegrityError, match="after 4 of 10"):
         writer.finish()
-
-
-def test_writer_does_not_start_behind_the_end() -> None:
     with pytest.raises(OutOfRangeError, match="beyond the end"):
         ChunkWriter(10, memoryview(bytearray(10)), offset=11)
 

@@ -123,9 +123,7 @@ def test_a_descriptor_that_is_used_again_is_not_taken_for_the_copy_before() -> N
     second.close()
 
 
-def test_files_of_another_place_are_not_offered_to_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_of_another_place_are_not_offered_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here = worker_pb2.GetStateResponse(file=tensor_pb2.OpenFile(place=place(), process=1))
     assert offered(here) == here.file
     elsewhere = worker_pb2.GetStateResponse(file=tensor_pb2.OpenFile(place="elsewhere"))
@@ -136,11 +134,13 @@ def test_files_of_another_place_are_not_offered_to_this_one(
     leave_place()
     assert offered(here) is None
     assert not is_near("")
+    # In a namespace of processes whose /proc belongs to another one.
+    monkeypatch.setattr(open_files._Place, "name", None)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert place() == ""
 
 
-def test_a_kernel_that_lets_nobody_open_such_files_is_told_from_a_file_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_that_opens_no_such_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = MemoryCopy([memoryview(b"1234567")])
 
     def forbidden(*_: Any, **__: Any) -> int:
@@ -151,17 +151,6 @@ def test_a_kernel_that_lets_nobody_open_such_files_is_told_from_a_file_that_is_g
         opened_copy(copy.offer())
     copy.close()
 
-
-def test_no_file_is_named_where_numbers_of_processes_mean_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In a namespace of processes whose /proc belongs to another one."""
-    monkeypatch.setattr(open_files._Place, "name", None)
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert place() == ""
-
-
-def test_memory_that_the_system_does_not_give_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -18,20 +18,15 @@ from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.diagnostics.findings import Finding, Level
 from stratagem.common.job import JobSpec
 from stratagem.tools.check.job_check import check_job
+from stratagem.tools.questions.__main__ import answer
 from tests.jobs import LOSSES, NOT_TRAINED, document, job, user_data, user_model
 from tests.odd_kinds import BUILT, TRAINED, Kind
 from tests.repository import ROOT
 from tests.stream_jobs import streamed
-from tests.tools.planning.support import SITE, kind_job, replicas
+from tests.tools.planning.support import SITE, federation, kind_job, replicas
 
 NOT_HERE = {"digest": "0" * 64}
-FEDERATED = {
-    "type": "Federated",
-    "num_clients": 2,
-    "rounds": 1,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "All"},
-}
+FEDERATED = federation({"method": "FedAvg"})
 EXAMPLE = ROOT / "examples" / "digits_local.yaml"
 
 
@@ -44,6 +39,9 @@ def faults(spec: JobSpec) -> dict[str, str]:
     return {f.about: f.found for f in found(spec) if f.level is Level.FAIL}
 
 
+TESTED_BY_TWO = {"accumulation": {"micro_batch_size": 2}, "evaluation": {"split": "test"}}
+
+
 def divided(what: str) -> dict[str, Any]:
     return {**replicas(2), "options": {"partition_state": what}}
 
@@ -51,34 +49,23 @@ def divided(what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "spec",
     [
-        job(),
         kind_job("cnn", execution={"precision": "Mixed", "amp_dtype": "bfloat16"}),
-        kind_job("transformer", strategy=replicas(2)),
-        job(data=user_data("noisy_rows")),
-        job(model=user_model("tied"), data=user_data("tokens"), loss="token_cross_entropy"),
-        job(model=user_model("dropout_mlp"), compression={"codec": "int8"}, strategy=replicas(3)),
-        job(model=user_model("batch_norm_mlp"), evaluation={"split": "test"}),
-        job(execution={"gradient": {"Accumulated": 4}}, phases={}),
+        job("tied", data=user_data("tokens"), loss="token_cross_entropy"),
+        job("dropout_mlp", compression={"codec": "int8"}, strategy=replicas(3)),
+        job(execution={"gradient": {"Accumulated": 4}}, phases={}, data=user_data("noisy_rows")),
         job(execution={"parallelism": {"PipelineParallel": 2}}),
         job(strategy=divided("optimizer")),
-        job(
-            model=user_model("batch_norm_mlp"),
-            strategy=divided("full"),
-            accumulation={"micro_batch_size": 2},
-            evaluation={"split": "test"},
-        ),
-        job(
-            optimizer={
-                "entrypoint": "tests.userland.optimizers:SignMomentum",
-                "lr": 0.1,
-                "schedule": "tests.userland.schedules:sequential",
-            }
-        ),
+        job("batch_norm_mlp", strategy=divided("full"), **TESTED_BY_TWO),
         job(
             loss=None,
             step="tests.userland.steps:noisy",
             predict="tests.userland.steps:prediction",
             evaluation={"split": "test", "metrics": ["accuracy"]},
+            optimizer={
+                "entrypoint": "tests.userland.optimizers:SignMomentum",
+                "lr": 0.1,
+                "schedule": "tests.userland.schedules:sequential",
+            },
         ),
     ],
 )
@@ -90,17 +77,11 @@ def test_a_good_job_has_no_fault(spec: JobSpec) -> None:
 
 def test_what_a_precision_converts_is_said() -> None:
     model = user_model("in_dtypes", dtypes=["float64", "float32"])
-    said = [
-        [f.found for f in found(job(model, execution=own)) if f.about == "execution.precision"]
-        for own in ({}, {"precision": "Mixed"})
-    ]
-    assert said == [
-        [],
-        [
-            "Mixed converts 2 tensors of float64 of the model to float32; without a precision they "
-            "keep their dtypes"
-        ],
-    ]
+    for own, number in (({}, 0), ({"precision": "Mixed"}, 1)):
+        findings = found(job(model, execution=own))
+        said = [f.found for f in findings if f.about == "execution.precision"]
+        assert len(said) == number
+        assert all("Mixed converts 2 tensors of float64 of the model" in text for text in said)
 
 
 def test_an_error_of_the_users_code_is_told_with_its_input_and_its_lines_alone() -> None:
@@ -127,90 +108,51 @@ BAD_CODE = {
     "evaluation": {"split": "test", "metrics": ["tests.userland.metrics:gone"]},
     "data": {**user_data("noisy_rows"), "collate": "tests.userland.data:gone"},
 }
-CASES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("model", {"model": user_model("gone")}, "model.entrypoint", 'no attribute "gone"'),
-    (
-        "group",
-        {"optimizer": {"name": "sgd", "lr": 0.1, "groups": [{"name": "g", "match": ["nope.*"]}]}},
-        "optimizer.groups[0]",
-        "",
-    ),
-    (
-        "optimizer",
-        {"optimizer": {"entrypoint": "tests.userland.optimizers:CountsItself", "lr": 0.1}},
-        "optimizer.entrypoint",
-        "its attribute 'num_steps' was 2 and is 0",
-    ),
-    ("freeze", {"model": {**user_model("mlp"), "freeze": ["nope"]}}, "model.freeze[0]", "fits no"),
-    ("rows", {"data": user_data("impure_rows")}, "data.train", "row 0 is not the same"),
-    ("split", {"evaluation": {"split": "dev"}}, "evaluation.split", 'no split "dev"'),
-    ("loss", {"loss": "tests.userland.losses:broken_loss"}, "loss", ""),
-    (
-        "factory",
-        {"data": user_data("unseeded")},
-        "data.train",
-        "row 0 is not the same when data.entrypoint is called again: the row[0] differs",
-    ),
-    (
-        "stream",
-        {"data": streamed("unseeded")},
-        "data.train",
-        "row 0 is not the same when data.entrypoint is called again",
-    ),
-    (
-        "codec",
-        {
-            "model": user_model("in_dtypes", dtypes=["float32", "float64"]),
-            "compression": {"codec": "int8"},
-            "strategy": replicas(3),
-        },
-        "compression.codec",
-        "int8 codes float32, and 4.weight is float64, 4.bias is float64",
-    ),
-    (
-        "row privacy",
-        {
-            "model": user_model("in_dtypes", dtypes=["bfloat16"]),
-            "strategy": FEDERATED,
-            "steps": None,
-            "checkpoint": None,
-            "privacy": {
-                "unit": "row",
-                "clip": {"norm": 0.5},
-                "noise_multiplier": 0.3,
-                "target": {"delta": 1e-5},
-                "noise": "seeded",
-            },
-        },
-        "model",
-        "1.weight is bfloat16, which rounds the gradient of a row before it is clipped",
-    ),
-    (
-        "dtype",
-        {"model": user_model("in_dtypes", dtypes=["bfloat16"], casts_rows=False)},
-        "loss",
-        "the floats of the rows are float32, those of the model bfloat16: convert them",
-    ),
-    ("middle", {"data": user_data("torn_rows")}, "data.train", "row 24 is torn"),
-    ("finite", {"loss": "tests.userland.losses:infinite_loss"}, "loss", "non-finite"),
-    ("order", {"data": {**user_data("classes"), "order": "tests.userland.orders:gone"}}, "", ""),
-    (
-        "buffer",
-        {"model": user_model("CountsEvaluations"), "evaluation": {"split": "test"}},
-        "evaluation",
-        'buffer "calls" changed while',
-    ),
-    (
-        "metric",
-        {"evaluation": {"split": "test", "metrics": ["tests.userland.metrics:with_weight"]}},
-        "evaluation.metrics",
-        "",
-    ),
-]
+IN_16_BITS = user_model("in_dtypes", dtypes=["bfloat16"])
+IN_BOTH = user_model("in_dtypes", dtypes=["float32", "float64"])
+AGAIN = "row 0 is not the same when data.entrypoint is called again"
+OWN_OPTIMIZER = {"entrypoint": "tests.userland.optimizers:CountsItself", "lr": 0.1}
+GROUPS = {"name": "sgd", "lr": 0.1, "groups": [{"name": "g", "match": ["nope.*"]}]}
+BY_ROW = {
+    "unit": "row",
+    "clip": {"norm": 0.5},
+    "noise_multiplier": 0.3,
+    "target": {"delta": 1e-5},
+    "noise": "seeded",
+}
+ORDERED = {**user_data("classes"), "order": "tests.userland.orders:gone"}
+COUNTING = {"model": user_model("CountsEvaluations"), "evaluation": {"split": "test"}}
+TESTED = {"split": "test", "metrics": ["tests.userland.metrics:with_weight"]}
+CODED = {"model": IN_BOTH, "compression": {"codec": "int8"}, "strategy": replicas(3)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "field", "text"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+    ("changes", "field", "text"),
+    [
+        ({"optimizer": GROUPS}, "optimizer.groups[0]", ""),
+        ({"optimizer": OWN_OPTIMIZER}, "optimizer.entrypoint", "'num_steps' was 2 and is 0"),
+        ({"model": {**user_model("mlp"), "freeze": ["nope"]}}, "model.freeze[0]", "fits no"),
+        ({"data": user_data("impure_rows")}, "data.train", "row 0 is not the same"),
+        ({"evaluation": {"split": "dev"}}, "evaluation.split", 'no split "dev"'),
+        ({"loss": "tests.userland.losses:broken_loss"}, "loss", ""),
+        ({"data": user_data("unseeded")}, "data.train", f"{AGAIN}: the row[0] differs"),
+        ({"data": streamed("unseeded")}, "data.train", AGAIN),
+        (CODED, "compression.codec", "4.weight is float64, 4.bias is float64"),
+        (
+            {"model": IN_16_BITS, "strategy": FEDERATED, "privacy": BY_ROW},
+            "model",
+            "1.weight is bfloat16, which rounds the gradient of a row before it is clipped",
+        ),
+        (
+            {"model": user_model("in_dtypes", dtypes=["bfloat16"], casts_rows=False)},
+            "loss",
+            "the floats of the rows are float32, those of the model bfloat16: convert them",
+        ),
+        ({"data": user_data("torn_rows")}, "data.train", "row 24 is torn"),
+        ({"data": ORDERED}, "", ""),
+        (COUNTING, "evaluation", 'buffer "calls" changed while'),
+        ({"evaluation": TESTED}, "evaluation.metrics", ""),
+    ],
 )
 def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: str) -> None:
     told = faults(job(**changes))
@@ -229,22 +171,27 @@ def test_a_fault_is_found_and_named(changes: dict[str, Any], field: str, text: s
 )
 def test_a_model_whose_parameters_cannot_come_and_go_is_found(model: str, text: str) -> None:
     sections = {"model": user_model(f"slices:{model}"), "evaluation": {"split": "test"}}
-    told, whole = (faults(job(**sections, strategy=divided(what))) for what in ("full", "none"))
+    told = faults(job(**sections, strategy=divided("full")))
     assert told.pop("strategy.options.partition_state").startswith(text)
-    assert told == whole  # nothing but what is a fault in any case
+    assert not told, "nothing but that"
 
 
-@pytest.mark.parametrize("kind", [*BUILT, *TRAINED[:1]], ids=str)
+@pytest.mark.parametrize("kind", [BUILT[0], BUILT[-1], TRAINED[0]], ids=str)
 def test_a_kind_of_tensor_that_is_refused_is_found_with_the_sentence_of_the_run(kind: Kind) -> None:
     spec = job(kind.entrypoint, **kind.sections)
     told = [each.found for each in found(spec) if each.level is Level.FAIL]
     assert any(re.search(kind.refused, text) for text in told)
 
 
-def test_what_is_carried_out_in_another_way_is_a_warning() -> None:
+def test_warnings_name_what_is_carried_out_in_another_way_or_gets_no_gradient() -> None:
     findings = found(job(user_model("odd_models:Embedded")))
     said = [each.found for each in findings if each.check == "settings"]
     assert [text.partition(":")[0] for text in said] == ['module "words"', 'module "unused"']
+    (warning,) = (
+        f for f in found(job(model=user_model("acting_models:Idle"))) if f.level == "warn"
+    )
+    assert warning.check == "step"
+    assert "idle.weight, idle.bias got no gradient" in warning.found
 
 
 def test_data_without_rows_to_train_on_are_a_fault_that_is_said_as_the_run_says_it() -> None:
@@ -261,16 +208,15 @@ def test_a_job_that_trains_nothing_has_no_slices_to_try(what: str) -> None:
     assert faults(spec) == {}
 
 
-def test_a_sentence_is_said_once_however_many_checks_come_upon_it() -> None:
-    missing = "no_such_module:anything"
-    told = [f for f in found(job(model={"entrypoint": missing})) if f.level is Level.FAIL]
-    (only,) = told
-    assert (only.check, only.about) == ("code", "model.entrypoint")
-
-
-def test_all_faults_are_found_at_once() -> None:
-    told = faults(job(model=user_model("gone"), **BAD_CODE))
-    assert {"model.entrypoint", "data.collate", "evaluation.metrics[0]"} <= told.keys()
+def test_all_faults_are_found_at_once_and_each_is_said_once() -> None:
+    told = found(job(model=user_model("gone"), **BAD_CODE))
+    failed = [f for f in told if f.level is Level.FAIL]
+    abouts = [f.about for f in failed]
+    assert {"model.entrypoint", "data.collate", "evaluation.metrics[0]"} <= set(abouts)
+    (model,) = (f for f in failed if f.about == "model.entrypoint")
+    assert model.check == "code"
+    assert 'no attribute "gone"' in model.found
+    assert told[-1].found == "not tried: needs the model and the data, which failed"
 
 
 def test_a_model_that_keeps_something_elsewhere_is_found() -> None:
@@ -284,14 +230,17 @@ def test_memory_that_cannot_be_estimated_is_no_fault() -> None:
     def refuses() -> str:
         raise InvalidInputError.at("loss", "reads values")
 
-    last = check_job(job(), SITE, refuses)[-1]
+    *others, last = check_job(job(), SITE, refuses)
     assert (last.level, last.found) == (Level.WARN, "cannot be estimated: loss: reads values")
+    assert {each.level for each in others} == {Level.OK}
 
 
 def test_a_step_that_fails_is_said_once() -> None:
     """Without a traceback where nothing was raised, and not again as a fault of the memory."""
     told = found(job(loss="tests.userland.losses:infinite_loss"))
     (fault,) = (f for f in told if f.level is Level.FAIL)
+    assert fault.about == "loss"
+    assert "non-finite" in fault.found
     assert "accumulation.non_finite: skip_step" in fault.found
     assert "traceback" not in fault.advice
     last = told[-1]
@@ -310,48 +259,35 @@ def test_a_loss_that_is_a_sum_over_rows_is_a_warning(loss: str, is_warned: bool)
     assert told == ([said] if is_warned else [])
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_the_steps_of_a_federation_are_those_of_a_client() -> None:
+    for changes, said in (
         ({}, "2 clients, 2 steps to a local epoch"),
-        (
-            {"partition": {"method": "by_label"}},
-            "2 clients; the steps of each follow from its own rows",
-        ),
-    ],
-)
-def test_the_steps_of_a_federation_are_those_of_a_client(
-    changes: dict[str, Any], said: str
-) -> None:
-    orders = [
-        each.found for each in found(job(strategy=FEDERATED, **changes)) if each.check == "order"
-    ]
-    assert orders == [said]
+        ({"partition": {"method": "by_label"}}, "2 clients; the steps of each follow from its own"),
+    ):
+        findings = found(job(strategy=FEDERATED, **changes))
+        (order,) = (each.found for each in findings if each.check == "order")
+        assert order.startswith(said)
 
 
-def test_a_step_names_only_what_failed_before_it() -> None:
-    last = found(job(model=user_model("gone")))[-1]
-    assert last.found == "not tried: needs the model, which failed"
+def asked_here(request: str, tell: Any, _: object) -> tuple[dict[str, Any], int, str]:
+    """As the process that has torch answers: this one has it, too."""
+    return {"answer": answer(json.loads(request), lambda told: tell(told["finding"]))}, 0, ""
 
 
-def test_parameters_without_a_gradient_are_named() -> None:
-    (warning,) = (
-        f for f in found(job(model=user_model("acting_models:Idle"))) if f.level == "warn"
-    )
-    assert warning.check == "step"
-    assert "idle.weight, idle.bias got no gradient" in warning.found
-
-
-def test_the_command_says_all_and_ends_with_1_for_a_fault(tmp_path: Path) -> None:
+def test_the_command_ends_with_1_at_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_process, "_exchange", asked_here)
+    spec = job(model=user_model("slices:gives_a_weight"), strategy=divided("full"))
+    (tmp_path / "job.json").write_text(spec.canonical_json())
+    wrong = CliRunner().invoke(app, ["check", str(tmp_path / "job.json"), "--format", "json"])
+    assert wrong.exit_code == 1
+    assert "the model reads 1.weight outside" in wrong.stdout
+    checks = [finding["check"] for finding in json.loads(wrong.stdout)]
+    assert (checks[0], checks[-1]) == ("document", "memory")
     (tmp_path / "job.json").write_text(job().canonical_json())
-    good = CliRunner().invoke(app, ["check", str(tmp_path / "job.json"), "--format", "json"])
+    good = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
     assert good.exit_code == 0, good.output
-    checks = [finding["check"] for finding in json.loads(good.stdout)]
-    assert checks[0] == "document"
-    assert checks[-1] == "memory"
-    bad = CliRunner().invoke(
-        app, ["check", str(EXAMPLE), "--set", "batch_size=0", "--set", "loss=x"]
-    )
+    given = ["check", str(EXAMPLE), "--set", "batch_size=0", "--set", "loss=x"]
+    bad = CliRunner().invoke(app, given)
     assert bad.exit_code == 1
     assert "batch_size" in bad.stdout
     assert "loss.name" in bad.stdout
@@ -372,7 +308,7 @@ def build():
 """
 
 
-def test_a_check_that_hangs_tells_its_place_and_keeps_its_rows(
+def test_a_check_that_hangs_tells_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hangs.py").write_text(HANGING)
@@ -391,43 +327,33 @@ def test_a_check_that_hangs_tells_its_place_and_keeps_its_rows(
     assert "stopped at training step 1 (hangs.py, line 8, in forward)" in done.stderr
 
 
-def test_the_command_finds_a_model_that_the_first_step_would_refuse(tmp_path: Path) -> None:
-    spec = job(model=user_model("slices:gives_a_weight"), strategy=divided("full"))
-    (tmp_path / "job.json").write_text(spec.canonical_json())
-    done = CliRunner().invoke(app, ["check", str(tmp_path / "job.json")])
-    assert done.exit_code == 1
-    assert "the model reads 1.weight outside" in done.stdout
-
-
 def test_a_cluster_without_fitting_workers_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.client.sdk.torch_process.find_spec", lambda _: None)
-    target = {"Tag": "big"}
-    stages = [{"node_ids": ["0"], "target": target}, {"node_ids": ["1", "2"], "target": target}]
-    strategy = {
-        "type": "ModelParallel",
-        "partitions": stages,
-        "communication": {"protocol": "Direct"},
-    }
+    stages = [{"node_ids": nodes, "target": {"Tag": "big"}} for nodes in (["0"], ["1", "2"])]
+    direct = {"communication": {"protocol": "Direct"}}
+    strategy = {"type": "ModelParallel", "partitions": stages, **direct}
     spec = document("tower", strategy=strategy)
     known = ("w", "i", "h:1", True, 0, "cpu", "", 1, 1, "", (), ("small",), (), "", "tls", "none")
     worker = Worker(*known)
-    told = {f.about: f.found for f in check_file(spec, workers=[worker]) if f.check == "workers"}
-    assert told[""] == "1 are alive: w"
-    assert told["strategy.partitions[0].target"].startswith("no worker that is alive is")
-    local = document(data={"worker_local": "clinic"}, strategy=FEDERATED)
-    (_, lacking) = (f for f in check_file(local, workers=[worker]) if f.check == "workers")
+
+    def told(job: dict[str, Any], *workers: Worker) -> list[Finding]:
+        return [f for f in check_file(job, workers=list(workers)) if f.check == "workers"]
+
+    by_field = {f.about: f.found for f in told(spec, worker)}
+    assert by_field[""] == "1 are alive: w"
+    assert by_field["strategy.partitions[0].target"].startswith("no worker that is alive is")
+    (_, lacking) = told(document(data={"worker_local": "clinic"}, strategy=FEDERATED), worker)
     assert lacking.found == 'no worker that is alive has "clinic"'
-    (_, code) = (
-        f for f in check_file(document(code=NOT_HERE), workers=[worker]) if f.check == "workers"
-    )
+    coded = document(code=NOT_HERE)
+    (_, code) = told(coded, worker)
     assert (code.level, code.about) == (Level.FAIL, "code")
     assert code.found == "no worker that is alive takes code from jobs: w"
-    others = [worker, replace(worker, worker_id="v", code_policy="signed")]
-    said = [f.found for f in check_file(document(code=NOT_HERE), workers=others)]
+    said = [
+        f.found for f in told(coded, worker, replace(worker, worker_id="v", code_policy="signed"))
+    ]
     assert "these take no code from jobs, and are left out: w" in said
     assert "these take only code that their operator has signed or listed: v" in said
-    (none,) = (f for f in check_file(spec, workers=[]) if f.check == "workers")
-    assert none.found == "none is alive"
+    assert [f.found for f in told(spec)] == ["none is alive"]
 
 
 def test_a_stream_is_tried_on_its_first_rows() -> None:

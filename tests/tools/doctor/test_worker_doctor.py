@@ -34,13 +34,8 @@ def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**changes: Any) -> WorkerSettings:
-    well: dict[str, Any] = {
-        "coordinator": "127.0.0.1:1",
-        "name": "w0",
-        "allow": [ALLOW],
-        "threads": 1,
-    }
-    return WorkerSettings(**{**well, **changes})
+    well: dict[str, Any] = {"coordinator": "127.0.0.1:1", "name": "w0", "allow": [ALLOW]}
+    return WorkerSettings(**{**well, "threads": 1, **changes})
 
 
 def troubles(**changes: Any) -> Iterator[Finding]:
@@ -70,15 +65,8 @@ def test_all_is_well(tmp_path: Path) -> None:
     told = {each.check: each.found for each in found}
     assert told["local data"] == "mine: train.x"
     assert told["disk"].endswith(f"will be made in {tmp_path}")
-    assert {
-        "torch",
-        "numerics",
-        "precision",
-        "allow",
-        "data root",
-        "import path",
-        "activation store",
-    } <= set(told)
+    assert {"torch", "numerics", "precision", "allow", "data root"} <= set(told)
+    assert {"import path", "activation store"} <= set(told)
 
 
 @pytest.mark.parametrize(
@@ -91,17 +79,13 @@ def test_all_is_well(tmp_path: Path) -> None:
         ({"local_data": {"mine": "/nowhere"}}, "local data", "fail", "mine: "),
         ({"local_data": {"mine": "/etc/passwd"}}, "local data", "fail", "NAME=FILE"),
         ({"activation_store": "file:///proc/none"}, "activation store", "fail", "/proc/none"),
+        ({"threads": 4096}, "threads", "warn", ""),
         ({"allow": []}, "allow", "warn", "nothing"),
         ({"allow": ["*:*"]}, "allow", "warn", "any module"),
         ({"allow": ["numpy"]}, "allow", "fail", "matches no entry point"),
         ({"allow": ["nowhere.*:*"]}, "allow", "fail", 'no module "nowhere"'),
         ({"allow": ["tests.userland.models:gone"]}, "allow", "fail", 'no attribute "gone"'),
-        (
-            {"allow": ["tests.worker_shell.test_doctor_broken:*"]},
-            "allow",
-            "fail",
-            "cannot be found",
-        ),
+        ({"allow": ["tests.worker_shell.test_doctor_broken:*"]}, "allow", "fail", "cannot be foun"),
     ],
 )
 def test_what_does_not_fit(changes: dict[str, Any], check: str, level: str, words: str) -> None:
@@ -138,13 +122,7 @@ def test_the_file_of_a_site(tmp_path: Path, entrypoint: str, level: str, words: 
     assert words in found.found
 
 
-def test_more_threads_than_processors() -> None:
-    assert trouble(threads=4096)[:2] == ("threads", "warn")
-
-
-def test_a_module_that_raises_is_told_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_raises_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(tmp_path)
     check, level, said = trouble(allow=["raises_at_import:*"])
@@ -175,12 +153,7 @@ def failures(**changes: Any) -> dict[str, str]:
     }
 
 
-def test_a_coordinator_that_is_away_and_a_port_that_is_taken() -> None:
-    assert failures() == {"connection": "nobody listens there: connection refused"}
-    assert failures(listen="0.0.0.0:0").keys() == {"connection", "settings"}
-
-
-def test_a_certificate_of_somebody_else_and_an_engine_without_tls(tmp_path: Path) -> None:
+def test_a_coordinator_away_a_taken_port_and_certificates_that_do_not_fit(tmp_path: Path) -> None:
     authority = make_authority(tmp_path)
     authority.issue(Role.WORKER, "w1")
     files = authority.files("worker-w1")
@@ -191,14 +164,15 @@ def test_a_certificate_of_somebody_else_and_an_engine_without_tls(tmp_path: Path
     assert failures(tls_ca=files.ca).keys() == {"settings"}
     found = failures(metrics_port=0, metrics_client_ca=files.ca)
     assert found["settings"].startswith("metrics_client_ca: needs TLS")
+    assert failures() == {"connection": "nobody listens there: connection refused"}
+    assert failures(listen="0.0.0.0:0").keys() == {"connection", "settings"}
 
 
 def test_a_worker_with_a_tunnel_needs_no_port_no_address_and_no_other_workers() -> None:
     elsewhere = {"coordinator": "coordinator.invalid:7070", "allow_insecure_network": True}
     found = asyncio.run(examine(settings(tunnel=True, **elsewhere)))
     (listening,) = (each for each in found if each.check == "listen")
-    assert listening.level is Level.OK
-    assert listening.found == "nobody dials it: it has a tunnel"
+    assert (listening.level, listening.found) == (Level.OK, "nobody dials it: it has a tunnel")
     assert not {"advertise", "exchange"} & {each.check for each in found}
     dialled = asyncio.run(examine(settings(**elsewhere)))
     (advertising,) = (each for each in dialled if each.check == "advertise")

@@ -20,29 +20,33 @@ from tests.jobs import ALLOW, job
 from tests.repository import ROOT
 
 CPU = torch.device("cpu")
+KNOWN = [ALLOW, "examples.*:*"]
 
 
 def written(spec: JobSpec, folder: Path, to: str, **asked: str) -> tuple[nn.Module, Path]:
     """The model with other weights than those of the seed, and what was written of it."""
-    entrypoints = EntryPoints([ALLOW, "examples.*:*"])
     changed = spec.model_copy(update={"seed": 11})
-    model = build_model(changed, entrypoints, device=CPU, fresh=True).eval()
+    model = build_model(changed, EntryPoints(KNOWN), device=CPU, fresh=True).eval()
     state = folder / "state.safetensors"
     save_file({name: each.clone() for name, each in model.state_dict().items()}, state)
+    export(spec, folder, to, **asked)
+    return model, folder / "made"
+
+
+def export(spec: JobSpec, folder: Path, to: str, **asked: str) -> None:
     request: dict[str, Any] = {
         "question": "export",
         "job_json": spec.canonical_json(),
-        "allow": [ALLOW, "examples.*:*"],
+        "allow": KNOWN,
         "import_path": [str(ROOT)],
         "device": "cpu",
-        "state": str(state),
+        "state": str(folder / "state.safetensors"),
         "path": str(folder / "made"),
         "to": to,
         "shard_size": "5GB",
         **asked,
     }
     answer(request)
-    return model, folder / "made"
 
 
 def gpt2() -> JobSpec:
@@ -81,6 +85,7 @@ def test_a_program_of_torch_runs_with_any_number_of_rows(tmp_path: Path) -> None
     assert torch.equal(program(x), model(x))
 
 
+@pytest.mark.sweep
 def test_a_program_of_gpt2_runs_with_any_number_of_rows(tmp_path: Path) -> None:
     model, path = written(gpt2(), tmp_path, "torch-export")
     program = torch.export.load(path).module()
@@ -99,24 +104,21 @@ def program_length(path: Path) -> int:
 
 
 @pytest.mark.filterwarnings("default")  # torch's exporter uses what torch has deprecated
-@pytest.mark.parametrize("spec", ["mlp", "gpt2"])
-def test_onnx_runs_with_any_number_of_rows(tmp_path: Path, spec: str) -> None:
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_onnx_runs_with_any_number_of_rows(tmp_path: Path, model: str) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
-    _, path = written(gpt2() if spec == "gpt2" else job("mlp"), tmp_path, "onnx")
+    _, path = written(gpt2() if model == "gpt2" else job("mlp"), tmp_path, "onnx")
     (batch, *_) = onnx.load(str(path)).graph.input[0].type.tensor_type.shape.dim
     assert batch.dim_param
 
 
-def test_onnx_says_what_is_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_differs_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     with pytest.raises(UnavailableError, match="pip install onnx onnxscript"):
         written(job("mlp"), tmp_path, "onnx")
-
-
-def test_a_program_that_computes_something_else_is_no_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(exported_program, "_outputs", lambda model, _: [torch.rand(2)])
     with pytest.raises(StratagemError, match="differs from the model for 2 rows"):
         written(job("mlp"), tmp_path, "torch-export")
@@ -124,17 +126,7 @@ def test_a_program_that_computes_something_else_is_no_success(
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     other = job({"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 5}})
-    written(other, tmp_path, "torch-export")
-    request = {
-        "question": "export",
-        "job_json": job("mlp").canonical_json(),
-        "allow": [ALLOW],
-        "import_path": [str(ROOT)],
-        "device": "cpu",
-        "state": str(tmp_path / "state.safetensors"),
-        "path": str(tmp_path / "again"),
-        "to": "hf",
-        "shard_size": "5GB",
-    }
+    model = build_model(other, EntryPoints(KNOWN), device=CPU, fresh=True)
+    save_file(dict(model.state_dict()), tmp_path / "state.safetensors")
     with pytest.raises(InvalidInputError, match="model: what is built here is not the model of"):
-        answer(request)
+        export(job("mlp"), tmp_path, "hf")

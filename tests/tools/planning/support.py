@@ -1,11 +1,14 @@
 """Jobs and sites that the planning tests share."""
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from stratagem.common.job import JobSpec
 from stratagem.tools.planning.job_site import Site
+from stratagem.tools.planning.memory_estimate import estimate_memory
+from stratagem.tools.planning.step_memory import StepMemory
 from stratagem.worker.data.data_sources import DataSources
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job
@@ -24,9 +27,24 @@ def kind_job(kind: str, *, kwargs: Any = None, data: Any = None, **changes: Any)
     return job({"entrypoint": f"{KINDS}:{kind}", "kwargs": kwargs or {}}, **{**sections, **changes})
 
 
-def replicas(number: int) -> dict[str, Any]:
+def replicas(number: int, **options: Any) -> dict[str, Any]:
+    whole = {"type": "DataParallel", "num_replicas": number, "aggregation": {"method": "AllReduce"}}
+    return {**whole, "options": options}
+
+
+def federation(aggregation: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Two clients in one round."""
     return {
-        "type": "DataParallel",
-        "num_replicas": number,
-        "aggregation": {"method": "AllReduce"},
+        "type": "Federated",
+        "num_clients": 2,
+        "rounds": 1,
+        "aggregation": aggregation,
+        "client_selection": {"method": "All"},
+        "options": options,
     }
+
+
+@cache
+def estimate(spec: JobSpec, **asked: Any) -> StepMemory:
+    """Of a job that many tests compare others with, made once."""
+    return estimate_memory(spec, SITE, **asked)

@@ -7,28 +7,19 @@ import pytest
 
 from stratagem.common.job import JobSpec, exchanged_codec
 from stratagem.tools.planning.measured_step import measure_training
-from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.outer_messages import outer_messages
-from stratagem.tools.planning.step_memory import StepMemory, text_of
+from stratagem.tools.planning.step_memory import text_of
 from stratagem.worker.exchange.buckets.shard_owners import ShardOwners
-from tests.tools.planning.support import SITE, kind_job, replicas
+from tests.tools.planning.support import SITE, estimate, kind_job, replicas
 from tests.worker.engine.local_replicas import local_steps_job
 from tests.worker.engine.local_replicas import trainer as replicas_trainer
 
-WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 20_000}}
-
-
-def estimate(spec: Any, **asked: Any) -> StepMemory:
-    return estimate_memory(spec, SITE, **asked)
+WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 4_000}}
 
 
 def apart(number: int, **options: Any) -> JobSpec:
-    method = options.pop("method", "AllReduce")
-    strategy = {
-        **replicas(number),
-        "aggregation": {"method": method},
-        "options": {"local_steps": 20, **options},
-    }
+    aggregation = {"method": options.pop("method", "AllReduce")}
+    strategy = {**replicas(number, local_steps=20, **options), "aggregation": aggregation}
     return kind_job("mlp", strategy=strategy, batch_size=7, checkpoint=None)
 
 
@@ -36,15 +27,11 @@ def apart(number: int, **options: Any) -> JobSpec:
     ("num_workers", "options"),
     [
         (1, {}),
-        (2, {}),
         (3, {"outer": {"name": "mean"}}),
-        (2, {"fragments": 4, "overlap_steps": 5}),
-        (3, {"fragments": 2, "mix": 0.25}),
+        (2, {"fragments": 2, "overlap_steps": 5, "mix": 0.25}),
     ],
 )
-def test_replicas_with_local_steps_are_measured_the_same(
-    num_workers: int, options: dict[str, Any]
-) -> None:
+def test_replicas_with_local_steps_are_measured_the_same(num_workers: int, options: Any) -> None:
     spec = apart(3, **options)
     measured = measure_training(spec, SITE, ShardOwners(0, num_workers, 3))
     assert estimate(spec, num_workers=num_workers).total == pytest.approx(measured, rel=0.02)
@@ -77,12 +64,19 @@ def test_a_commit_of_fragments_has_the_replicas_and_what_is_under_way() -> None:
     under_way = overlapped.snapshot - kept.snapshot
     assert 0.4 * 4 * plain.num_parameters < under_way < 0.6 * 4 * plain.num_parameters
     assert "of outer gradients of 2 fragments" in overlapped.notes[0]
+    server, direct = (
+        estimate(apart(3, method=method), num_workers=3)
+        for method in ("ParameterServer", "AllReduce")
+    )
+    assert server.gradients - direct.gradients == 4 * direct.num_parameters
+    found = estimate(apart(2), measure=True)
+    assert found.total == found.measured
 
 
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.sweep)])
 def test_outer_gradients_in_few_bits_are_in_it(bits: int) -> None:
     """Against the peak of what numpy holds in a second round of two replicas on one worker."""
-    spec = local_steps_job({**WIDE}, 2, 1, options={"outer_bits": bits})
+    spec = local_steps_job(WIDE, 2, 1, options={"outer_bits": bits})
     tracemalloc.start()
     trainer, exchange = replicas_trainer(spec)
     trainer.train_step(exchange, range(2), 2)
@@ -97,25 +91,12 @@ def test_outer_gradients_in_few_bits_are_in_it(bits: int) -> None:
     need = outer_messages(codec, found.layout, 1, 2)
     assert need.messages + need.moment == pytest.approx(measured, rel=0.25)
     assert found.notes[1] == f"{text_of(need.messages)} of outer gradients as {codec.codec}"
-    plain = estimate(local_steps_job({**WIDE}, 2, 1), num_workers=1)
+    plain = estimate(local_steps_job(WIDE, 2, 1), num_workers=1)
     assert found.gradients == plain.gradients
     assert found.workspace > plain.workspace
     overlapped = {"fragments": 2, "overlap_steps": 1, "outer_bits": bits}
-    held = estimate(local_steps_job({**WIDE}, 2, 2, options=overlapped), num_workers=1)
+    held = estimate(local_steps_job(WIDE, 2, 2, options=overlapped), num_workers=1)
     sums = estimate(
-        local_steps_job({**WIDE}, 2, 2, options={**overlapped, "outer_bits": None}), num_workers=1
+        local_steps_job(WIDE, 2, 2, options={**overlapped, "outer_bits": None}), num_workers=1
     )
     assert held.gradients - sums.gradients == outer_messages(codec, held.layout, 2, 2).messages
-
-
-def test_the_server_stages_what_it_sums_of_replicas() -> None:
-    server, direct = (
-        estimate(apart(3, method=method), num_workers=3)
-        for method in ("ParameterServer", "AllReduce")
-    )
-    assert server.gradients - direct.gradients == 4 * direct.num_parameters
-
-
-def test_measured_local_steps_correct_the_estimate() -> None:
-    found = estimate(apart(2), measure=True)
-    assert found.total == found.measured

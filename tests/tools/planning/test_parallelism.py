@@ -15,23 +15,20 @@ from stratagem.common.strategy import (
     Pipeline,
     WorkerIdTarget,
 )
-from stratagem.tools.planning.memory_estimate import estimate_memory
 from stratagem.tools.planning.recommend_settings import recommend
 from stratagem.tools.planning.resolve_parallelism import CandidateWorker, Fleet, balanced, resolve
-from tests.tools.planning.support import SITE, kind_job
+from tests.tools.planning.support import SITE, estimate, kind_job
 
 GB = 10**9
 SHALLOW = {"depth": 1}
+SMALL = {"depth": 1, "width": 8}
 
 
-def fleet(number: int, *, memory_bytes: int = 64 * GB, one_host: bool = False) -> Fleet:
-    hosts = ["here" if one_host else f"host-{n}" for n in range(number)]
-    return Fleet(
-        tuple(
-            CandidateWorker(f"worker-{n}", host, "cpu", memory_bytes, 4)
-            for n, host in enumerate(hosts)
-        )
+def fleet(number: int, *, memory_bytes: int = 64 * GB) -> Fleet:
+    workers = (
+        CandidateWorker(f"worker-{n}", f"host-{n}", "cpu", memory_bytes, 4) for n in range(number)
     )
+    return Fleet(tuple(workers))
 
 
 def resolved(parallelism: Any, workers: Fleet, kind: str = "mlp", **changes: Any) -> Any:
@@ -95,7 +92,7 @@ def test_a_model_in_a_row_is_cut_into_balanced_parts() -> None:
         ("Automatic", 0, "mlp", "no worker"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
+def test_what_cannot_be_cut_is_told(
     parallelism: Any, workers: int, kind: str, message: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
@@ -108,19 +105,19 @@ def test_automatic_weighs_computing_against_exchanging() -> None:
     spec, reason = resolved("Automatic", fleet(4), kwargs=SHALLOW)
     assert spec.strategy == Local()
     assert "exchanging costs more than 4 workers save" in reason
-    spec, reason = resolved(
-        *("Automatic", fleet(4)),
-        kwargs={"width": 512, **SHALLOW},
-        data={"width": 512},
-        batch_size=16384,
-    )
+    wide: dict[str, Any] = {
+        "kwargs": {"width": 512, **SHALLOW},
+        "data": {"width": 512},
+        "batch_size": 16384,
+    }
+    spec, reason = resolved("Automatic", fleet(4), **wide)
     assert isinstance(spec.strategy, DataParallel)
     assert spec.strategy.num_replicas == 4
     assert reason.startswith("DataParallel over 4 of 4 workers:")
 
 
 def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
-    whole = estimate_memory(kind_job("mlp", kwargs={"depth": 2}, batch_size=4), SITE).needed
+    whole = estimate(kind_job("mlp", kwargs={"depth": 2}, batch_size=4)).needed
     workers = fleet(4, memory_bytes=whole * 4 // 5)
     spec, reason = resolved("Automatic", workers, kwargs={"depth": 2}, batch_size=4)
     assert isinstance(spec.strategy, ModelParallel)
@@ -131,18 +128,22 @@ def test_automatic_makes_a_pipeline_of_what_fits_no_worker() -> None:
         resolved("Automatic", fleet(2, memory_bytes=1000), "rnn", batch_size=4)
 
 
-def test_what_fits_is_left_as_it_is() -> None:
-    spec = kind_job("mlp", batch_size=256)
+def test_what_fits_is_left_as_it_is_and_what_fits_nowhere_is_told() -> None:
+    spec = kind_job("mlp", kwargs=SHALLOW, batch_size=256)
     found = recommend(spec, SITE, GB)
     assert found.fits
     assert found.job == spec
     assert (found.micro_batch, found.accumulation_steps) == (256, 1)
     assert found.reasons[0] == "The strategy is Local."
+    spec = kind_job("mlp", kwargs=SMALL, data={"width": 8}, batch_size=2)
+    found = recommend(spec, SITE, 1000, 2)
+    assert not found.fits
+    assert "Nothing that the workers carry out fits" in found.reasons[-1]
 
 
 def test_what_does_not_fit_at_once_is_accumulated() -> None:
     spec = kind_job("mlp", kwargs=SHALLOW, batch_size=256)
-    enough = estimate_memory(kind_job("mlp", kwargs=SHALLOW, batch_size=120), SITE).needed
+    enough = estimate(kind_job("mlp", kwargs=SHALLOW, batch_size=120)).needed
     memory = enough * 10 // 9 + 1
     found = recommend(spec, SITE, memory)
     assert found.fits
@@ -153,47 +154,23 @@ def test_what_does_not_fit_at_once_is_accumulated() -> None:
 
 
 def test_a_parallelism_that_is_asked_for_stays() -> None:
-    small = {"width": 8}
-    spec = kind_job(
-        "mlp",
-        kwargs=small,
-        data=small,
-        execution={"parallelism": {"DataParallel": 3}},
-    )
+    parallelism = {"parallelism": {"DataParallel": 3}}
+    spec = kind_job("mlp", kwargs=SMALL, data={"width": 8}, execution=parallelism)
     found = recommend(spec, SITE, GB, 2)
     assert isinstance(found.job.strategy, DataParallel)
     assert found.job.strategy.num_replicas == 3
     assert found.reasons[0] == "DataParallel over 3 workers, as asked for."
     with pytest.raises(InvalidInputError, match=r"execution\.parallelism"):
-        estimate_memory(spec, SITE)  # not resolved
-
-
-def test_what_fits_nowhere_says_what_would_be_needed() -> None:
-    small = {"width": 8}
-    spec = kind_job("mlp", kwargs={**small, "depth": 1}, data=small, batch_size=2)
-    found = recommend(spec, SITE, 1000, 2)
-    assert not found.fits
-    assert "Nothing that the workers carry out fits" in found.reasons[-1]
+        estimate(spec)  # not resolved
 
 
 def test_precision_is_lowered_last_and_said() -> None:
     spec = kind_job("mlp", kwargs=SHALLOW, batch_size=1, execution={"precision": "Full"})
-    enough = estimate_memory(kind_job("mlp", kwargs=SHALLOW, batch_size=1), SITE).needed
+    enough = estimate(kind_job("mlp", kwargs=SHALLOW, batch_size=1)).needed
     found = recommend(spec, SITE, enough * 10 // 8)
     assert found.fits
     assert found.job.execution.precision == "Single"
     assert any("lowered from Full to Single" in reason for reason in found.reasons)
-
-
-@pytest.mark.parametrize(
-    ("memory_bytes", "num_workers", "message"),
-    [(0, 1, "memory: 0"), (-5, 1, "memory: -5"), (GB, 0, "workers: 0")],
-)
-def test_nothing_is_recommended_for_nothing(
-    memory_bytes: int, num_workers: int, message: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        recommend(kind_job("mlp"), SITE, memory_bytes, num_workers)
 
 
 def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> None:
@@ -212,11 +189,13 @@ def test_a_recommended_pipeline_has_the_names_of_workers_that_are_there() -> Non
 
 
 def test_who_is_there_is_known_or_asked_for() -> None:
-    with pytest.raises(InvalidInputError, match="memory: missing"):
-        recommend(kind_job("mlp"), SITE, None)
-    member = CandidateWorker("alice", "here")
-    with pytest.raises(InvalidInputError, match="memory: the workers do not say"):
-        recommend(kind_job("mlp"), SITE, None, members=[member])
-    with pytest.raises(InvalidInputError, match="workers: 2 asked for, and the coordinator has 1"):
-        recommend(kind_job("mlp"), SITE, GB, 2, members=[member])
-    assert recommend(kind_job("mlp"), SITE, GB, members=[member]).fits
+    spec, member = kind_job("mlp", kwargs=SHALLOW), CandidateWorker("alice", "here")
+    for memory_bytes, num_workers, members, said in (
+        *((0, 1, None, "memory: 0"), (-5, 1, None, "memory: -5"), (GB, 0, None, "workers: 0")),
+        (None, None, None, "memory: missing"),
+        (None, None, [member], "memory: the workers do not say"),
+        (GB, 2, [member], "workers: 2 asked for, and the coordinator has 1"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            recommend(spec, SITE, memory_bytes, num_workers, members=members)
+    assert recommend(spec, SITE, GB, members=[member]).fits
