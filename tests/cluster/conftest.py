@@ -42,7 +42,7 @@ def exact_cluster(
         threads=1,
         data_dir=tmp_path_factory.mktemp("exact"),
         import_path=[ROOT],
-        allow=[ALLOW],
+        allow=[ALLOW, "examples.*:*"],
         programs={
             "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
             "worker": [sys.executable, str(PARKABLE_WORKER)],
@@ -56,8 +56,8 @@ def exact_cluster(
             "STRATAGEM_WORKER_ACTIVATION_STORE": f"file://{activations}",
         },
         worker_arguments={
-            "worker-0": ["--tags", "any,slow"],
-            "worker-1": ["--tags", "any,fast", "--no-open-files"],
+            "worker-0": ["--tags", "any,slow,stage"],
+            "worker-1": ["--tags", "any,fast,stage", "--no-open-files"],
             "worker-2": ["--tags", "any,slow"],
             "worker-3": ["--tags", "any,fast,large", "--no-open-files"],
         },

@@ -2,6 +2,7 @@
 
 import fcntl
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from stratagem.common.job import JobSpec
 from stratagem.worker.user_code.entrypoints import EntryPoints
 from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S
+from tests.repository import ROOT
 
 ALLOWED = EntryPoints([ALLOW])
 
@@ -61,6 +63,12 @@ def gossip(num_replicas: int, topology: str = "ring") -> dict[str, Any]:
         "num_replicas": num_replicas,
         "aggregation": {"method": "Decentralized", "topology": topology},
     }
+
+
+def local_steps(
+    num_replicas: int, count: int, method: str = "AllReduce", **options: Any
+) -> dict[str, Any]:
+    return {**data_parallel(num_replicas, method), "options": {"local_steps": count, **options}}
 
 
 Cut = Mapping[str, str] | Sequence[tuple[str, str]]
@@ -133,6 +141,31 @@ class Outcome:
     def digests(self) -> list[str]:
         """Of every commit, in order."""
         return [event.payload["digest"] for event in self.of("SegmentCommitted")]
+
+
+def cluster_of(
+    folder: Path,
+    arguments: Sequence[Sequence[str]],
+    *,
+    worker: Path | None = None,
+    **settings: Any,
+) -> LocalCluster:
+    """Of a test whose workers differ from those of all others: the arguments of each of them.
+
+    worker: a program of the tests that they run.
+    """
+    if worker is not None:
+        settings["programs"] = {
+            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
+            "worker": [sys.executable, str(worker)],
+        }
+    return LocalCluster(
+        workers=len(arguments),
+        threads=1,
+        data_dir=folder / "cluster",
+        worker_arguments={f"worker-{n}": [*each] for n, each in enumerate(arguments)},
+        **{"import_path": [ROOT], "allow": [ALLOW], **settings},
+    )
 
 
 def events_of(run: RunHandle) -> list[Event]:

@@ -1,4 +1,4 @@
-"""A worker process whose every byte to the coordinator is written down; see test_privacy.
+"""A worker process whose every byte to the coordinator is written down; see test_personal.
 
 Both ways go through relays of this process: the coordinator reaches the worker by one, and the
 worker reaches the coordinator by the other.

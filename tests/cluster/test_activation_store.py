@@ -15,7 +15,11 @@ from tests.reference.loops import sharded_loop
 from tests.repository import ROOT
 from tests.worker.pipeline.s3_server import s3_server, s3_settings
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("stages meet in S3, and a store that does not work is named"),
+]
 
 
 @pytest.fixture(name="endpoint", scope="module")

@@ -11,7 +11,11 @@ from tests.jobs import ALLOW, job, user_model
 from tests.repository import ROOT
 from tests.worker.service.gate import Gate
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("who blocks a run is named, and cancel frees the worker"),
+]
 
 PROMPT = {"STRATAGEM_WORKER_STALL_REPORT_S": "0.5", "STRATAGEM_WORKER_ABORT_GRACE_S": "0.5"}
 

@@ -22,7 +22,11 @@ from tests.jobs import document, job, user_model
 from tests.reference.loops import federated_loop, sharded_loop
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("code that a job brings is run, checked and refused by its rules"),
+]
 
 MODEL = """
 from torch import nn

@@ -16,7 +16,10 @@ from tests.jobs import ALLOW, job
 from tests.reference.loops import sharded_loop
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("a strategy of another package is installed, checked and exact"),
+]
 
 PACKAGE = ROOT / "examples" / "custom_strategy"
 PROGRAM = "stratagem.coordinator"
@@ -63,7 +66,7 @@ def rungs_of(outcome: Outcome) -> list[list[str]]:
     return [event.payload["data"]["kept"] for event in outcome.of("Noted")]
 
 
-def test_it_trains_and_its_result_has_the_bits_of_the_loop(custom_client: Client) -> None:
+def test_it_trains_with_the_bits_of_the_loop_and_checks_its_config(custom_client: Client) -> None:
     outcome = train(custom_client, halving())
     kept = rungs_of(outcome)
     assert [len(parties) for parties in kept] == [2, 1, 1]
@@ -71,25 +74,6 @@ def test_it_trains_and_its_result_has_the_bits_of_the_loop(custom_client: Client
     alone = job(steps=12, optimizer={"name": "sgd", "lr": rate, "momentum": 0.9})
     assert_same_bits(outcome.state, sharded_loop(alone, ALLOWED, 1).state)
     assert outcome.status.commits[-1].segment == 3
-
-
-def test_its_own_check_refuses_a_config(custom_client: Client) -> None:
     with pytest.raises(InvalidInputError) as caught:
         custom_client.submit(halving(rungs=0))
     assert "strategy.config.rungs: must be a count >= 1" in str(caught.value)
-
-
-def test_an_unknown_name_is_refused_with_the_registered_ones(client: Client) -> None:
-    """The cluster of the other tests has not installed it."""
-    with pytest.raises(InvalidInputError) as caught:
-        client.submit(halving())
-    assert str(caught.value).startswith(
-        "strategy.coordinator: 'SuccessiveHalving' has no implementation here; registered are none"
-    )
-
-
-def test_a_slip_of_the_pen_is_told_what_is_installed(custom_client: Client) -> None:
-    document = halving().document()
-    document["strategy"] = {**document["strategy"], "coordinator": "SuccesiveHalving"}  # type: ignore[dict-item]
-    with pytest.raises(InvalidInputError, match="are SuccessiveHalving; did you mean Succ"):
-        custom_client.submit(JobSpec.parse(document))

@@ -10,9 +10,7 @@ from stratagem.client.sdk.blocking_client import Client
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
-    MOMENTUM,
     assert_same_bits,
-    data_parallel,
     federated,
     model_parallel,
     replicated,
@@ -22,7 +20,11 @@ from tests.jobs import job, user_data, user_model
 from tests.reference.evaluation_loop import evaluation_loop
 from tests.reference.loops import federated_loop, sharded_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("an average of the parameters is kept, measured and fetched"),
+]
 
 SECTIONS: dict[str, Any] = {
     "data": user_data("classes", num_rows=60),
@@ -30,28 +32,6 @@ SECTIONS: dict[str, Any] = {
     "weight_average": {"decay": 0.75, "start_step": 3},
     "evaluation": {"split": "test", "every": "5 steps", "of": "average", "metrics": ["accuracy"]},
 }
-
-
-def test_it_is_measured_and_fetched(client: Client, tmp_path: Path) -> None:
-    spec = job("batch_norm_mlp", strategy=data_parallel(3), **SECTIONS)
-    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 3)
-    assert_same_bits(outcome.state, expected.state)
-    assert_same_bits(outcome.run.state_dict("average"), expected.average)
-    measured = evaluation_loop(spec, ALLOWED, expected.average)
-    assert {name: outcome.status.metrics[name] for name in measured} == measured
-    assert measured != evaluation_loop(spec, ALLOWED, expected.state)
-    path = outcome.run.download(tmp_path / "average.safetensors", "average")
-    assert_same_bits(load_file(path), expected.average)
-
-
-def test_of_tied_and_frozen_parameters(client: Client, tmp_path: Path) -> None:
-    """On parameter servers."""
-    sections = {**SECTIONS, "evaluation": None}
-    spec = job("everything", strategy=data_parallel(2, "ParameterServer"), **sections)
-    outcome, expected = train(client, spec), sharded_loop(spec, ALLOWED, 2)
-    assert_same_bits(outcome.run.state_dict("average"), expected.average)
-    path = outcome.run.download(tmp_path / "average.safetensors", "average")
-    assert_same_bits(load_file(path), expected.average)
 
 
 def test_in_replicated_pipelines(client: Client) -> None:
@@ -66,12 +46,11 @@ def test_in_replicated_pipelines(client: Client) -> None:
 YOGI = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
 
 
-@pytest.mark.parametrize("aggregation", [None, YOGI])
-def test_of_a_global_model(client: Client, tmp_path: Path, aggregation: Any) -> None:
+def test_of_a_global_model(client: Client, tmp_path: Path) -> None:
     """The last round is none that is averaged: the buffers are those of the present model."""
     sections = {**SECTIONS, "weight_average": {"decay": 0.75, "start_step": 2, "every": 2}}
     sections["evaluation"] = {**SECTIONS["evaluation"], "every": "5 rounds"}
-    spec = federated("batch_norm_mlp", rounds=5, aggregation=aggregation, **sections)
+    spec = federated("batch_norm_mlp", rounds=5, aggregation=YOGI, **sections)
     outcome, expected = train(client, spec), federated_loop(spec, ALLOWED)
     assert_same_bits(outcome.state, expected.state)
     assert_same_bits(outcome.run.state_dict("average"), expected.average)
@@ -83,17 +62,3 @@ def test_of_a_global_model(client: Client, tmp_path: Path, aggregation: Any) -> 
     averages = [event.payload["average"] for event in outcome.of("SegmentCommitted")]
     assert [bool(average) for average in averages] == [False, True, True, True, True]
     assert outcome.status.commits[-1].average == averages[-1]
-
-
-def test_of_a_global_model_with_tied_and_frozen_parameters(client: Client) -> None:
-    """Made by silos that keep no average."""
-    sections = {**SECTIONS, "evaluation": None, "weight_average": {"kind": "swa"}}
-    sections["optimizer"] = MOMENTUM
-    silos = {"inner": data_parallel(2)}
-    for options in ({}, silos):
-        spec = federated("everything", num_clients=2, options=options, **sections)
-        outcome = train(client, spec)
-        if options is not silos:
-            expected = federated_loop(spec, ALLOWED)
-            assert_same_bits(outcome.run.state_dict("average"), expected.average)
-    assert outcome.run.state_dict("average").keys() == outcome.state.keys()

@@ -25,7 +25,10 @@ from tests.reference.evaluation_loop import evaluation_loop
 from tests.reference.gossip_loop import gossip_loop
 from tests.reference.loops import federated_loop, sharded_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("callbacks see, log and end a training in every kind that has them"),
+]
 
 PLACE = "tests.userland.callbacks"
 MODEL = user_model("dropout_mlp")
@@ -33,19 +36,7 @@ SECTIONS: dict[str, Any] = {"callbacks": f"{PLACE}:Noisy", "optimizer": ADAMW}
 CUT = model_parallel([("0 1", "tag:any"), ("2 3", "tag:any")])
 
 
-@pytest.mark.parametrize("method", ["AllReduce", "ParameterServer"])
-def test_replicas(client: Client, method: str) -> None:
-    spec = job(MODEL, strategy=data_parallel(3, method), **SECTIONS)
-    assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 3).state)
-
-
-def test_nodes_and_clients(client: Client) -> None:
-    spec = job(MODEL, strategy=gossip(3), **SECTIONS)
-    assert_same_bits(train(client, spec).state, gossip_loop(spec, ALLOWED).mean)
-    spec = federated(MODEL, **SECTIONS)
-    assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
-
-
+@pytest.mark.sweep
 def test_clients_that_end_their_round(client: Client) -> None:
     """Their updates weigh as they would have; the round and the run go on."""
     options = {"local_epochs": 2}
@@ -61,6 +52,7 @@ def test_clients_that_end_their_round(client: Client) -> None:
     assert not outcome.of("StoppedEarly")
 
 
+@pytest.mark.sweep
 def test_stages(client: Client) -> None:
     """They have hooks on modules; the gradients of all parameters are nowhere."""
     measured = {"split": "test", "every": "10 steps", "metrics": ["accuracy"]}
@@ -74,8 +66,11 @@ def test_stages(client: Client) -> None:
         train(client, job(MODEL, strategy=CUT, **SECTIONS))
 
 
-@pytest.mark.parametrize("strategy", ["AllReduce", "ParameterServer", "pipelines"])
-@pytest.mark.parametrize("name", ["StopsAt", "StopsWithASegment"])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [("ParameterServer", "StopsAt"), ("pipelines", "StopsWithASegment")],
+)
 def test_a_step_that_ends_the_training(client: Client, strategy: str, name: str) -> None:
     """Within a segment of two steps, or at the end of one; the same on all members."""
     sections: dict[str, Any] = {"callbacks": f"{PLACE}:{name}", "optimizer": ADAMW}
@@ -105,7 +100,14 @@ def _seen(metrics: Mapping[str, float], step: int) -> None:
     assert said == {"step": step, "twice": 2.0 * metrics["test.loss"], "so.far": step // 2}
 
 
-@pytest.mark.parametrize("strategy", ["AllReduce", "Decentralized", "pipelines"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "AllReduce",
+        pytest.param("Decentralized", marks=pytest.mark.sweep),
+        pytest.param("pipelines", marks=pytest.mark.sweep),
+    ],
+)
 def test_an_evaluation_that_ends_the_training(client: Client, strategy: str) -> None:
     sections: dict[str, Any] = {"optimizer": MOMENTUM, "evaluation": EVERY_TWO}
     chosen = {
@@ -130,6 +132,7 @@ def test_an_evaluation_that_ends_the_training(client: Client, strategy: str) -> 
     assert printed == [f"evaluated test after {n}: ['accuracy', 'loss']" for n in (2, 4)]
 
 
+@pytest.mark.sweep
 def test_evaluations_of_global_models_and_members(client: Client) -> None:
     """The last one, too; the numbers are those of what was evaluated."""
     name = f"{PLACE}:WatchesEvaluations"
@@ -149,23 +152,3 @@ def test_evaluations_of_global_models_and_members(client: Client) -> None:
         assert metrics["evaluation.twice"] == 2.0 * metrics["test.loss"]
         assert metrics["evaluation.step"] == event.payload["step"]
     assert outcome.status.metrics["evaluation.twice"] == 2.0 * outcome.status.metrics["test.loss"]
-
-
-def test_what_a_hook_raises_ends_the_run(client: Client) -> None:
-    with pytest.raises(UserCodeError, match="no such layer") as caught:
-        train(client, job(strategy=data_parallel(2), callbacks=f"{PLACE}:Broken"))
-    assert "tests/userland/callbacks.py" in caught.value.traceback
-
-
-def test_what_is_shown_to_nobody_or_ends_only_a_part_is_refused(client: Client) -> None:
-    name = f"{PLACE}:StopsAt"
-    with pytest.raises(UserCodeError, match=r"strategy\.aggregation\.method Decentralized"):
-        train(client, job(strategy=gossip(3), callbacks=name))
-    with pytest.raises(UserCodeError, match="in a part of a run, such as a member of a population"):
-        train(client, population(callbacks=name))
-    ends = f"{PLACE}:StopsAfterEvaluations"
-    evaluation = {**EVERY_TWO, "every": "1 rounds"}
-    with pytest.raises(UserCodeError, match=r"strategy\.type Federated.*evaluation\.stop ends"):
-        train(client, federated(rounds=5, callbacks=ends, evaluation=evaluation))
-    with pytest.raises(UserCodeError, match="on_evaluation is never called: the job has no evalu"):
-        train(client, job(strategy=data_parallel(2), callbacks=ends))

@@ -18,7 +18,6 @@ from tests.cluster.jobs import (
     Outcome,
     assert_same_bits,
     data_parallel,
-    federated,
     gossip,
     model_parallel,
     outcome_of,
@@ -29,7 +28,10 @@ from tests.cluster.jobs import (
 from tests.jobs import job, user_data
 from tests.reference.evaluation_loop import evaluation_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("an evaluation alone has the numbers of one loop"),
+]
 
 EVALUATION = {"split": "test", "metrics": ["accuracy", "perplexity"], "batch_size": 2}
 
@@ -54,21 +56,34 @@ def trained(client: Client) -> Outcome:
     return train(client, job("everything", checkpoint=None, evaluation=measured))
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_the_metrics_of_a_run_are_those_that_it_was_committed_with(
-    client: Client, trained: Outcome, num_workers: int
+def test_any_rows_have_their_metrics_and_predictions_in_order_on_three_workers(
+    client: Client, tmp_path: Path
 ) -> None:
-    strategy = {"type": "Local"} if num_workers == 1 else data_parallel(num_workers)
-    spec = evaluating(strategy=strategy, initial={"run": trained.run.run_id, "which": "best"})
+    spec = evaluating(strategy=data_parallel(3), evaluation={**OWN, "predictions": True})
     done = train(client, spec)
+    outputs: list[Tensor] = []
+    assert done.status.metrics == evaluation_loop(spec, ALLOWED, outputs=outputs)
+    assert f"test.{USERLAND}extremes.least" in done.status.metrics
+    found = load_file(done.run.download(tmp_path / "out.safetensors", "predictions"))
+    assert_same_bits(found, {"test.output": torch.cat(outputs)})
+    assert found["test.output"].shape == (23, 5)
+    assert len(done.of("MembersFormed")[-1].payload["members"]) == 3
+
+
+@pytest.mark.sweep
+def test_the_metrics_of_a_run_are_those_that_it_was_committed_with(
+    client: Client, trained: Outcome
+) -> None:
+    initial = {"run": trained.run.run_id, "which": "best"}
+    done = train(client, evaluating(strategy=data_parallel(3), initial=initial))
     best = trained.status.commit("best")
     assert best is not None
     measured = {k: v for k, v in best.metrics.items() if k.startswith("test.")}
     assert done.status.metrics == measured
     assert done.status.job["initial"] == {"digest": best.digest}
-    assert len(done.of("MembersFormed")[-1].payload["members"]) == num_workers
 
 
+@pytest.mark.sweep
 def test_a_file_of_weights_is_evaluated_in_other_precision(
     client: Client, trained: Outcome, tmp_path: Path
 ) -> None:
@@ -82,20 +97,7 @@ def test_a_file_of_weights_is_evaluated_in_other_precision(
     assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED, trained.state)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_predictions_are_rows_in_order_whoever_made_them(
-    client: Client, tmp_path: Path, num_workers: int
-) -> None:
-    strategy = {"type": "Local"} if num_workers == 1 else data_parallel(num_workers)
-    spec = evaluating(strategy=strategy, evaluation={**EVALUATION, "predictions": True})
-    done = train(client, spec)
-    found = load_file(done.run.download(tmp_path / "out.safetensors", "predictions"))
-    outputs: list[Tensor] = []
-    evaluation_loop(spec, ALLOWED, outputs=outputs)
-    assert_same_bits(found, {"test.output": torch.cat(outputs)})
-    assert found["test.output"].shape == (23, 5)
-
-
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("protocol", "execution"),
     [
@@ -114,36 +116,15 @@ def test_stages_evaluate_as_one_process_does(
     assert done.run.status().commit("final").metrics == done.status.metrics  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize("num_rows", [1, 7, 23])
-def test_own_metrics_are_those_of_all_rows_whoever_evaluated_them(
-    client: Client, num_rows: int, num_workers: int
-) -> None:
-    strategy = {"type": "Local"} if num_workers == 1 else data_parallel(num_workers)
-    data = user_data("classes", num_test_rows=num_rows)
-    spec = evaluating(data=data, strategy=strategy, evaluation=OWN)
-    found = train(client, spec).status.metrics
-    assert found == evaluation_loop(spec, ALLOWED)
-    assert f"test.{USERLAND}extremes.least" in found
-
-
-def test_a_split_without_rows_is_refused(client: Client) -> None:
-    spec = evaluating(data=user_data("classes", num_test_rows=0), evaluation=OWN)
-    with pytest.raises(UserCodeError, match='"test" has no rows'):
-        client.submit(spec).result()
-
-
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"type": "Local"},
-        data_parallel(2),
         data_parallel(3, "ParameterServer"),
         gossip(3),
-        model_parallel({"0": "worker-0", "1 2": "worker-1"}),
         replicated(2, model_parallel({"0": "tag:slow", "1 2": "tag:fast"})),
     ],
-    ids=["Local", "AllReduce", "ParameterServer", "Gossip", "Pipeline", "Pipelines"],
+    ids=["ParameterServer", "Gossip", "Pipelines"],
 )
 def test_own_metrics_of_a_run_are_those_of_its_commits(
     client: Client, strategy: dict[str, Any]
@@ -161,12 +142,7 @@ def test_own_metrics_of_a_run_are_those_of_its_commits(
     assert kept.metrics[most] == max(each.metrics.get(most, -1e9) for each in done.status.commits)
 
 
-def test_and_those_of_a_federated_one(client: Client) -> None:
-    done = train(client, federated(rounds=2, evaluation={**OWN, "every": "1 round"}))
-    measured = {k: v for k, v in done.status.metrics.items() if k.startswith("test.")}
-    assert measured == evaluation_loop(evaluating("mlp", evaluation=OWN), ALLOWED, done.state)
-
-
+@pytest.mark.sweep
 def test_and_members_of_a_population_are_compared_by_one(client: Client) -> None:
     spec = job(
         steps=None,
@@ -188,6 +164,7 @@ def test_and_members_of_a_population_are_compared_by_one(client: Client) -> None
     assert measured == evaluation_loop(evaluating("mlp", evaluation=OWN), ALLOWED, done.state)
 
 
+@pytest.mark.sweep
 def test_what_does_not_go_is_said_with_the_way_out(client: Client) -> None:
     three = data_parallel(3)
     small = evaluating(evaluation={**OWN, "max_bytes": 23 * 28 - 1}, strategy=three)
@@ -205,6 +182,7 @@ def test_what_does_not_go_is_said_with_the_way_out(client: Client) -> None:
     assert agreement == pytest.approx(plain.status.metrics["test.accuracy"])
 
 
+@pytest.mark.sweep
 def test_training_goes_on_from_a_state_that_was_given(client: Client, trained: Outcome) -> None:
     spec = job("everything", steps=1, checkpoint=None, initial={"run": trained.run.run_id})
     run = client.submit(spec)
@@ -231,29 +209,6 @@ def test_stages_evaluate_again_when_one_of_them_is_killed(
 
 
 @pytest.mark.sweep
-def test_the_shards_of_a_killed_worker_are_evaluated_by_the_others(
-    exact_cluster: LocalCluster, client: Client, gates: Gates, tmp_path: Path
-) -> None:
-    # Each of the three takes every third of the six batches; this one dies in its second.
-    data = user_data("gated", folder=str(gates.folder))
-    spec = evaluating(
-        data=data,
-        strategy=data_parallel(3),
-        evaluation={**OWN, "split": "train", "batch_size": 8, "predictions": True},
-    )
-    gates.close("worker-1-batch-2")
-    run = client.submit(spec)
-    gates.wait_reached("worker-1-batch-2")
-    exact_cluster.kill("worker-1")
-    wait_for(run, "MembersFormed", 2)
-    gates.open()
-    outputs: list[Tensor] = []
-    assert outcome_of(run).status.metrics == evaluation_loop(spec, ALLOWED, outputs=outputs)
-    found = load_file(run.download(tmp_path / "out.safetensors", "predictions"))
-    assert_same_bits(found, {"train.output": torch.cat(outputs)})
-    exact_cluster.wait_ready()
-
-
 def test_what_cannot_be_begun_from_is_named(
     client: Client, trained: Outcome, tmp_path: Path
 ) -> None:

@@ -28,9 +28,14 @@ from tests.cluster.jobs import (
 )
 from tests.jobs import job, user_data, user_model
 from tests.reference.gossip_loop import gossip_loop
-from tests.reference.loops import plain_loop, sharded_loop
+from tests.reference.loops import sharded_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise(
+        "the history of each step is the reference's, and survives a killed worker"
+    ),
+]
 
 MODEL = user_model("dropout_mlp")
 SECTIONS: dict[str, Any] = {
@@ -53,9 +58,7 @@ def history_of(client: Client, spec: JobSpec, **asked: Any) -> History:
     return run.history(**asked)
 
 
-def test_every_step_is_what_the_reference_has_on_any_number_of_workers(
-    exact_cluster: LocalCluster, client: Client, lot: Gates
-) -> None:
+def test_every_step_is_what_the_reference_has(client: Client) -> None:
     spec = job(MODEL, strategy=data_parallel(3), **SECTIONS)
     losses = sharded_loop(spec, ALLOWED, 3).losses
     history = history_of(client, spec)
@@ -63,7 +66,6 @@ def test_every_step_is_what_the_reference_has_on_any_number_of_workers(
     assert {name for name, each in history.items() if each.observed} == TIMES | of_workers
     assert sorted(name.rpartition(".")[2] for name in of_workers) == sorted(OWN * 3)
     assert all((history[name].last >= 0.0).all() for name in of_workers)
-    nodes = gossiped(client)
     loss, norm, seen = (history[f"train.{name}"] for name in ("loss", "grad_norm", "seen.loss"))
     assert (loss.stride, loss.step.tolist()) == (1, [*range(1, len(losses) + 1)])
     assert loss.last.tolist() == loss.min.tolist() == loss.max.tolist() == losses
@@ -73,12 +75,19 @@ def test_every_step_is_what_the_reference_has_on_any_number_of_workers(
     assert history["train.third.loss"].step.tolist() == [1, 4, 7, 10]
     assert history["train.lr"].last[0] > history["train.lr"].last[-1] > 0.0
 
+
+@pytest.mark.sweep
+def test_every_step_is_the_same_on_any_number_of_workers(
+    exact_cluster: LocalCluster, client: Client, lot: Gates
+) -> None:
+    spec = job(MODEL, strategy=data_parallel(3), **SECTIONS)
+    history, nodes = exact(history_of(client, spec)), gossiped(client)
     by_server = job(MODEL, strategy=data_parallel(3, "ParameterServer"), **SECTIONS)
-    assert exact(history_of(client, by_server)) == exact(history)
+    assert exact(history_of(client, by_server)) == history
     for worker in ("worker-3", "worker-2", "worker-1"):
         park(exact_cluster, lot, worker)
         if worker != "worker-3":
-            assert exact(history_of(client, spec)) == exact(history)
+            assert exact(history_of(client, spec)) == history
             assert gossiped(client) == nodes
 
 
@@ -100,20 +109,6 @@ def gossiped(client: Client) -> dict[str, bytes]:
     return exact(history)
 
 
-def test_rows_that_stand_for_several_steps_do_not_depend_on_where_segments_end(
-    client: Client,
-) -> None:
-    sections: dict[str, Any] = {"steps": 2100, "checkpoint": {"every": "333 steps"}}
-    spec = job(**sections)
-    loss = history_of(client, spec, series="train.loss")["train.loss"]
-    losses = np.array(plain_loop(spec, ALLOWED).losses).reshape(-1, 2)
-    assert (loss.stride, len(loss)) == (2, 1050)
-    assert loss.last.tolist() == losses[:, 1].tolist()
-    assert loss.min.tolist() == losses.min(axis=1).tolist()
-    assert loss.max.tolist() == losses.max(axis=1).tolist()
-    assert set(loss.count) == {2}
-
-
 @pytest.mark.sweep
 def test_stages_have_rows_that_stand_for_several_steps(client: Client) -> None:
     spec = job(MODEL, strategy=CUT, steps=2100, checkpoint={"every": "333 steps"})
@@ -129,6 +124,7 @@ def test_stages_have_rows_that_stand_for_several_steps(client: Client) -> None:
     assert len(steps) == len(bubble) == 1050
 
 
+@pytest.mark.sweep
 def test_stages_and_members_have_a_history_and_what_the_job_leaves_out_has_none(
     client: Client,
 ) -> None:
@@ -186,6 +182,7 @@ def check_causes(measured: MeasuredStep) -> None:
         assert all(a.end_s <= b.begin_s + 2e-6 for a, b in pairwise(its))
 
 
+@pytest.mark.sweep
 def test_steps_of_clients_survive_the_worker_that_is_killed_in_a_round(
     exact_cluster: LocalCluster, client: Client, gates: Gates
 ) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
-from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.ids import RunId
 from stratagem.common.job import JobSpec
 from stratagem.common.numerics.numerics_rules import CURRENT, FIRST
@@ -20,13 +19,10 @@ from stratagem.coordinator.store.journal.lead_holder import Holder
 from tests.cluster.jobs import (
     ADAMW,
     ALLOWED,
-    METHODS,
     assert_same_bits,
     data_parallel,
     federated,
-    model_parallel,
     outcome_of,
-    train,
 )
 from tests.jobs import ALLOW, job
 from tests.reference.compressed_loop import compressed_loop
@@ -36,30 +32,16 @@ from tests.userland.data import classes
 from tests.userland.metrics import macro_f1
 from tests.userland.models import mlp
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("a run goes on by the numerics that its journal began with"),
+]
 
 WIDE = {"entrypoint": "tests.userland.models:mlp", "kwargs": {"hidden": 6000}}
 CLIPPED = {"name": "sgd", "lr": 0.1, "clip_norm": 0.01}
 MACRO_F1 = "tests.userland.metrics:macro_f1"
 ONE_CLIENT: dict[str, Any] = {"num_clients": 1, "rounds": 2, "execution": {"precision": "Full"}}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_gradient_of_several_blocks_is_clipped_alike(client: Client, method: str) -> None:
-    spec = job(WIDE, optimizer=CLIPPED, strategy=data_parallel(2, method), steps=4)
-    assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 2).state)
-
-
-def test_and_in_a_pipeline_and_alone(client: Client) -> None:
-    cut = model_parallel({"0": "worker-0", "1 2": "worker-1"})
-    for strategy in (cut, {"type": "Local"}):
-        spec = job(WIDE, optimizer=CLIPPED, strategy=strategy, steps=4)
-        assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 1).state)
-
-
-def test_one_float64_client_is_returned_unchanged(client: Client) -> None:
-    spec = federated(**ONE_CLIENT)
-    assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
 
 
 def old_runs() -> dict[str, JobSpec]:

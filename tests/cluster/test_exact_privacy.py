@@ -13,10 +13,10 @@ from tests.reference.private_round import PrivateRounds
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.promise("rounds that protect clients compute the bits of the private loop"),
     pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
 ]
 
-HALF = {"method": "Random", "fraction": 0.5}
 ADAPTIVE = {"quantile": 0.5, "rate": 0.5}
 
 
@@ -31,32 +31,29 @@ def private(clip: Any = None, **fields: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "all of four": {"privacy": private()},
-    "half of seven": {"num_clients": 7, "selection": HALF, "rounds": 4, "privacy": private()},
+    "all of seven": {
+        "num_clients": 7,
+        "rounds": 4,
+        "privacy": private({"adaptive": ADAPTIVE}),
+        "options": {"server_optimizer": {"name": "fedadam"}},
+    },
     "rounds without clients": {
         "selection": {"method": "Random", "fraction": 0.1},
         "rounds": 4,
         "privacy": private(),
-    },
-    "nothing is clipped": {"privacy": private({"norm": 1000.0}, noise_multiplier=0.1)},
-    "adaptive": {
-        "num_clients": 7,
-        "rounds": 4,
-        "privacy": private({"adaptive": ADAPTIVE}),
     },
     "buffers and numbers without dimension": {
         "model": "batch_norm_mlp",
         "batch_size": 25,
         "privacy": private({"norm": 3.0}, noise_multiplier=0.1),
     },
-    "a server optimizer": {
-        "options": {"server_optimizer": {"name": "fedadam"}},
-        "privacy": private(),
-    },
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    ["all of seven", *(pytest.param(each, marks=pytest.mark.sweep) for each in [*CASES][1:])],
+)
 def test_bits_of_the_private_loop(client: Client, case: str) -> None:
     spec = federated(**CASES[case])
     outcome = train(client, spec)

@@ -7,22 +7,23 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.base.errors import UserCodeError
 from tests.cluster.jobs import (
     ALLOWED,
     Gates,
     assert_same_bits,
     data_parallel,
-    federated,
     outcome_of,
-    train,
     wait_for,
 )
 from tests.jobs import job
-from tests.reference.loops import federated_loop, sharded_loop
-from tests.stream_jobs import NAMED, streamed
+from tests.reference.loops import sharded_loop
+from tests.stream_jobs import streamed
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("who takes streams over reads them on from the last commit"),
+]
 
 
 def test_a_member_killed_in_the_middle_of_a_stream_changes_no_bit(
@@ -58,25 +59,3 @@ def test_a_member_killed_in_the_middle_of_a_stream_changes_no_bit(
     assert sorted(marks) == list(range(6))
     assert all(25 - 4 <= mark["position"] <= 30 for mark in marks.values())
     assert any(mark["state"] for mark in marks.values())
-
-
-def test_streams_of_hugging_face_under_a_parameter_server_have_the_bits_of_the_loop(
-    client: Client,
-) -> None:
-    pytest.importorskip("datasets", reason="needs the extra interop")
-    data = streamed("hugging_face", NAMED, num_shards=5, streams=4)
-    spec = job("dropout_mlp", data=data, strategy=data_parallel(2, "ParameterServer"))
-    assert_same_bits(train(client, spec).state, sharded_loop(spec, ALLOWED, 2).state)
-
-
-def test_federated_clients_read_streams_of_their_own(client: Client) -> None:
-    spec = federated("dropout_mlp", data=streamed("shards", shuffle_rows=3), batch_size=4)
-    assert_same_bits(train(client, spec).state, federated_loop(spec, ALLOWED).state)
-
-
-def test_a_job_that_does_not_say_that_its_rows_are_a_stream_is_refused_when_they_are(
-    client: Client,
-) -> None:
-    words = r"epochs: is not allowed with a stream of rows \(data\.streams\)"
-    with pytest.raises(UserCodeError, match=words):
-        client.submit(job(data=streamed("shards"), epochs=2, steps=None)).result()

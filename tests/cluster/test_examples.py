@@ -1,50 +1,40 @@
 """Every job file in examples/ runs on real processes, at a size that a test can afford."""
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from docs.generate import pages
-from stratagem.client.local.local_cluster import LocalCluster
+from examples import own_codes
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.views import Event, Phase
 from stratagem.common.job import JobSpec, load_job
 from stratagem.common.privacy import accountant
 from stratagem.common.strategy import Federated, PopulationBased, local_steps_of
+from tests.cluster.jobs import train
 from tests.house.pages import FENCE, RUNNABLE
-from tests.jobs import ALLOW
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("every job file of the examples and the pages runs"),
+]
 
 JOBS = [
     path
     for path in sorted((ROOT / "examples").glob("*.yaml"))
-    # Each has a module of tests: the rows of the one are at sites, the other learns something.
+    # Each has a test of its own: the rows of the one are at sites, the other learns something.
     if path.stem not in ("own_codes", "attacked_federation")
 ]
-
-
-@pytest.fixture(scope="module")
-def examples_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    cluster = LocalCluster(
-        workers=2,
-        threads=1,
-        data_dir=tmp_path_factory.mktemp("examples"),
-        import_path=[ROOT],
-        allow=["examples.*:*", ALLOW],
-        worker_arguments={f"worker-{number}": ["--tags", "stage"] for number in range(2)},
-    )
-    with cluster, cluster.client() as client:
-        yield client
 
 
 def small(path: Path) -> JobSpec:
     """The same job, over in a second or two."""
     job = load_job(path)
-    strategy, overrides = job.strategy, ["epochs=1"]
+    strategy, overrides = job.strategy, ["epochs=null", "steps=6"]
+    if job.evaluation is not None:
+        overrides.append("evaluation.every=3 steps")
     if job.only_evaluates:
         overrides = []
     elif isinstance(strategy, Federated):
@@ -53,6 +43,8 @@ def small(path: Path) -> JobSpec:
         overrides = ["strategy.generations=2", "steps_per_generation=2"]
     elif (local_steps := local_steps_of(strategy)) is not None:
         overrides = [f"steps={2 * local_steps}"]
+    if job.phases is not None:
+        overrides = ["epochs=null", "steps=30", "evaluation.every=15 steps"]
     if job.data.streams is not None:
         overrides = ["steps=4", "evaluation.every=2 steps", "data.kwargs.num_lines=60"]
     if path.name.startswith("charlm"):
@@ -60,23 +52,31 @@ def small(path: Path) -> JobSpec:
     return load_job(path, overrides)
 
 
-@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_an_example_runs(examples_client: Client, path: Path) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        path if path.stem == "digits" else pytest.param(path, marks=pytest.mark.sweep)
+        for path in JOBS
+    ],
+    ids=lambda path: path.stem,
+)
+def test_an_example_runs(client: Client, path: Path) -> None:
     job = small(path)
     if job.privacy is not None and not accountant.is_installed():
         pytest.skip("needs the extra privacy")
-    status = examples_client.submit(job).result().status
+    status = client.submit(job).result().status
     assert status.phase is Phase.COMPLETED
     assert status.metrics
     assert len(path.read_text().splitlines()) < 80
 
 
-def test_privacy_is_drawn_against_what_it_costs(examples_client: Client) -> None:
+@pytest.mark.sweep
+def test_privacy_is_drawn_against_what_it_costs(client: Client) -> None:
     if not accountant.is_installed():
         pytest.skip("needs the extra privacy")
     example = importlib.import_module("examples.privacy_curve")
     changes = ["strategy.num_clients=20", "strategy.rounds=2"]
-    runs = [example.trained(examples_client, noise, changes) for noise in (1.0, 2.0)]
+    runs = [example.trained(client, noise, changes) for noise in (1.0, 2.0)]
     for run in runs:
         spent = [accountant.epsilon_after(n, run.noise, 0.25, 1e-3) for n in (1, 2)]
         assert run.epsilon == spent
@@ -86,10 +86,10 @@ def test_privacy_is_drawn_against_what_it_costs(examples_client: Client) -> None
 
 
 @pytest.mark.interop
-def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(examples_client: Client) -> None:
+def test_metrics_of_torchmetrics_are_those_of_the_plain_loop(client: Client) -> None:
     pytest.importorskip("torchmetrics", reason="needs the extra interop")
     example = importlib.import_module("examples.torchmetrics_digits")
-    run = examples_client.submit(JobSpec.parse(example.JOB))
+    run = client.submit(JobSpec.parse(example.JOB))
     assert run.result().status.metrics.items() >= example.plain_loop(run.state_dict()).items()
 
 
@@ -101,14 +101,15 @@ SPACES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("page", "is_whole", "text"), SPACES, ids=[each[0] for each in SPACES])
 def test_a_search_space_of_the_documentation_runs(
-    examples_client: Client, page: str, is_whole: bool, text: str, tmp_path: Path
+    client: Client, page: str, is_whole: bool, text: str, tmp_path: Path
 ) -> None:
     """Without a member that fails, and so without anything said of one."""
     path = tmp_path / "job.yaml"
     path.write_text(text if is_whole else f"{AROUND}{text}")
-    run = examples_client.submit(small(path))
+    run = client.submit(small(path))
     status = run.result().status
     assert status.reason.startswith("2 generations committed; member ")
     events = [each for each in run.watch() if isinstance(each, Event)]
@@ -133,10 +134,11 @@ strategy:
 """
 
 
-def test_corrected_clients_need_fewer_rounds(examples_client: Client) -> None:
+@pytest.mark.sweep
+def test_corrected_clients_need_fewer_rounds(client: Client) -> None:
     example, fewer = importlib.import_module("examples.scaffold_curve"), ["strategy.rounds=5"]
     ways = ("FedAvg, 5 epochs", "SCAFFOLD, 5 epochs")
-    runs = {way: example.trained(examples_client, way, fewer) for way in ways}
+    runs = {way: example.trained(client, way, fewer) for way in ways}
     plain, corrected = (found[-1] for found in runs.values())
     assert corrected > plain + 0.05
     assert "SCAFFOLD" in example.picture_of(runs).svg_file
@@ -151,3 +153,28 @@ def test_fairness_is_drawn_from_what_clients_measure() -> None:
         assert len(run.worst) == len(run.mean) == 2
         assert all(worst <= mean for worst, mean in zip(run.worst, run.mean, strict=True))
     assert "fednova" in example.picture_of(runs).svg_file
+
+
+@pytest.mark.sweep
+def test_the_worst_of_sites_that_differ_gains_most_by_a_layer_of_its_own() -> None:
+    with own_codes.sites() as client:
+        fewer = ["strategy.rounds=8"]
+        ways = own_codes.VARIANTS.items()
+        runs = {name: own_codes.trained(client, change, fewer) for name, change in ways}
+    worst = {name: rounds[-1]["test.accuracy.client_min"] for name, rounds in runs.items()}
+    assert worst["personal layer"] > worst["Ditto"] > worst["FedAvg"] + 0.2
+    assert "Ditto" in own_codes.picture_of(runs).svg_file
+
+
+@pytest.mark.sweep
+def test_the_mean_learns_what_false_clients_want_and_the_rule_of_the_example_does_not(
+    client: Client,
+) -> None:
+    path = ROOT / "examples" / "attacked_federation.yaml"
+    accuracies = []
+    for changes in (["strategy.options={}"], []):
+        outcome = train(client, load_job(path, ["strategy.rounds=10", *changes]))
+        found = [event.payload["metrics"] for event in outcome.of("Evaluated")]
+        accuracies.append([each["test.accuracy"] for each in found])
+    assert max(accuracies[0]) < 0.5
+    assert accuracies[1][-1] > 0.8

@@ -14,7 +14,10 @@ from tests.cluster.jobs import train
 from tests.jobs import job
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("the model of a run becomes a program of its own"),
+]
 
 
 def test_a_run_becomes_a_program(

@@ -17,7 +17,6 @@ from tests.cluster.jobs import (
     Gates,
     Outcome,
     assert_same_bits,
-    data_parallel,
     federated,
     outcome_of,
     train,
@@ -26,7 +25,10 @@ from tests.cluster.jobs import (
 from tests.jobs import job, user_data
 from tests.reference.loops import federated_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("a client that fails is left out alone, with the reason"),
+]
 
 CLIENT = 2
 """Fails."""
@@ -56,15 +58,17 @@ def rejections(outcome: Outcome) -> list[tuple[int, int, str]]:
     return [(each["round_num"], each["client"], each["cause"]) for each in payloads]
 
 
-@pytest.mark.parametrize("rounds", [[1], [2, 3]], ids=["first round", "later rounds"])
 @pytest.mark.parametrize(
-    ("how", "cause", "said"),
+    ("how", "cause", "said", "rounds"),
     [
-        ("raise", "exception", "KeyError: 'label'"),
-        ("memory", "memory", "MemoryError: "),
-        ("torch memory", "memory", "RuntimeError: "),
-        ("not finite", "not_finite_loss", "non-finite loss"),
+        ("raise", "exception", "KeyError: 'label'", [2, 3]),
+        pytest.param("memory", "memory", "MemoryError: ", [1], marks=pytest.mark.sweep),
+        pytest.param("torch memory", "memory", "RuntimeError: ", [2, 3], marks=pytest.mark.sweep),
+        pytest.param(
+            "not finite", "not_finite_loss", "non-finite loss", [1], marks=pytest.mark.sweep
+        ),
     ],
+    ids=["raise", "memory", "torch memory", "not finite"],
 )
 def test_a_client_that_fails_is_left_out_of_its_rounds_alone(
     client: Client, tmp_path: Path, how: str, cause: str, said: str, rounds: list[int]
@@ -82,10 +86,11 @@ def test_a_client_that_fails_is_left_out_of_its_rounds_alone(
     assert outcome.status.reproducible == (cause != "memory")
 
 
-@pytest.mark.parametrize("rounds", [[1], [2]], ids=["first round", "later round"])
+@pytest.mark.sweep
 def test_a_client_that_ends_its_processes_is_left_out_alone(
-    client: Client, exact_cluster: LocalCluster, tmp_path: Path, rounds: list[int]
+    client: Client, exact_cluster: LocalCluster, tmp_path: Path
 ) -> None:
+    rounds = [2]
     run = client.submit(failing(tmp_path, "exit", rounds, rounds=max(rounds)))
     outcome = outcome_of(run)
     exact_cluster.wait_ready()
@@ -98,6 +103,7 @@ def test_a_client_that_ends_its_processes_is_left_out_alone(
     assert_same_bits(outcome.state, expected.state)
 
 
+@pytest.mark.sweep
 def test_a_client_that_skips_every_step_does_not_vote_with_the_old_state(
     client: Client, tmp_path: Path
 ) -> None:
@@ -110,14 +116,7 @@ def test_a_client_that_skips_every_step_does_not_vote_with_the_old_state(
     assert outcome.status.reproducible
 
 
-def test_the_reference_leaves_out_who_skips_every_step(tmp_path: Path) -> None:
-    skipping = {"accumulation": {"non_finite": "skip_step"}, "rounds": 1}
-    found = federated_loop(failing(tmp_path, "not finite", [1], **skipping), ALLOWED)
-    expected = federated_loop(sound(tmp_path, **skipping), ALLOWED, without([1]))
-    assert_same_bits(found.state, expected.state)
-    assert found.losses == expected.losses
-
-
+@pytest.mark.sweep
 def test_when_all_fail_the_run_fails_with_what_they_raised(client: Client, tmp_path: Path) -> None:
     data = user_data("failing_clients", folder=str(tmp_path), failing=[0, 1, 2], rounds=[1])
     run = client.submit(federated(data=data, batch_size=64, num_clients=3))
@@ -130,30 +129,7 @@ def test_when_all_fail_the_run_fails_with_what_they_raised(client: Client, tmp_p
     )
 
 
-def test_a_quorum_that_failures_leave_no_room_for_fails_the_run(
-    client: Client, tmp_path: Path
-) -> None:
-    run = client.submit(failing(tmp_path, "not finite", [2], options={"quorum": 4}))
-    with pytest.raises((RunFailedError, UserCodeError)):
-        run.result()
-    assert run.status().reason == (
-        "round 2: 3 of 4 updates; 1 not finite: non-finite loss; lower optimizer.lr, or look at "
-        "the data (client 2); 4 are needed"
-    )
-
-
-def test_the_first_client_that_fails_ends_the_run_where_the_job_says_so(
-    client: Client, tmp_path: Path
-) -> None:
-    run = client.submit(failing(tmp_path, "raise", [2], options={"on_client_error": "fail"}))
-    with pytest.raises(UserCodeError):
-        run.result()
-    status = run.status()
-    assert status.reason == "round 2: client 2: KeyError: 'label'"
-    assert status.error is not None
-    assert 'raise KeyError("label")' in status.error.traceback
-
-
+@pytest.mark.sweep
 def test_a_killed_coordinator_goes_on_without_the_client_that_has_failed(
     client: Client, exact_cluster: LocalCluster, tmp_path: Path, gates: Gates
 ) -> None:
@@ -175,53 +151,7 @@ def test_a_killed_coordinator_goes_on_without_the_client_that_has_failed(
     assert other.digests == outcome.digests
 
 
-def test_a_silo_whose_data_raises_is_left_out_alone(client: Client, tmp_path: Path) -> None:
-    """Two members of the silo, and its rows are split between them: both take, one raises."""
-    options = {"inner": data_parallel(2)}
-    rounds = {"num_clients": 3, "rounds": 2, "options": options}
-    outcome = train(client, failing(tmp_path, "raise", list(range(99)), **rounds))
-    assert rejections(outcome) == [(1, CLIENT, "exception"), (2, CLIENT, "exception")]
-    others = train(client, sound(tmp_path, **rounds))
-    assert others.digests != outcome.digests
-    closed = [event.payload["accepted"] for event in outcome.of("RoundClosed")]
-    assert [[each["client"] for each in accepted] for accepted in closed] == [[0, 1], [0, 1]]
-    assert outcome.status.reproducible
-
-
-def test_a_population_of_federations_names_who_was_left_out(client: Client, tmp_path: Path) -> None:
-    """In the last sentence, with the rounds of all members, copied or not."""
-    rounds = {
-        "type": "Federated",
-        "num_clients": 3,
-        "rounds": 2,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-    }
-    strategy = {
-        "type": "PopulationBased",
-        "population_size": 2,
-        "generations": 2,
-        "exploit": {"method": "Truncation", "fraction": 0.5},
-        "explore": {"method": "Perturbation", "factor": 0.2},
-        "options": {"inner": rounds},
-    }
-    sections: dict[str, Any] = {
-        "strategy": strategy,
-        "search_space": {"optimizer.lr": {"low": 0.01, "high": 0.1}},
-        "steps_per_generation": 2,
-        "evaluation": {"split": "train", "best": "loss", "mode": "min"},
-        "steps": None,
-        "checkpoint": None,
-        "optimizer": {"name": "sgd", "lr": 0.1},
-        "batch_size": 64,
-    }
-    # A row reader that fails counts its own rounds, whoever's they are: it fails in all.
-    data = user_data("failing_clients", folder=str(tmp_path), failing=[CLIENT], rounds=[*range(99)])
-    outcome = train(client, job(data=data, **sections))
-    said = f"; rejected: client {CLIENT} in 8 rounds (KeyError: 'label')"
-    assert outcome.status.reason.endswith(said)
-
-
+@pytest.mark.sweep
 def test_the_log_of_the_run_has_the_traceback_of_every_failure(
     client: Client, tmp_path: Path
 ) -> None:
@@ -232,6 +162,7 @@ def test_the_log_of_the_run_has_the_traceback_of_every_failure(
     assert all("KeyError: 'label'" in text and "tests/userland/data.py" in text for text in said)
 
 
+@pytest.mark.sweep
 def test_a_state_that_is_not_finite_ends_its_run_and_is_not_committed(client: Client) -> None:
     """That of a server optimizer, and that of a last step, which no loss would show any more."""
     optimizer = {"server_optimizer": {"name": "fedavgm", "learning_rate": 1e300}}
@@ -260,10 +191,9 @@ def test_a_state_that_is_not_finite_ends_its_run_and_is_not_committed(client: Cl
         assert [commit.segment for commit in status.commits] == [0]
 
 
-@pytest.mark.parametrize("sizes", [[3, 0], [0, 3], [-1, 3]])
-def test_a_client_without_rows_decides_nothing_wherever_it_stands(
-    client: Client, sizes: list[int]
-) -> None:
+@pytest.mark.sweep
+def test_a_client_without_rows_decides_nothing(client: Client) -> None:
+    sizes = [0, 3]
     data = user_data("of_sizes", sizes=sizes)
     outcome = train(client, federated(num_clients=2, rounds=2, data=data, options={"quorum": 1}))
     assert [client_ for _, client_, _ in rejections(outcome)] == [sizes.index(min(sizes))] * 2

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.base.errors import UserCodeError
 from stratagem.worker.models.model_builder import build_model
-from tests.cluster.jobs import ALLOWED, Outcome, federated, train, wait_for
-from tests.jobs import ALLOW
-from tests.repository import ROOT
+from tests.cluster.jobs import ALLOWED, Outcome, cluster_of, federated, train, wait_for
 from tests.userland.data import rows_of
 from tests.userland.metrics import macro_f1
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("a site that fails does not end its federation"),
+]
 
 SITES = ("anna", "berta", "clara")
 
@@ -41,18 +42,8 @@ def rows_at(folder: Path, site: str, **changes: Tensor) -> Path:
 @contextmanager
 def sites(folder: Path, files: dict[str, Path]) -> Iterator[tuple[LocalCluster, Client]]:
     """A cluster of three workers, each with a file of its own."""
-    names = dict(zip((f"worker-{number}" for number in range(3)), files.values(), strict=True))
-    with (
-        LocalCluster(
-            workers=3,
-            threads=1,
-            data_dir=folder / "cluster",
-            import_path=[ROOT],
-            allow=[ALLOW],
-            worker_arguments={n: ["--local-data", f"ward={path}"] for n, path in names.items()},
-        ) as cluster,
-        cluster.client() as client,
-    ):
+    arguments = [["--local-data", f"ward={path}"] for path in files.values()]
+    with cluster_of(folder, arguments) as cluster, cluster.client() as client:
         yield cluster, client
 
 
@@ -80,28 +71,6 @@ def test_a_site_whose_rows_do_not_fit_is_left_out_from_the_build_on(tmp_path: Pa
     assert sorted(rejected) == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert "rejected: client 0 (worker-0) in 2 rounds" in outcome.status.reason
     assert 0 <= outcome.status.metrics["test.accuracy"] <= 1
-
-
-def test_a_site_that_cannot_evaluate_is_left_out_of_the_evaluation_alone(tmp_path: Path) -> None:
-    files = {site: rows_at(tmp_path, site) for site in SITES}
-    rows_at(tmp_path, "berta", **{"test.x": torch.randn(7, 5)})
-    with sites(tmp_path, files) as (_, client):
-        outcome = train(client, federation(evaluation={"split": "test", "metrics": ["accuracy"]}))
-    assert clients_of(outcome) == [[0, 1, 2], [0, 1, 2]]
-    said = {e.payload["client"]: e.payload["reason"] for e in outcome.of("ClientEvaluated")}
-    assert said[0] == said[2] == ""
-    assert "RuntimeError" in said[1]
-    assert len(outcome.of("Evaluated")) == 2
-    assert outcome.status.reproducible
-
-
-def test_a_model_that_no_site_can_build_fails_with_what_was_raised(tmp_path: Path) -> None:
-    files = {site: rows_at(tmp_path, site) for site in SITES}
-    with sites(tmp_path, files) as (_, client):
-        run = client.submit(federation(model={"entrypoint": "tests.userland.losses:broken_loss"}))
-        with pytest.raises(UserCodeError, match="TypeError"):
-            run.result()
-        assert run.status().reason.startswith("no worker can build the model: worker-0: TypeError")
 
 
 def test_a_round_that_waits_takes_a_site_that_was_mended_and_started_anew(tmp_path: Path) -> None:

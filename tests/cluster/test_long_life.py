@@ -19,7 +19,11 @@ from tests.crash.jobs import JOBS, LOCAL, crash_job
 from tests.crash.rig import outcome_of, until
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("a coordinator with a long journal answers, and keeps no old states"),
+]
 
 NUM_RUNS = 1000
 

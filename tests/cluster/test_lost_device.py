@@ -15,7 +15,11 @@ from tests.cluster.jobs import train
 from tests.jobs import ALLOW, job, user_model
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("a worker that has lost its device is started again"),
+]
 
 
 @pytest.fixture(scope="module")

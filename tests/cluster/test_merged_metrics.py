@@ -15,15 +15,17 @@ from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
 from stratagem.worker.models.model_builder import build_model
-from tests.cluster.jobs import ALLOWED, Outcome, federated, outcome_of, train
-from tests.jobs import ALLOW
+from tests.cluster.jobs import ALLOWED, Outcome, cluster_of, federated, outcome_of, train
 from tests.reference.summed_metrics import merged
-from tests.repository import ROOT
 from tests.userland.data import rows_of
 from tests.userland.metrics import ClassCounts, Confidence
 from tests.userland.models import NUM_FEATURES
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("metrics of sites are merged over all rows, by their files"),
+]
 
 COUNTS, CONFIDENCE, KEPT = (
     f"tests.userland.metrics:{name}" for name in ("ClassCounts", "Confidence", "KeptRows")
@@ -82,15 +84,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, li
     """Four sites without files of rules."""
     folder = tmp_path_factory.mktemp("wards")
     files = rows_at(folder, TEST_ROWS)
-    arguments = {f"worker-{n}": ["--local-data", f"ward={file}"] for n, file in enumerate(files)}
-    cluster = LocalCluster(
-        workers=len(files),
-        threads=1,
-        data_dir=folder / "cluster",
-        import_path=[ROOT],
-        allow=[ALLOW],
-        worker_arguments=arguments,
-    )
+    cluster = cluster_of(folder, [["--local-data", f"ward={file}"] for file in files])
     with cluster, cluster.client() as client:
         yield client, files
 
@@ -158,20 +152,12 @@ def test_nothing_follows_a_metric_that_has_no_value_over_all_rows(
 
 def sites_of(folder: Path, *reports: str) -> LocalCluster:
     files = rows_at(folder, (7, 1))
-    arguments = {}
+    arguments = []
     for number, (file, report) in enumerate(zip(files, reports, strict=True)):
         text = FILE.format(number=number, report=report, metrics=f'"{COUNTS}", "{KEPT}"')
         file.with_name("site.toml").write_text(text)
-        arguments[f"worker-{number}"] = ["--site", str(file.with_name("site.toml"))]
-    return LocalCluster(
-        workers=2,
-        threads=1,
-        data_dir=folder / "cluster",
-        import_path=[ROOT],
-        allow=[],
-        allow_code="none",
-        worker_arguments=arguments,
-    )
+        arguments.append(["--site", str(file.with_name("site.toml"))])
+    return cluster_of(folder, arguments, allow=[], allow_code="none")
 
 
 def test_sites_send_sums_by_their_file_and_a_site_that_reports_nothing_sends_none(

@@ -5,21 +5,22 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.client.sdk.cluster_doctor import examine
 from stratagem.common.diagnostics.findings import Level
 from stratagem.common.rpc.channel import PLAINTEXT
-from stratagem.tools.doctor.__main__ import examine as examine_worker
 from tests.cluster.jobs import data_parallel, federated
 from tests.common.observe.scrape import labelled
 from tests.common.observe.scrape import scrape_process as scraped
-from tests.jobs import ALLOW, job
-from tests.settings import worker_settings
+from tests.jobs import job
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("processes that train tell metrics, log lines and the doctor"),
+]
 
 NUM_WORKERS = 4
 
@@ -110,24 +111,3 @@ def test_the_doctor_finds_all_of_a_cluster_well(exact_cluster: LocalCluster) -> 
     for name in (f"worker-{number}" for number in range(NUM_WORKERS)):
         assert {(check, name) for check in ("worker", "clock", "torch", "peers", "fsync")} <= checks
     assert {("disk", "coordinator"), ("numerics", "workers"), ("versions", "torch")} <= checks
-
-
-def test_the_doctor_finds_the_settings_of_a_worker_well_beside_that_worker(
-    exact_cluster: LocalCluster,
-) -> None:
-    ready = json.loads((exact_cluster.folder / "ready" / "worker-0").read_text())
-    settings = worker_settings(
-        coordinator=exact_cluster.address,
-        name="worker-0",
-        listen=ready["address"],
-        allow=[ALLOW],
-        threads=torch.get_num_threads(),
-    )
-    found = {each.check: each for each in asyncio.run(examine_worker(settings))}
-    assert [each for each in found.values() if each.level is Level.FAIL] == []
-    assert found["listen"].found == f"worker worker-0 serves at {ready['address']} now"
-    assert {"connection", "versions", "clock", "torch", "allow"} <= found.keys()
-    other = settings.model_copy(update={"name": "worker-9"})
-    (failed,) = [x for x in asyncio.run(examine_worker(other)) if x.level is Level.FAIL]
-    assert failed.check == "listen"
-    assert "worker worker-0 answers there" in failed.found

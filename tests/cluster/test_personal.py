@@ -1,18 +1,18 @@
-"""What each client keeps to itself, layers, models and control variates: the same bits as the plain
-rounds, and nothing of them leaves a site."""
+"""What each client keeps to itself, rows, layers, models and control variates: the same bits as the
+plain rounds, and nothing of them leaves a site. Every byte that the coordinator gets is looked at,
+so the workers are others than those of the folder."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
 from stratagem.common.base.errors import UserCodeError
 from stratagem.common.job import JobSpec
@@ -21,18 +21,21 @@ from tests.cluster.jobs import (
     ALLOWED,
     Outcome,
     assert_same_bits,
+    cluster_of,
     federated,
     outcome_of,
     train,
 )
-from tests.jobs import ALLOW, user_data
+from tests.jobs import user_data
 from tests.reference.ditto_rounds import ditto_rounds
 from tests.reference.personal_rounds import Own, personal_rounds
 from tests.reference.scaffold_rounds import Scaffold
-from tests.repository import ROOT
 from tests.userland.data import per_client, rows_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("rows, layers and models of a client's own stay with it, to the byte"),
+]
 
 RECORDED_WORKER = Path(__file__).with_name("recorded_worker.py")
 NUM_CLIENTS, ROUNDS = 3, 3
@@ -45,16 +48,16 @@ def rows_to_test(client: int) -> tuple[Tensor, Tensor]:
     return rows_of(7, seed=60 + client)
 
 
-def sites_of(folder: Path) -> dict[str, list[str]]:
+def sites_of(folder: Path) -> list[list[str]]:
     """Arguments of workers with the rows of `per_client`, 40 for three, and with rows to test."""
-    arguments = {}
+    arguments = []
     for client in range(NUM_CLIENTS):
         x, y = per_client(client, NUM_CLIENTS)["train"]
         test_x, test_y = rows_to_test(client)
         file = folder / f"ward-{client}.safetensors"
         tensors = {"train.x": x, "train.y": y, "test.x": test_x, "test.y": test_y}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-        arguments[f"worker-{client}"] = ["--local-data", f"ward={file}"]
+        arguments.append(["--local-data", f"ward={file}"])
     return arguments
 
 
@@ -81,22 +84,9 @@ class Sites:
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
     folder = tmp_path_factory.mktemp("sites")
     (folder / "wire").mkdir()
-    cluster = LocalCluster(
-        workers=NUM_CLIENTS,
-        threads=1,
-        data_dir=folder / "cluster",
-        import_path=[ROOT],
-        allow=[ALLOW],
-        programs={
-            "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
-            "worker": [sys.executable, str(RECORDED_WORKER)],
-        },
-        environment={
-            "TEST_WIRE": str(folder / "wire"),
-            "STRATAGEM_WORKER_OPEN_FILES": "false",  # what is not sent is not recorded
-        },
-        worker_arguments=sites_of(folder),
-    )
+    # What is not sent, as files of one machine are not, is not recorded.
+    environment = {"TEST_WIRE": str(folder / "wire"), "STRATAGEM_WORKER_OPEN_FILES": "false"}
+    cluster = cluster_of(folder, sites_of(folder), worker=RECORDED_WORKER, environment=environment)
     with cluster, cluster.client() as client:
         yield Sites(folder, client)
 
@@ -138,7 +128,19 @@ def check_not_sent(received: bytes, own: Mapping[str, Tensor]) -> None:
             assert telling not in received, name
 
 
-def test_personal_layers_have_the_bits_of_plain_rounds_and_stay(sites: Sites) -> None:
+def traces(rows: Tensor) -> set[bytes]:
+    """Pairs of neighbours in every row, in each width in which they might be sent."""
+    found = set()
+    for row in rows.numpy():
+        for start in range(0, len(row) - 1, 2):
+            piece = row[start : start + 2]
+            found |= {piece.astype(kind).tobytes() for kind in (np.float32, np.float64)}
+    return found
+
+
+def test_personal_layers_have_the_bits_of_plain_rounds_and_stay_as_rows_do(
+    sites: Sites,
+) -> None:
     spec = ward_job(personal=HEAD_AND_STATISTICS)
     expected, kept = personal_rounds(plain_job(), ALLOWED, HEAD_AND_STATISTICS)
     outcome = train(sites.client, spec)
@@ -159,8 +161,12 @@ def test_personal_layers_have_the_bits_of_plain_rounds_and_stay(sites: Sites) ->
     for of_clients in kept:
         for own in of_clients.values():
             check_not_sent(received, own)
+    for client in range(NUM_CLIENTS):
+        for rows in (per_client(client, NUM_CLIENTS)["train"][0], rows_to_test(client)[0]):
+            assert not any(trace in received for trace in traces(rows))
 
 
+@pytest.mark.sweep
 def test_ditto_has_the_bits_of_its_paper_and_leaves_the_global_model_as_it_is(sites: Sites) -> None:
     spec = ward_job(ditto={"lambda": 0.5})
     expected, own = ditto_rounds(plain_job(), ALLOWED, 0.5)
@@ -176,6 +182,7 @@ def test_ditto_has_the_bits_of_its_paper_and_leaves_the_global_model_as_it_is(si
     assert outcome.status.metrics["test.accuracy"] == pytest.approx(worth, rel=1e-12)
 
 
+@pytest.mark.sweep
 def test_scaffold_has_the_bits_of_its_paper(sites: Sites, tmp_path: Path) -> None:
     spec = ward_job(control="scaffold", local_epochs=2)
     job = federated(

@@ -17,6 +17,8 @@ from tests.reference.private_rows import private_steps
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("rows are protected by the loop over rows, until budgets end"),
     pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
 ]
 

@@ -13,18 +13,22 @@ from tests.cluster.jobs import assert_same_bits, data_parallel, population, trai
 from tests.jobs import user_model
 from tests.stream_jobs import streamed
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("the winner of a population is trained again by a plain run"),
+]
 
 LOW_RATES = {"optimizer.lr": {"low": 0.001, "high": 0.02, "scale": "log"}}
 """With which each generation is better than the one before: the last one wins."""
 
 REPLAYED: dict[str, dict[str, Any]] = {
-    "dropout, and a schedule of rates": {
+    "a schedule of rates under AllReduce": {
         "model": "dropout_mlp",
         "optimizer": {"name": "adam", "lr": 0.01, "schedule": {"name": "cosine"}},
+        "options": {"inner": data_parallel(2)},
         "search_space": LOW_RATES,
     },
-    "AllReduce": {"options": {"inner": data_parallel(2)}, "search_space": LOW_RATES},
     "asynchronous": {"options": {"asynchronous": True}, "search_space": LOW_RATES},
     "streams": {
         "model": "dropout_mlp",
@@ -57,13 +61,7 @@ REPLAYED: dict[str, dict[str, Any]] = {
 }
 
 
-OFTEN = ("dropout, and a schedule of rates", "AllReduce")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.sweep) for case in REPLAYED],
-)
+@pytest.mark.parametrize("case", REPLAYED)
 def test_the_winner_is_trained_again_by_its_schedule(
     client: Client, case: str, tmp_path: Path
 ) -> None:

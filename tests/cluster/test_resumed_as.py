@@ -6,23 +6,24 @@ from typing import Any
 import pytest
 
 from stratagem.client.sdk.blocking_client import Client
-from stratagem.common.base.errors import InvalidInputError, RunFailedError, UserCodeError
+from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec, with_fields
 from tests.cluster.jobs import (
-    MOMENTUM,
     Outcome,
     data_parallel,
     federated,
     gossip,
     model_parallel,
     outcome_of,
-    population,
     train,
 )
 from tests.jobs import job
 from tests.stream_jobs import streamed
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("two trainings in a row are one long one"),
+]
 
 ADAM = {
     "name": "adamw",
@@ -41,13 +42,11 @@ def of_steps(steps: int, strategy: dict[str, Any], **changes: Any) -> JobSpec:
 
 CASES = {
     "AllReduce": of_steps(14, data_parallel(3)),
-    "ParameterServer": of_steps(14, data_parallel(2, "ParameterServer"), optimizer=MOMENTUM),
     "pipeline": of_steps(14, PIPELINE),
     "gossip": of_steps(14, gossip(3)),
     "residuals": of_steps(
         14, data_parallel(2, "ParameterServer"), compression={"codec": "ternary"}
     ),
-    "phases": of_steps(14, {"type": "Local"}, phases={"full_steps": 2, "predict_steps": 4}),
     "Federated": federated("dropout_mlp", rounds=5, optimizer=ADAM, weight_average={"kind": "swa"}),
     "streams": of_steps(
         14, data_parallel(2), data=streamed("shards", streams=4, shuffle_rows=3, stateful=True)
@@ -56,7 +55,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    ["AllReduce", *(pytest.param(name, marks=pytest.mark.sweep) for name in [*CASES][1:])],
+)
 def test_the_bits_of_one_long_training(client: Client, name: str) -> None:
     """The shorter one ends in the middle of an epoch; its step is no step of the evaluation."""
     spec = CASES[name]
@@ -81,6 +83,7 @@ def trained(client: Client) -> Outcome:
     return train(client, of_steps(6, data_parallel(2), retention=8, epochs=None))
 
 
+@pytest.mark.sweep
 def test_from_an_earlier_commit_with_other_numbers(client: Client, trained: Outcome) -> None:
     """As if they had changed in the middle of the training."""
     changes = ["steps=8", "optimizer.lr=0.001", "optimizer.weight_decay=0.5", "evaluation=null"]
@@ -97,17 +100,9 @@ def test_from_an_earlier_commit_with_other_numbers(client: Client, trained: Outc
     assert plain.digests[-1] != outcome.digests[-1]
 
 
-@pytest.mark.parametrize(
-    ("before", "options"),
-    [
-        ({}, {"partition_state": "full"}),
-        ({"partition_state": "optimizer", "mirror": 0}, {"min_replicas": 2}),
-    ],
-    ids=["full", "whole again"],
-)
-def test_what_decides_no_bits_may_be_another(
-    client: Client, before: dict[str, Any], options: dict[str, Any]
-) -> None:
+@pytest.mark.sweep
+def test_what_decides_no_bits_may_be_another(client: Client) -> None:
+    before, options = {"partition_state": "optimizer", "mirror": 0}, {"partition_state": "full"}
     whole = train(client, of_steps(8, data_parallel(3)))
     first = train(client, of_steps(4, {**data_parallel(3), "options": before}))
     change = f"strategy.options={json.dumps(options)}"
@@ -115,36 +110,19 @@ def test_what_decides_no_bits_may_be_another(
     assert second.digests[-1] == whole.digests[-1]
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("strategy.options={local_steps: 2}", "strategy.options.local_steps: must stay"),
-        ("batch_size=8", "batch_size: must stay as it was in the run: the step of the run"),
-        ("seed=4", "seed: must stay"),
+@pytest.mark.sweep
+def test_what_has_to_stay_is_refused(client: Client, trained: Outcome) -> None:
+    for override, said in (
         ("strategy.num_replicas=4", "strategy.num_replicas: must stay as it was in the run: the s"),
-        ("strategy={type: Local}", "strategy.type: must stay"),
-        ("data.kwargs.num_rows=70", "data.kwargs.num_rows: must stay"),
-        ("model.kwargs.hidden=7", "model.kwargs.hidden: must stay"),
         ("optimizer.name=sgd", "optimizer.name: must stay as it was in the run: the state holds"),
-        ("loss=mse", "loss.name: must stay as it was in the run: it decides the bits"),
         ("steps=6", "steps: 6 must be more than the 6 of the state that is resumed"),
-    ],
-)
-def test_what_has_to_stay_is_refused(
-    client: Client, trained: Outcome, override: str, said: str
-) -> None:
-    with pytest.raises(InvalidInputError) as refused:
-        client.resume_as(trained.run.run_id, [override])
-    assert said in str(refused.value)
+    ):
+        with pytest.raises(InvalidInputError) as refused:
+            client.resume_as(trained.run.run_id, [override])
+        assert said in str(refused.value)
 
 
-def test_epochs_that_are_over_are_refused_once_the_rows_are_known(
-    client: Client, trained: Outcome
-) -> None:
-    with pytest.raises((RunFailedError, UserCodeError), match="epochs: 1 is a training of 4 steps"):
-        client.resume_as(trained.run.run_id, ["steps=null", "epochs=1"]).result()
-
-
+@pytest.mark.sweep
 def test_epochs_that_are_over_are_refused_before_anything_is_submitted(client: Client) -> None:
     first = train(client, job("mlp", epochs=2, steps=None, strategy=data_parallel(2)))
     step = first.status.step
@@ -156,16 +134,3 @@ def test_epochs_that_are_over_are_refused_before_anything_is_submitted(client: C
     with pytest.raises(InvalidInputError, match=f"segment 99 is no kept .* kept are {kept}"):
         client.resume_as(first.run.run_id, ["epochs=4"], from_segment=99)
     assert len(client.runs()) == before
-
-
-def test_a_population_and_a_server_optimizer_are_refused_by_name(client: Client) -> None:
-    yogi = {"method": "FedYogi", "beta1": 0.9, "beta2": 0.99, "tau": 0.01}
-    first = train(client, federated(rounds=1, aggregation=yogi))
-    with pytest.raises(InvalidInputError, match=r"initial\.resume: is not possible with FedYogi"):
-        client.resume_as(first.run.run_id, ["strategy.rounds=2"])
-    document: dict[str, Any] = {
-        **population().document(),
-        "initial": {"run": "any", "resume": True},
-    }
-    with pytest.raises(InvalidInputError, match=r"initial\.resume: is not possible under Popu"):
-        JobSpec.parse(document)

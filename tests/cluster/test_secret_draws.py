@@ -22,6 +22,8 @@ from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("no reader of a run learns who was drawn in secret"),
     pytest.mark.skipif(not accountant.is_installed(), reason="needs the extra privacy"),
 ]
 

@@ -11,7 +11,11 @@ from tests.cluster.jobs import ALLOWED, Gates, assert_same_bits, federated, outc
 from tests.jobs import user_data
 from tests.reference.loops import federated_loop
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("clients that lose their keys are not in the sum, which is exact"),
+]
 
 OF_WORKER_1 = {1, 3}
 """Its clients; the other one's update may have been sent before this one's is held up."""
@@ -56,7 +60,6 @@ def forget_keys(cluster: LocalCluster, worker: str, run_id: str, client: int) ->
     cluster.kill(worker)
 
 
-@pytest.mark.sweep
 def test_twelve_clients_on_a_ring_of_which_two_drop_out_in_different_phases(
     exact_cluster: LocalCluster, client: Client, gates: Gates
 ) -> None:
@@ -86,7 +89,6 @@ def test_twelve_clients_on_a_ring_of_which_two_drop_out_in_different_phases(
     assert_same_bits(outcome.state, reference.state)
 
 
-@pytest.mark.sweep
 def test_a_round_that_has_lost_too_many_keys_begins_again_with_new_ones(
     exact_cluster: LocalCluster, client: Client, gates: Gates
 ) -> None:

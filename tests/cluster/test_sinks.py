@@ -11,12 +11,11 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -30,7 +29,11 @@ from tests.crash.rig import until
 from tests.jobs import document, user_data
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("each sink holds the history, also when its process is killed"),
+]
 
 Point = tuple[str, int, str]
 """Name of a series, step, and the value's shortest text."""
@@ -108,10 +111,6 @@ def in_history(run: RunHandle) -> list[Point]:
     return sorted(found)
 
 
-def in_32_bits(points: Iterable[Point]) -> list[Point]:
-    return sorted((n, step, repr(float(np.float32(float(value))))) for n, step, value in points)
-
-
 def in_csv(path: Path) -> list[Point]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -157,38 +156,6 @@ def test_files_and_the_sink_of_a_package_hold_the_history(
     again = invoke(client, "export", run.run_id, "--to", f"csv:{tmp_path / 'a' / 'rows.csv'}")
     assert again.exit_code == 0
     assert in_csv(tmp_path / "a" / "rows.csv") == expected
-
-
-def test_tensorboard_reads_the_history(client: Client, run: RunHandle, tmp_path: Path) -> None:
-    module = "tensorboard.backend.event_processing.event_accumulator"
-    accumulator = pytest.importorskip(module, reason="needs tensorboard")
-    assert invoke(client, "export", run.run_id, "--to", f"tensorboard:{tmp_path}").exit_code == 0
-    found = accumulator.EventAccumulator(str(tmp_path / run.run_id), size_guidance={"scalars": 0})
-    found.Reload()
-    read = [
-        (tag, point.step, repr(point.value))
-        for tag in found.Tags()["scalars"]
-        for point in found.Scalars(tag)
-    ]
-    assert sorted(read) == in_32_bits(in_history(run))
-
-
-@pytest.mark.filterwarnings("ignore")  # it warns of its own libraries
-def test_mlflow_reads_the_history(client: Client, run: RunHandle, tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
-    target = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    for _ in range(2):  # the second time there is nothing to add
-        assert invoke(client, "export", run.run_id, "--to", f"mlflow:{target}").exit_code == 0
-    reader = mlflow.MlflowClient(tracking_uri=target)
-    experiment = reader.get_experiment_by_name("sinks")
-    (found,) = reader.search_runs([experiment.experiment_id])
-    assert found.info.status == "FINISHED"
-    read = [
-        (name, point.step, repr(point.value))
-        for name in found.data.metrics
-        for point in reader.get_metric_history(found.info.run_id, name)
-    ]
-    assert sorted(read) == in_history(run)
 
 
 @pytest.mark.filterwarnings("ignore")

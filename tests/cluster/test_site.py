@@ -1,12 +1,12 @@
 """Sites that decide by their own files: what they take part in, and every byte that leaves them."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from stratagem.client.code.code_folder import bundle_of
@@ -17,12 +17,17 @@ from stratagem.common.code.bundle import digest_of
 from stratagem.common.code.signatures import make_keys, sign
 from stratagem.common.job import CodeSpec, JobSpec, load_job
 from stratagem.common.strategy import Federated
-from tests.cluster.jobs import assert_same_bits, federated, outcome_of, train
-from tests.jobs import ALLOW
+from stratagem.worker.models.model_builder import build_model
+from tests.cluster.jobs import ALLOWED, assert_same_bits, cluster_of, federated, outcome_of, train
+from tests.jobs import user_data
+from tests.reference.loops import federated_loop
 from tests.repository import ROOT
 from tests.userland.data import rows_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.promise("a site takes part by its own file, which changes no bit"),
+]
 
 EXAMPLE = ROOT / "examples" / "sites"
 NUM_SITES = 3
@@ -49,25 +54,15 @@ def site_files(folder: Path) -> list[Path]:
     return files
 
 
-def cluster_of(folder: Path, files: list[Path], **more: Any) -> LocalCluster:
-    return LocalCluster(
-        workers=len(files),
-        threads=1,
-        data_dir=folder / "cluster",
-        import_path=[ROOT],
-        allow=[],
-        allow_code="none",
-        worker_arguments={
-            f"worker-{number}": ["--site", str(file)] for number, file in enumerate(files)
-        },
-        **more,
-    )
+def sites_of(folder: Path, files: list[Path]) -> LocalCluster:
+    arguments = [["--site", str(file)] for file in files]
+    return cluster_of(folder, arguments, allow=[], allow_code="none")
 
 
 def test_three_sites_train_digits_and_write_down_what_left(tmp_path: Path) -> None:
     files = site_files(tmp_path)
     job = load_job(EXAMPLE / "digits.yaml")
-    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+    with sites_of(tmp_path, files) as cluster, cluster.client() as client:
         outcome = train(client, job)
         run_id = outcome.run.run_id
         assert isinstance(job.strategy, Federated)
@@ -89,6 +84,8 @@ def test_three_sites_train_digits_and_write_down_what_left(tmp_path: Path) -> No
         assert all("max_rounds" in line["reason"] for line in refusals)
 
 
+SIZES = [11, 30]
+
 # ---- the same bits as without a file, code that comes with jobs, and who submits ----
 
 OPEN = """
@@ -104,13 +101,13 @@ metrics = ["accuracy"]
 
 
 def sites_with_rows(folder: Path, more: str = "") -> list[Path]:
-    """Two sites with 11 and 30 rows of their own in a file beside theirs, as no batch divides."""
+    """Two sites with 11 and 30 rows of their own, as no batch divides: those of `of_sizes`."""
     files = []
-    for number, num_rows in enumerate((11, 30)):
+    for number, num_rows in enumerate(SIZES):
         own = folder / f"site-{number}"
         own.mkdir()
-        train_x, train_y = rows_of(num_rows, seed=50 + number)
-        test_x, test_y = rows_of(7, seed=60 + number)
+        train_x, train_y = rows_of(num_rows, seed=number)
+        test_x, test_y = rows_of(7, seed=100 + number)
         tensors = {"train.x": train_x, "train.y": train_y, "test.x": test_x, "test.y": test_y}
         save_file(tensors, own / "ward.safetensors")
         (own / "site.toml").write_text(OPEN.format(number=number, more=more))
@@ -133,41 +130,21 @@ def ward_job(**changes: Any) -> JobSpec:
 
 def test_a_site_file_changes_no_bits(tmp_path: Path) -> None:
     files = sites_with_rows(tmp_path)
-    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+    with sites_of(tmp_path, files) as cluster, cluster.client() as client:
         outcome = train(client, ward_job())
-    plain = LocalCluster(
-        workers=2,
-        threads=1,
-        data_dir=tmp_path / "plain",
-        import_path=[ROOT],
-        allow=[ALLOW],
-        worker_arguments={
-            f"worker-{number}": ["--local-data", f"ward={file.with_name('ward.safetensors')}"]
-            for number, file in enumerate(files)
-        },
-    )
-    with plain, plain.client() as client:
-        expected = train(client, ward_job())
-    assert_same_bits(outcome.state, expected.state)
-    assert outcome.digests == expected.digests
-    assert outcome.status.metrics == expected.status.metrics  # sums of the sites, as if by batch
+    rows = user_data("of_sizes", sizes=SIZES, test=True)
+    plain = federated(num_clients=2, rounds=2, data=rows)
+    assert_same_bits(outcome.state, federated_loop(plain, ALLOWED).state)
+    model = build_model(plain, ALLOWED, device=torch.device("cpu"), fresh=True).eval()
+    model.load_state_dict(outcome.state)
+    pairs = [rows_of(7, seed=100 + number) for number in range(2)]
+    right = torch.cat([model(x).argmax(1) == y for x, y in pairs]).double().mean().item()
+    assert outcome.status.metrics["test.accuracy"] == pytest.approx(right, rel=1e-12)
     updates = [event.payload["num_samples"] for event in outcome.of("UpdateReceived")]
     assert sorted(updates) == [11, 11, 30, 30]
-
-
-def test_a_site_that_reports_nothing_trains_and_tells_no_loss(tmp_path: Path) -> None:
-    files = sites_with_rows(tmp_path)
-    silent = files[0].read_text().replace("[[accept]]", '[[accept]]\nreport = "none"')
-    files[0].write_text(silent)
-    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
-        outcome = train(client, ward_job())
-    losses = {e.payload["client"]: e.payload["loss"] for e in outcome.of("UpdateReceived")}
-    told = {client: loss for client, loss in losses.items() if isinstance(loss, float)}
-    assert len(losses) == 2
-    assert [client for client, loss in told.items() if not math.isnan(loss)] == [1]
-    assert outcome.status.metrics["train.loss"] == outcome.status.metrics["train.loss_max"]
-    (refused,) = {e.payload["reason"] for e in outcome.of("ClientEvaluated") if e.payload["reason"]}
-    assert refused.endswith("report: none: the site evaluates nothing for others")
+    for ward, num_rows in enumerate(SIZES):
+        rounds = [line for line in lines_of(tmp_path, ward) if line["kind"] == "round"]
+        assert [(line["round"], line["rows"]) for line in rounds] == [(1, num_rows), (2, num_rows)]
 
 
 MODEL = """
@@ -179,6 +156,7 @@ def build():
 """
 
 
+@pytest.mark.sweep
 def test_code_comes_in_where_its_signature_does(tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
@@ -192,7 +170,7 @@ def test_code_comes_in_where_its_signature_does(tmp_path: Path) -> None:
     digest = digest_of(bundle_of(CodeSpec(path=str(code))))
     signed = {"path": str(code), "signature": sign(digest, tmp_path / "key")}
     brought = {"model": {"entrypoint": "model:build"}, "evaluation": None}
-    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+    with sites_of(tmp_path, files) as cluster, cluster.client() as client:
         train(client, ward_job(**brought, code=signed))
         with pytest.raises(UserCodeError, match=rf"code: the bundle sha256:{digest} is not signed"):
             train(client, ward_job(**brought, code={"path": str(code)}))
@@ -203,6 +181,7 @@ def test_code_comes_in_where_its_signature_does(tmp_path: Path) -> None:
     assert {line["code"] for line in lines if line["kind"] == "round"} == {digest}
 
 
+@pytest.mark.sweep
 def test_sites_add_up_what_runs_may_spend_of_privacy(tmp_path: Path) -> None:
     rule = 'require = ["privacy"]\nmax_epsilon = 60.0\n'
     files = sites_with_rows(tmp_path, rule)
@@ -212,7 +191,7 @@ def test_sites_add_up_what_runs_may_spend_of_privacy(tmp_path: Path) -> None:
         "target": {"epsilon": 40.0, "delta": 1e-5},
     }
     spec = ward_job(evaluation=None, privacy=privacy)
-    with cluster_of(tmp_path, files) as cluster, cluster.client() as client:
+    with sites_of(tmp_path, files) as cluster, cluster.client() as client:
         outcome = train(client, spec)
         said = r"max_epsilon: privacy.target.epsilon 40 with 40 of other runs is more than 60"
         with pytest.raises(UserCodeError, match=said):

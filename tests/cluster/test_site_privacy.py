@@ -1,7 +1,6 @@
 """Every byte that leaves a worker with a site file is looked at: no row is in it, and no word of
 what the job's code has printed, logged or raised, unless the file says so."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,14 @@ import torch
 from torch import Tensor
 
 from stratagem.client.local import process_supervisor
-from stratagem.client.local.local_cluster import LocalCluster
-from tests.cluster.jobs import federated, train
+from tests.cluster.jobs import cluster_of, federated, train
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("no row and no word leaves a site unless its file says so"),
+]
 
 RECORDED_WORKER = Path(__file__).with_name("recorded_worker.py")
 CANARY = "SmithAnna4711"
@@ -169,25 +171,16 @@ def wire_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shares: bool) -> t
             "metrics": ["accuracy", "ward_task:KeepsRows", "ward_task:Counts"],
         },
     )
-    with (
-        LocalCluster(
-            workers=len(SITES),
-            threads=1,
-            data_dir=folder / "cluster",
-            import_path=[ROOT, code],
-            allow=[],
-            allow_code="none",
-            programs={
-                "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
-                "worker": [sys.executable, str(RECORDED_WORKER)],
-            },
-            environment={"TEST_WIRE": str(wire), "STRATAGEM_WORKER_OPEN_FILES": "false"},
-            worker_arguments={
-                f"worker-{number}": ["--site", str(file)] for number, file in enumerate(files)
-            },
-        ) as cluster,
-        cluster.client() as client,
-    ):
+    cluster = cluster_of(
+        folder,
+        [["--site", str(file)] for file in files],
+        worker=RECORDED_WORKER,
+        import_path=[ROOT, code],
+        allow=[],
+        allow_code="none",
+        environment={"TEST_WIRE": str(wire), "STRATAGEM_WORKER_OPEN_FILES": "false"},
+    )
+    with cluster, cluster.client() as client:
         outcome = train(client, spec)
     return b"".join(path.read_bytes() for path in sorted(wire.iterdir())), outcome
 

@@ -1,6 +1,5 @@
 """Sites that take part at certain hours: outside of them, and when these end within a round."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +8,14 @@ import pytest
 
 from stratagem.client.local.local_cluster import LocalCluster
 from stratagem.client.sdk.blocking_client import Client
-from tests.cluster.jobs import Outcome, federated, outcome_of, train
+from tests.cluster.jobs import Outcome, cluster_of, federated, outcome_of, train
 from tests.crash.rig import until
-from tests.repository import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("a site takes part in its hours alone"),
+]
 
 CLOCKED_WORKER = Path(__file__).with_name("clocked_worker.py")
 FILE = """
@@ -47,21 +49,10 @@ def sites(
         rows = num_rows if number else 20
         file.write_text(FILE.format(number=number, num_rows=rows, windows=windows))
         files.append(file)
+    settings = {"allow": [], "allow_code": "none", "environment": {"TEST_CLOCK": str(clock)}}
+    arguments = [["--site", str(file)] for file in files]
     with (
-        LocalCluster(
-            workers=2,
-            threads=1,
-            data_dir=folder / "cluster",
-            import_path=[ROOT],
-            allow=[],
-            allow_code="none",
-            programs={
-                "coordinator": [sys.executable, "-m", "stratagem.coordinator"],
-                "worker": [sys.executable, str(CLOCKED_WORKER)],
-            },
-            environment={"TEST_CLOCK": str(clock)},
-            worker_arguments={f"worker-{n}": ["--site", str(f)] for n, f in enumerate(files)},
-        ) as cluster,
+        cluster_of(folder, arguments, worker=CLOCKED_WORKER, **settings) as cluster,
         cluster.client() as client,
     ):
         yield cluster, client
@@ -103,24 +94,6 @@ def test_the_end_of_a_window_ends_a_round_and_no_process(tmp_path: Path) -> None
     audit = (tmp_path / "site-1" / "audit.jsonl").read_text()
     assert '"kind":"round"' not in audit
     assert audit.count('"outcome":"error"') >= 2
-
-
-def test_a_run_waits_while_all_sites_are_closed(tmp_path: Path) -> None:
-    clock = tmp_path / "clock"
-    clock.write_text(NOON)
-    audits = [tmp_path / f"site-{number}" / "audit.jsonl" for number in range(2)]
-    with sites(tmp_path, clock, by_day=NIGHTS) as (_, client):
-        spec = federated(num_clients=2, rounds=2, data={"worker_local": "ward"})
-        run = client.submit(spec)
-        # Each has been asked, and one of them again.
-        until(
-            lambda: sum(audit.read_text().count('"kind":"refusal"') for audit in audits) > 2,
-            "both sites have refused",
-        )
-        assert not run.status().phase.is_final
-        clock.write_text(EVENING)
-        outcome = outcome_of(run)
-    assert len(outcome.of("UpdateReceived")) == 4
 
 
 def test_an_open_roster_asks_a_site_again_when_it_opens(tmp_path: Path) -> None:

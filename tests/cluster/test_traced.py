@@ -20,7 +20,11 @@ from tests.jobs import ALLOW, job, user_data
 from tests.patience import PATIENCE_S
 from tests.repository import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("one run is one trace over three processes"),
+]
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):

@@ -15,7 +15,11 @@ from stratagem.common.process import preloaded_programs
 from tests.crash.rig import until
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("workers come and go under ever new names"),
+]
 
 MAX_WORKERS = 2
 

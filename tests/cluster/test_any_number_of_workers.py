@@ -1,0 +1,101 @@
+"""The same jobs on four, three, two workers and one: the same bits, commits and metrics."""
+
+from typing import Any
+
+import pytest
+
+from stratagem.client.local.local_cluster import LocalCluster
+from stratagem.client.sdk.blocking_client import Client
+from stratagem.common.job import JobSpec
+from tests.cluster.jobs import (
+    ADAMW,
+    ALLOWED,
+    METHODS,
+    Gates,
+    assert_same_bits,
+    data_parallel,
+    gossip,
+    local_steps,
+    outcome_of,
+    park,
+    train,
+    wait_for,
+)
+from tests.cluster.references import bits_of
+from tests.jobs import job, user_data
+from tests.reference.loops import sharded_loop
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("four replicas have the same bits on four, three, two workers and one"),
+]
+
+BATCH_NORM: dict[str, Any] = {"model": "batch_norm_mlp", "data": user_data("classes", num_rows=42)}
+
+
+def sliced(state: str) -> dict[str, Any]:
+    return {**data_parallel(4), "options": {"partition_state": state}}
+
+
+def jobs() -> dict[str, JobSpec]:
+    adagrad = {"name": "adagrad", "lr": 0.1, "initial_accumulator_value": 0.1, "clip_norm": 0.5}
+    dropout: dict[str, Any] = {"model": "dropout_mlp", "optimizer": ADAMW}
+    fives = {"checkpoint": {"every": "5 steps"}}
+    twos = {"checkpoint": {"every": "2 steps"}}
+    return {
+        **{each: job(**dropout, strategy=data_parallel(4, each)) for each in METHODS},
+        "rows": job("dropout_mlp", data=user_data("augmented"), strategy=data_parallel(4)),
+        "ring": job(**dropout, strategy=gossip(4)),
+        "star": job(**BATCH_NORM, strategy=gossip(4, "star")),
+        "local steps": job(**dropout, **twos, strategy=local_steps(4, 2)),
+        "joined by a server": job(
+            **BATCH_NORM, **fives, strategy=local_steps(4, 5, "ParameterServer")
+        ),
+        "slices": job(
+            "everything",
+            optimizer=adagrad,
+            strategy=sliced("optimizer"),
+            weight_average={"decay": 0.9},
+        ),
+        "slices of all": job("everything", optimizer=adagrad, strategy=sliced("full")),
+    }
+
+
+def test_four_replicas_on_four_three_two_one_and_four_again(
+    exact_cluster: LocalCluster, client: Client, gates: Gates, lot: Gates
+) -> None:
+    specs = jobs()
+    expected = {name: bits_of(spec) for name, spec in specs.items()}
+    seen: dict[str, set[str]] = {name: set() for name in specs}
+    for num_workers in (4, 3, 2, 1):
+        for name, spec in specs.items():
+            outcome = train(client, spec)
+            members = outcome.of("MembersFormed")[-1].payload["members"]
+            assert len(members) == num_workers
+            assert_same_bits(outcome.state, expected[name])
+            finished = [event.payload for event in outcome.of("SegmentFinished")]
+            measured = [(each["loss"], each["metrics"]) for each in finished]
+            seen[name].add(str((outcome.digests, measured)))
+        if num_workers > 1:
+            park(exact_cluster, lot, f"worker-{num_workers - 1}")
+    assert {name: len(each) for name, each in seen.items()} == dict.fromkeys(specs, 1)
+
+    # Three workers join in the middle of a run: the one that is there owns four shards, so its
+    # 17th batch begins step 5, in segment 3.
+    spec = job(
+        "dropout_mlp",
+        optimizer=ADAMW,
+        data=user_data("gated", folder=str(gates.folder)),
+        strategy=data_parallel(4),
+    )
+    gates.close("batch-17")
+    run = client.submit(spec)
+    wait_for(run, "SegmentCommitted", 2)
+    lot.open()
+    wait_for(run, "MembersFormed", where=lambda event: len(event.payload["members"]) == 4)
+    gates.open()
+    outcome = outcome_of(run)
+    assert len(outcome.of("MembersFormed")[0].payload["members"]) == 1
+    assert outcome.status.reproducible
+    assert_same_bits(outcome.state, sharded_loop(spec, ALLOWED, 4).state)

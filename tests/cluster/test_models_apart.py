@@ -1,0 +1,109 @@
+"""Models that are trained apart and meet, nodes that gossip and replicas with local steps: more of
+them than there are workers, what is committed of each, and what is measured between them."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stratagem.client.sdk.blocking_client import Client
+from tests.cluster.jobs import (
+    ALLOWED,
+    APART,
+    Outcome,
+    assert_same_bits,
+    gossip,
+    local_steps,
+    train,
+)
+from tests.jobs import job
+from tests.reference.gossip_loop import gossip_loop
+from tests.reference.local_steps_loop import local_steps_loop
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.sweep,
+    pytest.mark.promise("models trained apart are committed each, and their distance is measured"),
+]
+
+
+def nodes_in(outcome: Outcome, folder: Path, num_nodes: int) -> list[dict[str, Tensor]]:
+    """The model states of the nodes in the final commit."""
+    tensors = load_file(outcome.run.download(folder / "final.safetensors"))
+    return [
+        {
+            name.removeprefix(f"node{node}/model/"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"node{node}/model/")
+        }
+        for node in range(num_nodes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_nodes", "topology"),
+    [
+        ("tied and frozen", 3, "complete"),
+        ("dropout", 7, "exponential"),
+        ("adamw clip cosine", 6, "torus:2x3"),
+    ],
+)
+def test_nodes_and_their_mean_have_the_bits_of_the_loop(
+    client: Client, tmp_path: Path, case: str, num_nodes: int, topology: str
+) -> None:
+    spec = job(**APART[case], strategy=gossip(num_nodes, topology))
+    outcome = train(client, spec)
+    expected = gossip_loop(spec, ALLOWED)
+    assert_same_bits(outcome.state, expected.mean)
+    last = outcome.of("SegmentFinished")[-1].payload
+    (loss, before), (weight, more) = expected.losses[-2:], expected.weights[-2:]
+    mean = (loss * weight + before * more) / (weight + more)
+    assert last["loss"] == pytest.approx(mean, rel=1e-12)
+    distance = last["metrics"]["train.consensus_distance"]
+    assert distance == pytest.approx(expected.distance, rel=1e-12)
+    assert outcome.status.reproducible
+    for node, state in enumerate(nodes_in(outcome, tmp_path, num_nodes)):
+        assert_same_bits(state, untied(expected.nodes[node], state))
+
+
+def untied(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file of safetensors has tied tensors once."""
+    return {name: tensor for name, tensor in expected.items() if name in found}
+
+
+@pytest.mark.parametrize(
+    ("case", "num_replicas", "count", "options"),
+    [
+        ("tied and frozen", 2, 3, {}),
+        ("dropout", 7, 3, {"outer": {"name": "mean"}}),
+        ("adamw clip cosine", 4, 3, {"overlap_steps": 2, "mix": 0.25}),
+    ],
+)
+def test_what_replicas_have_in_common_has_the_bits_of_the_loop(
+    client: Client, case: str, num_replicas: int, count: int, options: dict[str, Any]
+) -> None:
+    """10 steps in rounds of 3: the last round has one step."""
+    strategy = local_steps(num_replicas, count, **options)
+    sections = {**APART[case], "checkpoint": {"every": f"{count} steps"}}
+    outcome = train(client, job(**sections, strategy=strategy))
+    expected = local_steps_loop(job(**sections, strategy=strategy), ALLOWED)
+    assert_same_bits(outcome.state, expected.state)
+    losses = [event.payload["loss"] for event in outcome.of("SegmentFinished")]
+    assert all(math.isfinite(loss) for loss in losses)
+    if "overlap_steps" not in options:  # with an overlap a join's loss is in two segments
+        assert losses == pytest.approx(expected.losses, rel=1e-12)
+    assert len(outcome.digests) == -(-10 // count)
+
+
+def test_replicas_are_evaluated_where_they_are_joined(client: Client) -> None:
+    evaluation = {"split": "train", "metrics": ["accuracy"]}
+    spec = job(strategy=local_steps(2, 4), checkpoint=None, evaluation=evaluation)
+    outcome = train(client, spec)
+    steps = [event.payload["step"] for event in outcome.of("SegmentFinished")]
+    assert steps == [4, 8, 10]
+    assert all("train.accuracy" in e.payload["metrics"] for e in outcome.of("SegmentFinished"))
+    assert_same_bits(outcome.state, local_steps_loop(spec, ALLOWED).state)

@@ -1,0 +1,88 @@
+"""What tests with real processes prove, and where they run: `python -m tests.promises [--write]`.
+
+Each test of these folders has the marker `promise`, a sentence that says what it alone proves. Owns
+the table of them, which is printed, or written into its page.
+"""
+
+import io
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tests.repository import ROOT
+
+FOLDERS = ("tests/cluster",)
+MOST = 60
+"""So many of their tests are in `make test`: one cluster of real processes for each promise."""
+PAGE = ROOT / "docs" / "reference" / "tests.md"
+TIERS = ("test", "sweep", "soak")
+ELSEWHERE = ("docker", "interop", "browser", "launch")
+_TABLE = re.compile(r"(<!-- promises -->\n).*?(<!-- end of promises -->)", re.DOTALL)
+
+Found = Mapping[str, Mapping[str, Counter[str]]]
+"""Of each promise and each tier: how many tests of which files."""
+
+
+class Collected:
+    """A plugin that keeps the tests that pytest has found."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, Counter[str]]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            promise = item.get_closest_marker("promise")
+            if promise is not None and not any(map(item.get_closest_marker, ELSEWHERE)):
+                tiers = self.found.setdefault(promise.args[0], {each: Counter() for each in TIERS})
+                tiers[tier_of(item)][item.path.name] += 1
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The command that runs a test."""
+    return next((each for each in TIERS[:0:-1] if item.get_closest_marker(each)), TIERS[0])
+
+
+def collected() -> Found:
+    """What pytest collects in the folders, in this process."""
+    plugin, said = Collected(), io.StringIO()
+    with redirect_stdout(said):
+        status = pytest.main(["--collect-only", "-q", *FOLDERS], plugins=[plugin])
+    if status != pytest.ExitCode.OK:
+        raise RuntimeError(said.getvalue())
+    return plugin.found
+
+
+def table_of(found: Found) -> str:
+    """The table, as it stands in the page."""
+    rows = [
+        f"| {promise} | {' | '.join(_cell(tiers[each]) for each in TIERS)} |"
+        for promise, tiers in sorted(found.items())
+    ]
+    sums = [sum(tiers[each].total() for tiers in found.values()) for each in TIERS]
+    head = "| promise | `make test` | `make sweep` | `make soak` |\n|---|---|---|---|"
+    return "\n".join([head, *rows, f"| all | {' | '.join(map(str, sums))} |"])
+
+
+def _cell(files: Counter[str]) -> str:
+    names: Iterable[str] = sorted(name.removesuffix(".py") for name in files)
+    return f"{files.total()}: {', '.join(f'`{name}`' for name in names)}" if files else ""
+
+
+def page_with(table: str, page: Path = PAGE) -> str:
+    """The page with this table in it."""
+    text, num = _TABLE.subn(lambda each: f"{each[1]}{table}\n{each[2]}", page.read_text())
+    assert num == 1, page
+    return text
+
+
+if __name__ == "__main__":
+    made = table_of(collected())
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(page_with(made))
+    else:
+        print(made)
