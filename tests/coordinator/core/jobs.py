@@ -33,11 +33,7 @@ def evaluation_only(strategy: Mapping[str, object], **changes: object) -> str:
 
 
 LOCAL = {"type": "Local"}
-DATA_PARALLEL = {
-    "type": "DataParallel",
-    "num_replicas": 3,
-    "aggregation": {"method": "AllReduce"},
-}
+DATA_PARALLEL = {"type": "DataParallel", "num_replicas": 3, "aggregation": {"method": "AllReduce"}}
 FEDERATED = {
     "type": "Federated",
     "num_clients": 4,
@@ -98,3 +94,13 @@ def silos(
         "options": {"inner": inner or INNER},
     }
     return strategy | changes
+
+
+def stopping(strategy: Mapping[str, Any], **stop: object) -> str:
+    """A job whose metric never improves after the first evaluation: accuracy rises and is to fall;
+    under Federated the loss stays."""
+    evaluation: dict[str, Any] = {"split": "test", "mode": "min", "stop": {"patience": 2} | stop}
+    if strategy["type"] == "Federated":
+        return job_text({**strategy, "rounds": 9}, evaluation=evaluation | {"best": "loss"})
+    evaluation |= {"best": "accuracy", "metrics": ["accuracy"]}
+    return job_text(strategy, evaluation=evaluation, epochs=9, checkpoint={"every": "5 steps"})

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Digest, RunId
+from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import (
     CancelRun,
     Command,
@@ -19,14 +20,6 @@ from stratagem.coordinator.core.commands import (
     SubmitRun,
 )
 from stratagem.coordinator.core.ended_runs import EndedRuns
-from stratagem.coordinator.core.facts import (
-    ROOT,
-    Fact,
-    RunExpired,
-    RunFailed,
-    RunPinned,
-    RunReleased,
-)
 from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
 from stratagem.coordinator.core.state_machine.archived_runs import (
@@ -52,23 +45,28 @@ from tests.coordinator.core.simulation import RUN, Simulation, digest, start
 
 pytestmark = pytest.mark.core
 
+
 ALL, EVER = 1_000_000, float("-inf")
+BROUGHT = {"data": {"inline": "ab" * 32}}
 
 
 def archived(simulation: Simulation) -> EndedRun | None:
     """The summary of the run, where it can be archived."""
-    run = simulation.state.runs[RUN]
+    run = simulation.record
     found = at_rest(world_of(simulation.state), run, 7.0)
     return None if found is None else found[0]
 
 
-def ended_run(strategy: dict[str, Any] = LOCAL, **changes: Any) -> Simulation:
-    simulation = start(job_text(strategy, **changes), "a", "b")
-    simulation.run()
-    return simulation
+def at_peace(**changes: Any) -> tuple[Simulation, EndedRun, CoordinatorState]:
+    """A run that has ended well, its summary, and the state with that alone."""
+    simulation = start(job_text(LOCAL, **changes), "a", "b")
+    simulation.complete()
+    summary = archived(simulation)
+    assert summary is not None
+    return simulation, summary, put_to_rest(simulation.state, [summary])
 
 
-def facts_of(simulation: Simulation, num: int) -> list[tuple[Fact, float]]:
+def facts_of(simulation: Simulation, num: int) -> list[tuple[f.Fact, float]]:
     """The first facts of the run, each with the time at which it was journaled."""
     of_run = [entry for entry in simulation.journal if entry[0] == RUN]
     return [(decode(kind, 1, payload), time_s) for _, kind, payload, time_s in of_run[:num]]
@@ -77,7 +75,7 @@ def facts_of(simulation: Simulation, num: int) -> list[tuple[Fact, float]]:
 @pytest.mark.parametrize("strategy", [LOCAL, DATA_PARALLEL, FEDERATED], ids=lambda s: s["type"])
 def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str, Any]) -> None:
     simulation = start(job_text(strategy, data={"inline": "ab" * 32}), "a", "b")
-    simulation.tell(simulation.queue.popleft())
+    simulation.step()
     simulation.tell(CancelRun(RUN))
     simulation.run()
     before = simulation.state
@@ -96,45 +94,37 @@ def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str,
     assert again == before
     simulation.state = again
     simulation.tell(ResumeRun(RUN))
-    simulation.run()
-    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    simulation.complete()
 
 
 def test_a_run_that_goes_on_or_is_still_held_is_not_archived() -> None:
     simulation = start(job_text(LOCAL), "a")
     assert archived(simulation) is None
-    simulation.tell(simulation.queue.popleft())
+    simulation.step()
     simulation.tell(CancelRun(RUN))
     assert archived(simulation) is None, "a worker holds a session of it"
     simulation.run()
     assert archived(simulation) is not None
 
 
-def test_what_another_version_of_a_strategy_may_read_otherwise_is_not_archived() -> None:
+def test_what_another_strategy_may_read_otherwise_or_needs_without_saying_is_not_archived() -> None:
     raised = start(job_text(LOCAL), "a", strategies=raising("transition"))
     raised.run()
-    assert raised.state.runs[RUN].ended is RunPhase.FAILED
+    assert raised.record.ended is RunPhase.FAILED
     assert archived(raised) is None
-    gone = ended_run()
+    gone, _, _ = at_peace()
     gone.strategies = Strategies({})
-    gone.crash()
+    gone.crash(is_twin=False)
     assert archived(gone) is None
-
-
-def test_a_run_whose_strategy_cannot_say_what_it_needs_is_not_archived() -> None:
-    simulation = start(job_text(LOCAL), "a", strategies=raising("own_blobs"))
-    simulation.tell(Report(RUN, RunFailed(reason="enough")))
-    simulation.run()
-    run = simulation.state.runs[RUN]
-    assert (run.ended, run.has_raised) == (RunPhase.FAILED, False)
-    assert archived(simulation) is None
+    silent = start(job_text(LOCAL), "a", strategies=raising("own_blobs"))
+    silent.report(f.RunFailed(reason="enough"))
+    silent.run()
+    assert (silent.record.ended, silent.record.has_raised) == (RunPhase.FAILED, False)
+    assert archived(silent) is None
 
 
 def test_of_an_archived_run_only_what_a_command_needs_is_recalled() -> None:
-    simulation = ended_run()
-    summary = archived(simulation)
-    assert summary is not None
-    state = put_to_rest(simulation.state, [summary])
+    simulation, _, state = at_peace()
     assert put_to_rest(state, []) is state
     # A completed run is not resumed; whether a job is the same is seen by its first fact.
     assert num_to_recall(state, ResumeRun(RUN)) is None
@@ -152,29 +142,23 @@ def test_of_an_archived_run_only_what_a_command_needs_is_recalled() -> None:
     ("command", "refused"),
     [
         (CancelRun(RUN), None),
-        (Report(RUN, RunReleased()), None),
-        (ReportTrouble(RUN, ROOT, 1, "cut off"), None),
+        (Report(RUN, f.RunReleased()), None),
+        (ReportTrouble(RUN, f.ROOT, 1, "cut off"), None),
         (ResumeRun(RUN), RefusalKind.PRECONDITION),
-        (Report(RUN, RunFailed(reason="late")), RefusalKind.STALE),
+        (Report(RUN, f.RunFailed(reason="late")), RefusalKind.STALE),
     ],
     ids=lambda each: type(each).__name__,
 )
 def test_an_archived_run_answers_without_being_recalled(
     command: Command, refused: RefusalKind | None
 ) -> None:
-    simulation = ended_run()
-    summary = archived(simulation)
-    assert summary is not None
-    answer = decide(put_to_rest(simulation.state, [summary]), command)
+    answer = decide(at_peace()[2], command)
     assert (answer.kind if isinstance(answer, Refusal) else answer) == (refused or ())
 
 
 def test_the_blobs_of_an_archived_run_are_its_owners() -> None:
-    simulation = ended_run(data={"inline": "ab" * 32})
-    run = simulation.state.runs[RUN]
-    summary = archived(simulation)
-    assert summary is not None
-    state = put_to_rest(simulation.state, [summary])
+    simulation, _, state = at_peace(**BROUGHT)
+    run = simulation.record
     blob = run.commits[-1].digest
     assert has_brought(state, run.owner, blob)
     assert not has_brought(state, "token b", blob)
@@ -217,18 +201,17 @@ def test_what_expires_is_the_oldest_by_age_and_by_number() -> None:
 
 
 def test_a_run_that_is_pinned_neither_expires_nor_counts_nor_is_deleted() -> None:
-    simulation = ended_run()
+    simulation, _, _ = at_peace()
     (entry,) = simulation.tell(PinRun(RUN, True, "token a"))  # type: ignore[misc]
-    assert entry.fact == RunPinned(run_id=RUN, is_pinned=True, by="token a")
+    assert entry.fact == f.RunPinned(run_id=RUN, is_pinned=True, by="token a")
     assert simulation.tell(PinRun(RUN, True)) == ()
-    unknown = simulation.tell(PinRun(RunId("nobody"), True))
+    unknown = simulation.refusal(PinRun(RunId("nobody"), True))
     assert unknown == Refusal(RefusalKind.NOT_FOUND, "run 'nobody' is not known")
     summary = archived(simulation)
     assert summary is not None
     state = put_to_rest(simulation.state, [summary])
-    refused = decide(state, DeleteRun(RUN))
     reason = f"run {RUN!r} is pinned; unpin it first"
-    assert refused == Refusal(RefusalKind.PRECONDITION, reason)
+    assert decide(state, DeleteRun(RUN)) == Refusal(RefusalKind.PRECONDITION, reason)
     assert expire_runs(state, expire(before_s=1e9, num_kept=0)) == ()
     runs = [ended("a", 10.0), ended("b", 20.0), ended("c", 30.0)]
     assert expired(expire(num_kept=1), *runs, pinned=frozenset({RunId("c")})) == ["a"]
@@ -246,10 +229,8 @@ def test_a_run_that_another_one_has_begun_from_stays_as_long_as_that() -> None:
 
 
 def test_a_run_that_has_expired_is_gone_with_the_reason() -> None:
-    simulation = ended_run()
-    summary = archived(simulation)
-    assert summary is not None
+    _, summary, state = at_peace()
     assert summary.is_released
-    entries = decide(put_to_rest(simulation.state, [summary]), expire(num_kept=0))
+    entries = decide(state, expire(num_kept=0))
     assert not isinstance(entries, Refusal)
-    assert [entry.fact for entry in entries] == [RunExpired(reason="it is time")]
+    assert [entry.fact for entry in entries] == [f.RunExpired(reason="it is time")]

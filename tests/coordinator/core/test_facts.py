@@ -1,4 +1,5 @@
-"""Facts come back from the journal as they went in, also those of earlier schemas."""
+"""Facts come back from the journal as they went in, also those of earlier schemas and rules; and
+what people read of each: in the log, in the events of a run, and in its status."""
 
 import json
 import math
@@ -6,24 +7,46 @@ from typing import Any
 
 import pytest
 
-from stratagem.common.base.ids import Digest
+from stratagem.common.base.errors import InvalidInputError
+from stratagem.common.base.ids import Digest, Party, RunId, WorkerId
+from stratagem.common.numerics.numerics_rules import CURRENT, FIRST, KEEPS_DTYPES, check_numerics
+from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.commands import CancelRun, ResumeRun, SubmitRun
+from stratagem.coordinator.core.fact_messages import MAX_METRICS, metrics_text, sentence
 from stratagem.coordinator.core.facts import (
     ROOT,
     Evaluated,
     Noted,
     RunCancelled,
+    RunSubmitted,
     SegmentCommitted,
     fact_serialization,
 )
 from stratagem.coordinator.core.facts.fact_serialization import decode, encode, payload_now
+from stratagem.coordinator.core.state_machine.apply import apply
+from stratagem.coordinator.core.state_machine.decide import decide
+from tests.coordinator.core.jobs import LOCAL, job_text
+from tests.coordinator.core.simulation import (
+    RUN,
+    Simulation,
+    built,
+    digest,
+    finished,
+    member,
+    start,
+)
 
 pytestmark = pytest.mark.core
+
 
 COMMITTED = SegmentCommitted(
     party=ROOT, segment=1, step=2, digest=Digest("0" * 64), size_bytes=3, metrics={}
 )
 
+
 TAKEN = {"client": 1, "digest": "d", "num_samples": 2}
+
+
 CLOSED = {
     "party": "",
     "round_num": 1,
@@ -82,14 +105,11 @@ def test_a_plain_value_that_is_not_finite_is_refused_where_it_is_told_of() -> No
     assert str(decode(kind, 1, payload)) == str(noted.model_copy(update={"data": {"rate": 0.5}}))
 
 
-def test_a_journal_that_holds_null_for_them_can_be_read() -> None:
-    payload = '{"party":"","segment":3,"metrics":{"test.loss":null}}'
-    fact = decode("Evaluated", 1, payload)
+def test_a_journal_that_holds_null_for_them_can_be_read_and_halves_of_surrogates_too() -> None:
+    """Only one of two readers of JSON knows the latter."""
+    fact = decode("Evaluated", 1, '{"party":"","segment":3,"metrics":{"test.loss":null}}')
     assert isinstance(fact, Evaluated)
     assert math.isnan(fact.metrics["test.loss"])
-
-
-def test_halves_of_surrogates_come_back_which_only_one_of_two_readers_of_json_knows() -> None:
     assert decode("RunCancelled", 1, '{"reason":"\\ud800"}') == RunCancelled(reason="\ud800")
 
 
@@ -119,3 +139,170 @@ def test_another_payload_is_shown_as_this_version_writes_it(
     kind: str, stored: str, shown: dict[str, Any]
 ) -> None:
     assert json.loads(payload_now(kind, decode(kind, 1, stored), stored)) == shown
+
+
+# ---- the number of the rules that decide a run's bits: given at submit, kept to the end ----
+
+
+def test_a_new_run_gets_the_newest_number_and_keeps_it() -> None:
+    simulation = start(job_text(LOCAL), "a")
+    assert simulation.record.numerics == CURRENT
+    simulation.tell(CancelRun(RUN))
+    simulation.tell(ResumeRun(RUN))
+    assert simulation.record.numerics == CURRENT
+    old = decode("RunSubmitted", 1, '{"job_json": "{}", "wall_s": 0.0}')
+    assert isinstance(old, RunSubmitted)
+    assert old.numerics == FIRST
+
+
+@pytest.mark.parametrize(
+    ("numerics", "means"), [(FIRST, "Single"), (KEEPS_DTYPES - 1, "Single"), (KEEPS_DTYPES, None)]
+)
+def test_a_run_without_a_precision_means_what_its_rules_say(
+    numerics: int, means: str | None
+) -> None:
+    text = job_text({"type": "Local"})
+    assert "precision" not in text
+    simulation = Simulation()
+    fact = RunSubmitted(job_json=text, wall_s=0.0, numerics=numerics)
+    simulation.state = apply(simulation.state, RUN, fact, 0.0)
+    assert simulation.record.job.execution.precision == means
+    assert decide(simulation.state, SubmitRun(RUN, text, 0.0)) == ()  # the call is repeated
+
+
+def test_no_number_is_the_first_and_one_that_is_not_known_is_refused() -> None:
+    assert [check_numerics(number) for number in (0, FIRST, CURRENT)] == [FIRST, FIRST, CURRENT]
+    with pytest.raises(InvalidInputError, match=f"numerics: {CURRENT + 1} is not known here"):
+        check_numerics(CURRENT + 1)
+
+
+# ---- what is said of a fact ----
+
+
+COPIED = f.Copied(member=1, donor=0, digest=digest("d"), step=5, params={"optimizer.lr": 0.1})
+EVALUATED = {"test.loss": 0.25, "test.accuracy": 0.9}
+
+
+def assigned(*pairs: tuple[int, str]) -> f.ClientsAssigned:
+    assignments = tuple(
+        f.Assignment(client=client, member=member(name) if name else None) for client, name in pairs
+    )
+    return f.ClientsAssigned(party=f.ROOT, round_num=3, membership=1, assignments=assignments)
+
+
+def generation(**changes: Any) -> f.GenerationClosed:
+    known: dict[str, Any] = {"party": f.ROOT, "generation": 2, "scores": (0.5, None), "best": 0}
+    known |= {"digest": digest("g"), "step": 10, "metrics": {}, "params": {}}
+    return f.GenerationClosed(**known | changes)
+
+
+def evolved(score: float | None, copied: f.Copied | None = None) -> f.MemberEvolved:
+    return f.MemberEvolved(party=f.ROOT, generation=2, member=1, score=score, copied=copied)
+
+
+def trained(step: int = 20, **changes: Any) -> f.SegmentFinished:
+    return finished(2, step, 1, **{"loss": 0.5, "metrics": EVALUATED} | changes)
+
+
+def evaluated(**changes: Any) -> f.Evaluated:
+    return f.Evaluated(party=f.ROOT, segment=4, metrics={"test.loss": 0.25}, **changes)
+
+
+def forgotten(*names: str) -> f.WorkersForgotten:
+    return f.WorkersForgotten(names=tuple(map(WorkerId, names)))
+
+
+def noted(reason: str = "") -> f.Noted:
+    return f.Noted(party=f.ROOT, kind="paused", data={}, reason=reason)
+
+
+SAID: list[tuple[f.Fact, str]] = [
+    (
+        trained(loss=math.nan, metrics={f.SKIPPED_STEPS: 10}),
+        "segment 2 trained to step 20: train.loss nan (warning: none of its steps was applied, for "
+        "no loss or no gradient was finite; lower optimizer.lr, or look at the data), "
+        "train.skipped_steps 10",
+    ),
+    (forgotten("a", "b"), "forgotten, as they were lost long ago: a, b"),
+    (
+        forgotten(*(f"w{number}" for number in range(11))),
+        "forgotten, as they were lost long ago: w0, w1, w2, w3, w4, w5, w6, w7 and 3 more",
+    ),
+    (trained(), "segment 2 trained to step 20: train.loss 0.5, test.accuracy 0.9, test.loss 0.25"),
+    (
+        trained(metrics={}, num_redone_steps=1),
+        "segment 2 trained to step 20: train.loss 0.5 (1 step done again)",
+    ),
+    (trained(step=0), "segment 2 evaluated: test.accuracy 0.9, test.loss 0.25"),
+    (evaluated(), "segment 4 evaluated: test.loss 0.25"),
+    (
+        evaluated(without=(1, 3)),
+        "segment 4 evaluated without client 1, client 3, away too long: test.loss 0.25",
+    ),
+    (
+        assigned((0, "b"), (1, "a"), (2, "b"), (3, "")),
+        "round 3: clients assigned: a trains 1; b trains 0, 2; nobody trains 3",
+    ),
+    (
+        f.MembersFormed(party=Party("client1"), membership=2, members=(), reason="a lost"),
+        "client1: members are nobody (a lost)",
+    ),
+    (evolved(None), "generation 2: member 1 scores invalid"),
+    (evolved(0.5, COPIED), "generation 2: member 1 scores 0.5; member 1 copies member 0"),
+    (generation(), "generation 2: scores 0.5, invalid; member 0 is best"),
+    (
+        generation(params={"optimizer.lr": 0.1}, copied=(COPIED,)),
+        "generation 2: scores 0.5, invalid; member 0 is best with optimizer.lr 0.1; "
+        "member 1 copies member 0",
+    ),
+    (
+        built(
+            num_parameters=4810,
+            structural=("model.kwargs.width",),
+            conversion="Single converts 2 tensors",
+            warning="batches of 64 rows, of which there are 8",
+        ),
+        "model built: 4,810 parameters; what it is made of depends on model.kwargs.width; "
+        "execution.precision: Single converts 2 tensors; "
+        "warning: batches of 64 rows, of which there are 8",
+    ),
+    (
+        f.RoundWaits(party=f.ROOT, round_num=1, reason="1 of 4 updates", asked_again=(2, 3)),
+        "1 of 4 updates; the round waits; asked again: 2, 3",
+    ),
+    (f.DataUploaded(owner="token ci", digest=digest("d")), f"token ci has uploaded {digest('d')}"),
+    (f.RunPinned(run_id=RunId("r"), is_pinned=True, by="token ci"), "r pinned by token ci"),
+    (f.RunPinned(run_id=RunId("r"), is_pinned=False), "r unpinned"),
+    (f.BlobsHeld(listed=digest("d"), until_s=1.0, by="token ci"), "a backup was begun by token ci"),
+    (f.RunExpired(reason="it ended 90 days ago"), "deleted: it ended 90 days ago"),
+    (noted(), "paused"),
+    (noted("at night"), "paused: at night"),
+    *(
+        (
+            f.RoundClosed(party=f.ROOT, round_num=1, accepted=(), reason=reason, by_policy=False),
+            said,
+        )
+        for reason, said in (
+            ("round 1: 2 of 3 updates", "round 1 closed: 2 of 3 updates"),
+            ("round 11: 2 of 3 updates", "round 1 closed: round 11: 2 of 3 updates"),
+            ("all updates are here", "round 1 closed: all updates are here"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("fact", "said"), SAID, ids=lambda each: type(each).__name__)
+def test_a_fact_is_told_in_one_sentence(fact: f.Fact, said: str) -> None:
+    assert sentence(fact) == said
+
+
+def test_metrics_are_sorted_by_name_and_of_many_a_sentence_has_a_few() -> None:
+    assert metrics_text({"b": 1 / 3, "a": 2.0}) == "a 2, b 0.333333"
+    assert metrics_text({"a": 2.0, "train.loss": 1.0}) == "train.loss 1, a 2"
+    many = {f"test.m{number:02}": 0.5 for number in range(30)}
+    shown = ", ".join(f"{name} 0.5" for name in sorted(many)[:MAX_METRICS])
+    of_many = f.Evaluated(party=f.ROOT, segment=1, metrics=many)
+    assert sentence(of_many) == f"segment 1 evaluated: {shown}, 22 more metrics"
+    assert metrics_text(dict(list(many.items())[:MAX_METRICS])) == shown
+    assert metrics_text(dict(list(many.items())[: MAX_METRICS + 1])).endswith(", 1 more metric")
+    assert metrics_text({**many, "train.loss": 2.0}).startswith("train.loss 2, test.m00 0.5")

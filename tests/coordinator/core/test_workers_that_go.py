@@ -6,27 +6,17 @@ from dataclasses import replace
 import pytest
 
 from stratagem.common.base.ids import WorkerId
+from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DrainWorker,
     ForgetWorkers,
     LeaveWorker,
     LoseWorker,
-    SubmitRun,
 )
 from stratagem.coordinator.core.effects import Release
-from stratagem.coordinator.core.facts import (
-    Member,
-    MembersFormed,
-    ModelBuilt,
-    ProcessDied,
-    WorkerDraining,
-    WorkerLeft,
-    WorkerLost,
-    WorkersForgotten,
-)
 from stratagem.coordinator.core.facts.fact_serialization import decode
-from stratagem.coordinator.core.state import CoordinatorState, RunPhase
+from stratagem.coordinator.core.state import CoordinatorState
 from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import apply
 from stratagem.coordinator.core.state_machine.pending_effects import pending
@@ -35,105 +25,87 @@ from tests.coordinator.core.simulation import RUN, Simulation, ending, member, r
 
 pytestmark = pytest.mark.core
 
+
 ALL = 1_000
 
 
-def lose(simulation: Simulation, *names: str) -> None:
-    for name in names:
-        simulation.tell(LoseWorker(member(name), "gone"))
-
-
-def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind(drains: bool) -> None:
     simulation = start(job_text(DATA_PARALLEL), "a", "b")
-    simulation.tell(DrainWorker(member("a")))
+    if drains:
+        simulation.tell(DrainWorker(member("a")))
     simulation.tell(LeaveWorker(member("a"), "drained"))
     assert set(simulation.state.workers) == {"b"}
-    assert simulation.facts(WorkerLost) == []
-    assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
+    assert simulation.facts(f.WorkerLost) == []
+    assert simulation.facts(f.MembersFormed)[-1].members == (member("b"),)
     assert simulation.tell(LeaveWorker(member("a"), "drained")) == ()
     assert simulation.tell(LoseWorker(member("a"), "silent")) == ()
     assert simulation.tell(DrainWorker(member("a"))) == ()
     simulation.crash()
-    assert set(simulation.state.workers) == {"b"}
-    simulation.tell(register("a", start=1))
-    assert simulation.facts(ProcessDied) == []
-    simulation.run()
-    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
-
-
-def test_a_worker_that_leaves_without_a_word_before_frees_its_place_in_a_party() -> None:
-    simulation = start(job_text(DATA_PARALLEL), "a", "b")
-    simulation.tell(LeaveWorker(member("a"), "drained"))
-    assert simulation.facts(MembersFormed)[-1].members == (member("b"),)
-    simulation.run()
-    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    simulation.come("a", 1)
+    assert simulation.facts(f.ProcessDied) == []
+    simulation.complete()
 
 
 def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
     simulation = start(job_text(LOCAL), "a")
     simulation.tell(DrainWorker(member("a")))
-    simulation.tell(LoseWorker(member("a"), "no heartbeat for 10 s"))
-    kinds = [kind for _, kind, *_ in simulation.journal if kind.startswith("Worker")]
-    assert kinds == ["WorkerRegistered", WorkerDraining.__name__, WorkerLeft.__name__]
+    simulation.lose("a", reason="no heartbeat for 10 s")
+    kinds = [kind for kind in simulation.kinds() if kind.startswith("Worker")]
+    assert kinds == ["WorkerRegistered", "WorkerDraining", "WorkerLeft"]
     assert simulation.state.workers == {}
 
 
 def test_an_earlier_start_of_a_worker_cannot_leave_for_the_present_one() -> None:
     simulation = start(job_text(LOCAL), "a")
-    simulation.tell(register("a", start=1))
+    simulation.come("a", 1)
     assert simulation.tell(LeaveWorker(member("a"), "late")) == ()
     assert simulation.state.workers[member("a").worker_id].member == member("a", 1)
 
 
 def test_who_was_lost_long_ago_is_forgotten_and_a_replay_agrees() -> None:
     simulation = start(job_text(LOCAL), "a", "b", "c")
-    lose(simulation, "b")
+    simulation.lose("b")
     simulation.now_s = 100.0
-    lose(simulation, "c")
+    simulation.lose("c")
     assert simulation.tell(ForgetWorkers(0.0, ALL)) == ()
     simulation.tell(ForgetWorkers(50.0, ALL))
-    assert simulation.facts(WorkersForgotten) == [WorkersForgotten(names=(WorkerId("b"),))]
+    assert simulation.fact(f.WorkersForgotten).names == ("b",)
     assert set(simulation.state.workers) == {"a", "c"}
     simulation.crash()
-    assert set(simulation.state.workers) == {"a", "c"}
     simulation.tell(ForgetWorkers(101.0, ALL))
     assert set(simulation.state.workers) == {"a"}, "its time of loss is in the journal, too"
-    simulation.tell(register("b", start=1))
+    simulation.come("b", 1)
     assert set(simulation.state.workers) == {"a", "b"}
 
 
-def test_whose_name_does_not_come_back_is_forgotten_earlier() -> None:
+def test_whose_name_does_not_come_back_is_forgotten_earlier_and_only_so_many_are_kept() -> None:
     simulation = Simulation()
-    simulation.tell(register("a"))
-    simulation.tell(register("b", ephemeral=True))
+    simulation.come("a")
+    simulation.come("b", ephemeral=True)
     simulation.now_s = 100.0
-    lose(simulation, "a", "b")
+    simulation.lose("ab")
     simulation.tell(ForgetWorkers(50.0, ALL, 100.0))
     assert set(simulation.state.workers) == {"a", "b"}
     simulation.tell(ForgetWorkers(50.0, ALL, 101.0))
     assert set(simulation.state.workers) == {"a"}
     simulation.tell(ForgetWorkers(101.0, ALL))
     assert simulation.state.workers == {}
-
-
-def test_of_the_lost_only_so_many_are_kept() -> None:
-    simulation = Simulation()
     for number, name in enumerate("dcba"):
-        simulation.tell(register(name))
+        simulation.come(name)
         simulation.now_s = float(number)
-        lose(simulation, name)
-    simulation.tell(register("e"))
+        simulation.lose(name)
+    simulation.come("e")
     simulation.tell(ForgetWorkers(-1.0, 2))
     assert set(simulation.state.workers) == {"a", "b", "e"}, "the newest ones are kept"
 
 
 def test_who_has_data_that_an_active_run_trains_on_is_kept_until_the_run_ends() -> None:
-    document = job_text({**FEDERATED, "num_clients": 2}, data={"worker_local": "patients"})
-    simulation = Simulation()
-    for name, data in (("a", "patients"), ("b", "patients"), ("c", "other")):
-        simulation.tell(register(name, local_data=(data,)))
-    simulation.tell(SubmitRun(RUN, document, 0.0))
-    lose(simulation, "b", "c")
+    ward = {"data": {"worker_local": "ward"}}
+    simulation = start(job_text({**FEDERATED, "num_clients": 2}, **ward))
+    simulation.sites("ab")
+    simulation.come("c", local_data=("other",))
+    simulation.lose("bc")
     simulation.tell(ForgetWorkers(1.0, ALL))
     assert set(simulation.state.workers) == {"a", "b"}
     simulation.tell(CancelRun(RUN))
@@ -143,11 +115,11 @@ def test_who_has_data_that_an_active_run_trains_on_is_kept_until_the_run_ends() 
 
 def test_the_agenda_keeps_no_load_of_workers_that_were_loaded_once() -> None:
     simulation = start(job_text(DATA_PARALLEL), "a")
-    simulation.tell(simulation.queue.popleft())
-    assert simulation.facts(ModelBuilt)
+    simulation.step()
+    assert simulation.facts(f.ModelBuilt)
     for number in range(10):
         name = f"passing-{number}"
-        simulation.tell(register(name))
+        simulation.come([name])
         assert simulation.agenda.world.load == {"a": 1, name: 1}
         simulation.tell(LeaveWorker(member(name), "drained"))
     assert list(simulation.agenda.world.load.items()) == [(WorkerId("a"), 1)]
@@ -158,25 +130,23 @@ def test_the_agenda_keeps_no_load_of_workers_that_were_loaded_once() -> None:
 
 def test_a_run_keeps_no_earlier_starts_of_its_workers() -> None:
     simulation = start(job_text(DATA_PARALLEL), "a", "b")
-    simulation.tell(simulation.queue.popleft())
+    simulation.step()
     for number in range(1, 6):
         simulation.tell(register("a", number, ending("a", number - 1, status=-9)))
-        assert simulation.facts(ProcessDied)[-1].member == member("a", number - 1)
+        assert simulation.facts(f.ProcessDied)[-1].member == member("a", number - 1)
         simulation.tell(LeaveWorker(member("b", number - 1), "drained"))
-        simulation.tell(register("b", number))
+        simulation.come("b", number)
     now = {member("a", 5), member("b", 5)}
-    assert simulation.state.runs[RUN].touched == now
-    simulation.tell(LoseWorker(member("a", 5), "silent"))
-    assert simulation.state.runs[RUN].touched == now, "it may come back, with what it holds"
-    before = simulation.state
+    assert simulation.record.touched == now
+    simulation.lose("a", 5, reason="silent")
+    assert simulation.record.touched == now, "it may come back, with what it holds"
     simulation.crash()
-    assert simulation.state == before
     assert _read_back(simulation).runs[RUN].touched == now
     simulation.tell(CancelRun(RUN))
-    simulation.tell(register("a", 6))
+    simulation.come("a", 6)
     assert Release(RUN, frozenset(now)) in pending(simulation.state), "a release is as it began"
     simulation.run()
-    assert simulation.state.runs[RUN].is_released
+    assert simulation.record.is_released
 
 
 def _read_back(simulation: Simulation) -> CoordinatorState:
@@ -188,12 +158,12 @@ def _read_back(simulation: Simulation) -> CoordinatorState:
     return state
 
 
-class Walked(frozenset[Member]):
+class Walked(frozenset[f.Member]):
     """Members that count how often somebody walks through them all."""
 
     num_walks = 0
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[f.Member]:
         self.num_walks += 1
         return super().__iter__()
 
@@ -201,20 +171,19 @@ class Walked(frozenset[Member]):
 def test_a_change_of_workers_walks_through_none_that_a_run_has_used() -> None:
     """Of workers whose names do not come back a run keeps those that were forgotten."""
     simulation = start(job_text(LOCAL), "a")
-    simulation.tell(simulation.queue.popleft())
-    run = simulation.state.runs[RUN]
+    simulation.step()
+    run = simulation.record
     assert run.touched == {member("a")}
     used = Walked({member("a"), *(member(f"gone-{number}") for number in range(100))})
     simulation.state = replace(simulation.state, runs={RUN: replace(run, touched=used)})
     simulation.agenda = Agenda(simulation.state)
     used.num_walks = 0
-    simulation.tell(register("b"))
+    simulation.come("b")
     simulation.tell(register("gone-7"))
     assert simulation.agenda.world.load == {"a": 1, "gone-7": 1}
-    simulation.tell(LoseWorker(member("b"), "silent"))
+    simulation.lose("b", reason="silent")
     simulation.tell(ForgetWorkers(1.0, ALL))
     assert (set(simulation.state.workers), used.num_walks) == ({"a", "gone-7"}, 0)
-    simulation.tell(register("a", 1))
+    simulation.come("a", 1)
     assert simulation.agenda.world.load == {"a": 1, "gone-7": 1}
-    simulation.run()
-    assert simulation.state.runs[RUN].ended is RunPhase.COMPLETED
+    simulation.complete()

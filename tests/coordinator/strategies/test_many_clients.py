@@ -1,30 +1,32 @@
-"""What 10,000 clients cost, as far as it can be counted: facts, their bytes, effects, look-ups."""
+"""What 10,000 clients cost, as far as it can be counted: facts, their bytes, effects, look-ups; and
+the guess where those of the next round train, to bring the state ahead."""
 
 from collections import Counter
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import SubmitRun
-from stratagem.coordinator.core.facts import (
-    ClientsJoined,
-    ClientsSelected,
-    RosterFormed,
-    UpdateReceived,
-)
+from stratagem.coordinator.core.effects import AggregateRound
 from stratagem.coordinator.core.state import World
-from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.decide import world_of
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.strategies.federated.federated_run import MAX_CLIENTS_AHEAD
+from stratagem.coordinator.strategies.federated.round_decisions import next_trainers
 from stratagem.coordinator.strategies.scheduling import placement
 from tests.coordinator.core.jobs import FEDERATED, job_text
-from tests.coordinator.core.simulation import RUN, Simulation, register, start
+from tests.coordinator.core.simulation import RUN, Simulation, start, trained
 
 pytestmark = pytest.mark.core
 
+
 NUM_CLIENTS, NUM_ASKED, NUM_ROUNDS = 10_000, 100, 2
+
+
 DRAWN = {"method": "Random", "fraction": NUM_ASKED / NUM_CLIENTS}
+
+
 STRATEGY = {
     **FEDERATED,
     "num_clients": NUM_CLIENTS,
@@ -40,7 +42,7 @@ def test_a_round_costs_what_its_clients_cost_however_many_there_are() -> None:
     most_due = 0
     while simulation.queue:
         most_due = max(most_due, len(pending(simulation.state)))
-        simulation.tell(simulation.queue.popleft())
+        simulation.step()
     kinds = Counter(kind for _, kind, _, _ in simulation.journal)
     largest = max(len(text) for _, kind, text, _ in simulation.journal if kind != "RosterFormed")
     assert kinds["UpdateReceived"] == NUM_ROUNDS * NUM_ASKED
@@ -50,10 +52,10 @@ def test_a_round_costs_what_its_clients_cost_however_many_there_are() -> None:
     assert kinds.total() - NUM_ROUNDS * NUM_ASKED < 20
     assert largest < 200 * NUM_ASKED
     assert 0 < most_due <= 2 * MAX_CLIENTS_AHEAD
-    (roster,) = simulation.facts(RosterFormed)
+    roster = simulation.fact(f.RosterFormed)
     assert len(roster.clients) == NUM_CLIENTS
-    asked = [fact.clients for fact in simulation.facts(ClientsSelected)]
-    answered = Counter(fact.client for fact in simulation.facts(UpdateReceived))
+    asked = [fact.clients for fact in simulation.facts(f.ClientsSelected)]
+    answered = Counter(fact.client for fact in simulation.facts(f.UpdateReceived))
     assert answered == Counter(client for clients in asked for client in clients)
 
 
@@ -61,12 +63,11 @@ def test_sites_join_by_the_thousand() -> None:
     """10,000 sites join with ten facts."""
     roster = {"open": True, "min_clients": NUM_CLIENTS}
     simulation = Simulation()
-    _crowd(simulation)
-    strategy = {**STRATEGY, "options": {"roster": roster}}
-    simulation.tell(SubmitRun(RUN, job_text(strategy), 0.0))
-    while not simulation.facts(ClientsSelected):
-        simulation.tell(simulation.queue.popleft())
-    joined = simulation.facts(ClientsJoined)
+    simulation.crowd([f"w{number:05}" for number in range(NUM_CLIENTS)])
+    text = job_text({**STRATEGY, "options": {"roster": roster}})
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    simulation.until(f.ClientsSelected)
+    joined = simulation.facts(f.ClientsJoined)
     assert [len(fact.clients) for fact in joined] == [1000] * 10
     numbers = [binding.client for fact in joined for binding in fact.clients]
     assert numbers == list(range(NUM_CLIENTS))
@@ -76,7 +77,7 @@ def test_workers_are_looked_through_once_until_some_are_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = start(job_text(STRATEGY), "a", "b")
-    job, world = simulation.state.runs[RUN].job, world_of(simulation.state)
+    job, world = simulation.record.job, world_of(simulation.state)
     looked = Counter[str]()
     look = placement._eligible
 
@@ -94,12 +95,64 @@ def test_workers_are_looked_through_once_until_some_are_others(
     assert looked.total() == 2
 
 
-def _crowd(simulation: Simulation) -> None:
-    """Put 10,000 workers into the state: each as if it had registered."""
-    simulation.tell(register("w00000"))
-    (one,) = simulation.state.workers.values()
-    names = [f"w{n:05}" for n in range(NUM_CLIENTS)]
-    members = {name: one.member.model_copy(update={"worker_id": name}) for name in names}
-    workers = {name: replace(one, member=member) for name, member in members.items()}
-    simulation.state = replace(simulation.state, workers=workers)  # type: ignore[arg-type]
-    simulation.agenda = Agenda(simulation.state)
+# ---- where clients of the next round train is guessed before it opens ----
+
+
+EIGHT: dict[str, Any] = {**FEDERATED, "num_clients": 8, "rounds": 4}
+
+
+WORKERS = ("a", "b", "c", "d")
+
+
+PRIVACY = {"clip": {"norm": 8.0}, "noise_multiplier": 1.0, "target": {"delta": 1e-5}}
+
+
+def guessed(simulation: Simulation) -> set[str] | None:
+    """The workers that are guessed where a round is being aggregated."""
+    run = simulation.record
+    if not any(isinstance(effect, AggregateRound) for effect in pending(simulation.state)):
+        return None
+    return {str(name) for name in next_trainers(run.job, run.value)}
+
+
+def drawn(fraction: float, **options: Any) -> dict[str, Any]:
+    selection = {"method": "Random", "fraction": fraction}
+    return {"client_selection": selection, "options": options}
+
+
+STRIKES = {"limit": 1, "bench_rounds": 1}
+TAGGED = {"client_selection": {"method": "ByCapability", "required_tags": []}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fewer"),
+    [
+        ({}, False),
+        (drawn(0.25), True),
+        (drawn(0.125, over_select=1, strikes=STRIKES), True),
+        (TAGGED, False),
+    ],
+)
+def test_the_guess_is_where_they_train(changes: dict[str, Any], fewer: bool) -> None:
+    simulation = start(job_text({**EIGHT, **changes}), *WORKERS)
+    before, compared = None, []
+    while simulation.queue:
+        simulation.step()
+        if (guess := guessed(simulation)) is not None:
+            before = guess
+        elif before is not None and (training := trained(simulation)):
+            assert {str(effect.member.worker_id) for effect in training} == before
+            compared.append(before)
+            before = None
+    assert len(compared) == EIGHT["rounds"] - 1
+    assert any(len(names) < len(WORKERS) for names in compared) == fewer
+
+
+def test_nobody_is_told_of_a_secret_draw() -> None:
+    simulation, seen = start(job_text({**EIGHT, **drawn(0.25)}, privacy=PRIVACY), *WORKERS), []
+    while simulation.queue:
+        simulation.step()
+        if (guess := guessed(simulation)) is not None:
+            seen.append(guess)
+    assert seen
+    assert not any(seen)

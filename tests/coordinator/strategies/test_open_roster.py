@@ -1,41 +1,25 @@
 """Open rosters in the pure core: clients join, leave, return, are awaited and sit on the bench."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job.evaluation.client_spread import without_spreads
+from stratagem.coordinator.core import facts as f
 from stratagem.coordinator.core.commands import (
     CancelRun,
     DrainWorker,
     ForgetWorkers,
     LeaveWorker,
-    LoseWorker,
-    Refusal,
-    Report,
     ResumeRun,
     SubmitRun,
-    Tick,
 )
+from stratagem.coordinator.core.effects import AggregateRound, EvaluateState
 from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts import (
-    ROOT,
-    ClientBenched,
-    ClientEvaluated,
-    ClientLeft,
-    ClientsJoined,
-    ClientsSelected,
-    Evaluated,
-    Excused,
-    RoundClosed,
-    RoundWaits,
-    RunFailed,
-    StoppedEarly,
-    UpdateRejected,
-)
 from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.core.state import RunPhase, RunRecord
+from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.pending_effects import pending
 from tests.coordinator.core.ask_every_run import next_deadline
 from tests.coordinator.core.jobs import (
@@ -45,21 +29,14 @@ from tests.coordinator.core.jobs import (
     job_text,
     population,
 )
-from tests.coordinator.core.simulation import (
-    RUN,
-    Simulation,
-    do,
-    member,
-    phase,
-    reason,
-    register,
-    start,
-)
-from tests.coordinator.strategies.open_round import trained
+from tests.coordinator.core.simulation import RUN, Simulation, do, member, rejected, start, trained
 
 pytestmark = pytest.mark.core
 
+
 WARD = {"worker_local": "ward"}
+EVALUATION = {"split": "test", "metrics": []}
+GPU = {"method": "ByCapability", "required_tags": ["gpu"]}
 
 
 def federation(num_clients: int = 5, rounds: int = 3, **options: Any) -> dict[str, Any]:
@@ -68,41 +45,27 @@ def federation(num_clients: int = 5, rounds: int = 3, **options: Any) -> dict[st
     return {**FEDERATED, "num_clients": num_clients, "rounds": rounds, "options": options}
 
 
-def begun(*workers: str, strategy: dict[str, Any] | None = None, **changes: Any) -> Simulation:
+def begun(
+    workers: Iterable[str], strategy: dict[str, Any] | None = None, **changes: Any
+) -> Simulation:
     """A federation of sites whose first round is open where they are enough, and nobody has
     answered."""
-    changes = {"data": WARD} | changes
-    changes = {name: value for name, value in changes.items() if value is not None}
     simulation = Simulation()
-    for name in workers:
-        here(simulation, name)
-    simulation.tell(SubmitRun(RUN, job_text(strategy or federation(), **changes), 0.0))
-    while simulation.queue and not simulation.facts(ClientsSelected):
-        simulation.tell(simulation.queue.popleft())
+    simulation.sites(workers)
+    sections = {name: each for name, each in ({"data": WARD} | changes).items() if each}
+    text = job_text(strategy or federation(), **sections)
+    simulation.tell(SubmitRun(RUN, text, 0.0))
+    while simulation.queue and not simulation.facts(f.ClientsSelected):
+        simulation.step()
     simulation.queue.clear()
     return simulation
-
-
-def here(simulation: Simulation, name: str, start: int = 0, **capability: Any) -> None:
-    simulation.tell(register(name, start, local_data=("ward",), **capability))
-
-
-def run_of(simulation: Simulation) -> RunRecord:
-    run = simulation.state.runs[RUN]
-    assert isinstance(run, RunRecord)
-    return run
-
-
-def round_num(simulation: Simulation) -> int:
-    number: int = run_of(simulation).value.round_num
-    return number
 
 
 def answer(simulation: Simulation, *clients: int) -> None:
     """These clients of the open round send their updates; the round is folded if it closes."""
     for effect in trained(simulation):
         if effect.client in clients:
-            simulation.tell(Report(RUN, do(effect)[0]))
+            simulation.report(do(effect))
     fold(simulation)
 
 
@@ -110,290 +73,308 @@ def fold(simulation: Simulation) -> None:
     """Let the fold of a closed round happen, and its evaluation, and nothing else."""
     simulation.seen = set()
     simulation.queue.clear()
-    while run_of(simulation).value.accepted:
-        effects = [e for e in pending(simulation.state) if type(e).__name__ == "AggregateRound"]
-        simulation.tell(Report(RUN, do(effects[0])[0]))
+    while simulation.record.value.accepted:
+        simulation.report(do(simulation.due_one(AggregateRound)))
     simulation.queue.clear()
 
 
-def fail(simulation: Simulation, client: int, cause: Cause = Cause.EXCEPTION) -> object:
-    fact = UpdateRejected(
-        party=ROOT, round_num=round_num(simulation), client=client, reason=cause.value, cause=cause
-    )
-    said = simulation.tell(Report(RUN, fact))
-    fold(simulation)
-    return said
+def failure(simulation: Simulation, client: int, cause: Cause, **more: Any) -> f.UpdateRejected:
+    of_round = simulation.record.value.round_num
+    return rejected(client, more.pop("reason", cause.value), cause, round_num=of_round, **more)
 
 
-def roster(simulation: Simulation) -> dict[int, str]:
-    return {b.client: b.worker_id for b in run_of(simulation).value.roster}
+def fail(
+    simulation: Simulation, *clients: int, cause: Cause = Cause.EXCEPTION, **more: Any
+) -> None:
+    for client in clients:
+        simulation.report(failure(simulation, client, cause, **more))
+        fold(simulation)
 
 
-def selected(simulation: Simulation) -> list[tuple[int, tuple[int, ...]]]:
-    return [(fact.round_num, fact.clients) for fact in simulation.facts(ClientsSelected)]
+def close_until(simulation: Simulation, client: int, opens_in_s: float) -> None:
+    reason = f"site {client} is closed: opens Mon 19:00"
+    fail(simulation, client, cause=Cause.OUTSIDE_WINDOW, reason=reason, opens_in_s=opens_in_s)
+
+
+def leave(simulation: Simulation, names: str, why: str = "stopped") -> None:
+    for name in names:
+        simulation.tell(LeaveWorker(member(name), why))
+
+
+def drain(simulation: Simulation, names: str) -> None:
+    for name in names:
+        simulation.tell(DrainWorker(member(name)))
+
+
+def evaluate(simulation: Simulation) -> None:
+    simulation.report(*map(do, simulation.due(EvaluateState)))
+    simulation.queue.clear()
 
 
 def later(simulation: Simulation, seconds: float) -> None:
-    simulation.now_s += seconds
-    simulation.tell(Tick())
+    simulation.tick(simulation.now_s + seconds)
+
+
+def roster(simulation: Simulation) -> dict[int, str]:
+    return {b.client: b.worker_id for b in simulation.record.value.roster}
+
+
+def selected(simulation: Simulation) -> list[tuple[int, tuple[int, ...]]]:
+    return [(fact.round_num, fact.clients) for fact in simulation.facts(f.ClientsSelected)]
+
+
+def clients_due(simulation: Simulation) -> list[int]:
+    return [effect.client for effect in trained(simulation)]
+
+
+def deadline(simulation: Simulation) -> float | None:
+    return next_deadline(simulation.state)
+
+
+def closing(simulation: Simulation) -> tuple[list[int], str]:
+    """Who is in the only round that was closed, and why it was."""
+    closed = simulation.fact(f.RoundClosed)
+    return [accepted.client for accepted in closed.accepted], closed.reason
+
+
+def left(simulation: Simulation) -> list[tuple[int, str]]:
+    return [(fact.client, fact.reason) for fact in simulation.facts(f.ClientLeft)]
+
+
+# ---- who joins, and what is waited for ----
 
 
 def test_numbers_are_the_order_of_joining_and_stay() -> None:
-    simulation = begun("m", "z", strategy=federation(rounds=5))
+    simulation = begun("mz", federation(rounds=5))
     assert roster(simulation) == {0: "m", 1: "z"}
-    here(simulation, "a")  # while a round is open: it takes part in the next one
+    simulation.sites("a")  # while a round is open: it takes part in the next one
     assert selected(simulation) == [(1, (0, 1))]
     answer(simulation, 0, 1)
     assert roster(simulation) == {0: "m", 1: "z", 2: "a"}
-    simulation.tell(LeaveWorker(member("m"), "stopped"))
+    leave(simulation, "m")
     answer(simulation, 1, 2)
-    assert [fact.client for fact in simulation.facts(ClientLeft)] == [0]
-    here(simulation, "b")
+    assert [client for client, _ in left(simulation)] == [0]
+    simulation.sites("b")
     answer(simulation, 1, 2)
-    here(simulation, "m", 1, tags=("new",))
+    simulation.sites("m", 1, tags=("new",))
     answer(simulation, 1, 2, 3)
     assert selected(simulation) == [
         (1, (0, 1)), (2, (0, 1, 2)), (3, (1, 2)), (4, (1, 2, 3)), (5, (0, 1, 2, 3)),
     ]  # fmt: skip
     assert roster(simulation) == {0: "m", 1: "z", 2: "a", 3: "b"}
-    back = simulation.facts(ClientsJoined)[-1]
+    back = simulation.facts(f.ClientsJoined)[-1]
     assert back.clients[0].tags == ("new",)
     assert sentence(back) == "joined: client 0 (m)"
     answer(simulation, 0, 1, 2, 3)
-    run = run_of(simulation)
-    assert run.ended is RunPhase.COMPLETED
-    assert not run.is_reproducible, "who was there when has decided"
+    assert simulation.record.ended is RunPhase.COMPLETED
+    assert not simulation.record.is_reproducible, "who was there when has decided"
     simulation.crash()
-    assert run_of(simulation) == run
 
 
 def test_no_more_than_num_clients_join_and_numbers_are_not_given_twice() -> None:
-    simulation = begun("a", "b", strategy=federation(num_clients=3, rounds=9))
-    here(simulation, "c")
-    here(simulation, "d")
+    simulation = begun("ab", federation(num_clients=3, rounds=9))
+    simulation.sites("cd")
     answer(simulation, 0, 1)
     assert roster(simulation) == {0: "a", 1: "b", 2: "c"}
-    simulation.tell(LeaveWorker(member("c"), "stopped"))
+    leave(simulation, "c")
     answer(simulation, 0, 1)
     answer(simulation, 0, 1)
     assert roster(simulation) == {0: "a", 1: "b", 2: "c"}, "the place of c is kept for it"
 
 
 def test_many_join_at_once_with_few_facts() -> None:
-    simulation = begun("a", "b", strategy=federation(num_clients=1102))
-    for number in range(1100):
-        here(simulation, f"s{number:04}")
+    simulation = begun("ab", federation(num_clients=1102))
+    simulation.crowd([f"s{number:04}" for number in range(1100)], local_data=("ward",))
     answer(simulation, 0, 1)
-    assert [len(fact.clients) for fact in simulation.facts(ClientsJoined)] == [2, 1000, 100]
-    opened = simulation.facts(ClientsSelected)[-1]
-    assert len(opened.clients) == 1102
-    last = simulation.facts(ClientsJoined)[1]
+    assert [len(fact.clients) for fact in simulation.facts(f.ClientsJoined)] == [2, 1000, 100]
+    assert len(simulation.facts(f.ClientsSelected)[-1].clients) == 1102
+    last = simulation.facts(f.ClientsJoined)[1]
     assert sentence(last).endswith("client 9 (s0007) and 992 more")
 
 
 def test_too_few_wait_and_the_run_fails_after_its_time() -> None:
     simulation = begun("a")
-    assert (phase(simulation), reason(simulation)) == (RunPhase.PLACING, "1 of 2 sites")
-    (waits,) = simulation.facts(RoundWaits)
-    assert sentence(waits) == "1 of 2 sites; the round waits"
-    assert next_deadline(simulation.state) == 60.0
+    assert (simulation.phase, simulation.reason) == (RunPhase.PLACING, "1 of 2 sites")
+    assert sentence(simulation.fact(f.RoundWaits)) == "1 of 2 sites; the round waits"
+    assert deadline(simulation) == 60.0
     later(simulation, 59.0)
-    assert run_of(simulation).ended is None
+    assert simulation.record.ended is None
     simulation.crash()
     later(simulation, 1.0)
-    (failed,) = simulation.facts(RunFailed)
-    assert failed.reason == "1 of 2 sites; waited 60 s for more"
+    assert simulation.fact(f.RunFailed).reason == "1 of 2 sites; waited 60 s for more"
 
 
 def test_enough_come_in_time_and_the_patience_is_new_in_every_round() -> None:
     simulation = begun("a")
     later(simulation, 50.0)
-    here(simulation, "b")
-    assert next_deadline(simulation.state) is None
-    simulation.tell(simulation.queue.popleft())  # the model is built
-    simulation.queue.clear()
+    simulation.sites("b")
+    assert deadline(simulation) is None
+    simulation.alone()  # the model is built
     answer(simulation, 0)
-    simulation.tell(LoseWorker(member("a"), "killed"))
+    simulation.lose("a")
     answer(simulation, 1)
-    assert phase(simulation) is RunPhase.RECOVERING
-    assert reason(simulation) == "round 2: 1 of 2 sites; away: client 0 (a)"
-    assert next_deadline(simulation.state) == 110.0
-    here(simulation, "c")
+    assert simulation.phase is RunPhase.RECOVERING
+    assert simulation.reason == "round 2: 1 of 2 sites; away: client 0 (a)"
+    assert deadline(simulation) == 110.0
+    simulation.sites("c")
     assert selected(simulation)[-1] == (2, (1, 2))
-    opened = simulation.facts(ClientsSelected)[-1]
-    assert opened.excused == (Excused(reason="away", clients=(0,)),)
+    opened = simulation.facts(f.ClientsSelected)[-1]
+    assert opened.excused == (f.Excused(reason="away", clients=(0,)),)
     assert sentence(opened) == "round 2: 2 clients selected; not asked: 0: away"
-    assert "2 clients have answered, 1 not asked" in reason(simulation)
-    simulation.tell(LoseWorker(member("c"), "killed"))
+    assert "2 clients have answered, 1 not asked" in simulation.reason
+    simulation.lose("c")
     answer(simulation, 1)
     later(simulation, 60.0)
     fold(simulation)
-    assert run_of(simulation).ended is None
+    assert simulation.record.ended is None
     later(simulation, 60.0)
-    (failed,) = simulation.facts(RunFailed)
+    failed = simulation.fact(f.RunFailed)
     assert failed.reason == ("round 3: 1 of 2 sites; away: client 0 (a); waited 60 s for more")
 
 
 def test_too_few_on_the_way_to_the_first_model_wait_too() -> None:
     """The only workers go while the model is built."""
     simulation = start(job_text(federation(), data=WARD))
-    here(simulation, "a")
-    here(simulation, "b")
+    simulation.sites("ab")
     simulation.queue.clear()
-    simulation.tell(LoseWorker(member("a"), "killed"))
-    simulation.tell(LoseWorker(member("b"), "killed"))
-    assert (phase(simulation), reason(simulation)) == (RunPhase.PLACING, "0 of 2 sites")
-    here(simulation, "b", 1)
-    here(simulation, "a", 1)
-    simulation.run()
-    assert phase(simulation) is RunPhase.COMPLETED
+    simulation.lose("ab")
+    assert (simulation.phase, simulation.reason) == (RunPhase.PLACING, "0 of 2 sites")
+    simulation.sites("ba", 1)
+    simulation.complete()
+
+
+# ---- who is lost, stopped, or away ----
 
 
 def test_a_client_that_is_lost_in_its_round_is_waited_for_and_then_left_out() -> None:
-    simulation = begun("a", "b", "c")
+    simulation = begun("abc")
     answer(simulation, 0, 1)
-    simulation.tell(LoseWorker(member("c"), "killed"))
-    assert "without a worker: client 2 (c)" in reason(simulation)
-    assert next_deadline(simulation.state) == 60.0
+    simulation.lose("c")
+    assert "without a worker: client 2 (c)" in simulation.reason
+    assert deadline(simulation) == 60.0
     later(simulation, 30.0)
-    here(simulation, "c", 1)
-    assert [e.client for e in trained(simulation)] == [2]
-    assert next_deadline(simulation.state) is None
-    simulation.tell(LoseWorker(member("c", 1), "killed"))
+    simulation.sites("c", 1)
+    assert clients_due(simulation) == [2]
+    assert deadline(simulation) is None
+    simulation.lose("c", 1)
     later(simulation, 59.0)
-    assert not simulation.facts(RoundClosed)
+    assert not simulation.facts(f.RoundClosed)
     later(simulation, 1.0)
-    (left,) = simulation.facts(ClientLeft)
-    assert sentence(left) == "client 2 has left: away for 60 s"
-    (closed,) = simulation.facts(RoundClosed)
-    assert closed.reason == "round 1: 2 of 3 updates, 1 left (client 2 (c))"
-    assert closed.by_policy
+    assert sentence(simulation.fact(f.ClientLeft)) == "client 2 has left: away for 60 s"
+    assert closing(simulation)[1] == "round 1: 2 of 3 updates, 1 left (client 2 (c))"
+    assert simulation.fact(f.RoundClosed).by_policy
     fold(simulation)
     assert selected(simulation)[-1] == (2, (0, 1))
-    here(simulation, "c", 2)
+    simulation.sites("c", 2)
     answer(simulation, 0, 1)
     assert selected(simulation)[-1] == (3, (0, 1, 2))
 
 
+def test_an_update_that_comes_after_the_loss_of_its_worker_ends_the_waiting() -> None:
+    simulation = begun("abc")
+    (_, second, _) = trained(simulation)
+    simulation.lose("b")
+    assert deadline(simulation) == 60.0
+    simulation.report(do(second))
+    assert deadline(simulation) is None
+    later(simulation, 60.0)
+    assert not simulation.facts(f.ClientLeft)
+
+
 def test_a_client_whose_worker_is_stopped_in_its_round_is_not_waited_for() -> None:
-    simulation = begun("a", "b", "c")
+    simulation = begun("abc")
     answer(simulation, 0)
-    simulation.tell(DrainWorker(member("b")))
-    simulation.tell(LeaveWorker(member("c"), "asked to"))
-    assert [(f.client, f.reason) for f in simulation.facts(ClientLeft)] == [
-        (1, "its worker is being stopped"),
-        (2, "its worker was stopped"),
-    ]
-    (closed,) = simulation.facts(RoundClosed)
-    assert [a.client for a in closed.accepted] == [0]
+    drain(simulation, "b")
+    leave(simulation, "c", "asked to")
+    assert left(simulation) == [(1, "its worker is being stopped"), (2, "its worker was stopped")]
+    assert closing(simulation)[0] == [0]
 
 
 def test_an_update_that_was_on_its_way_counts_and_a_failure_does_not() -> None:
-    simulation = begun("a", "b", "c")
+    simulation = begun("abc")
     (_, second, third) = trained(simulation)
-    simulation.tell(DrainWorker(member("b")))
-    simulation.tell(DrainWorker(member("c")))
-    simulation.tell(Report(RUN, do(second)[0]))
-    refusal = fail(simulation, third.client)
-    assert isinstance(refusal, Refusal)
+    drain(simulation, "bc")
+    simulation.report(do(second))
+    refusal = simulation.refusal(failure(simulation, third.client, Cause.EXCEPTION))
     assert refusal.reason == "client 2 has left round 1"
     answer(simulation, 0)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [a.client for a in closed.accepted] == [0, 1]
+    assert closing(simulation)[0] == [0, 1]
 
 
 def test_who_is_away_between_rounds_is_excused_with_the_reason() -> None:
-    simulation = begun("a", "b", "c", "d", "e", strategy=federation(rounds=4), data=None)
+    simulation = begun("abcde", federation(rounds=4), data=None)
     answer(simulation, 0, 1, 2, 3)
-    simulation.tell(LoseWorker(member("a"), "killed"))
-    simulation.tell(DrainWorker(member("b")))
+    simulation.lose("a")
+    drain(simulation, "b")
     answer(simulation, 4)
-    opened = simulation.facts(ClientsSelected)[-1]
+    opened = simulation.facts(f.ClientsSelected)[-1]
     assert opened.clients == (2, 3, 4)
     assert opened.excused == (
-        Excused(reason="away", clients=(0,)),
-        Excused(reason="its worker is being stopped", clients=(1,)),
+        f.Excused(reason="away", clients=(0,)),
+        f.Excused(reason="its worker is being stopped", clients=(1,)),
     )
     simulation.now_s = 1e6
     simulation.tell(ForgetWorkers(simulation.now_s, 0))
     answer(simulation, 2, 3, 4)
-    assert [f.client for f in simulation.facts(ClientLeft)] == [0]
+    assert [client for client, _ in left(simulation)] == [0]
+
+
+# ---- sites that are closed, or refuse ----
 
 
 def test_a_site_outside_its_window_is_excused_without_a_strike() -> None:
-    strategy = federation(strikes={"limit": 1, "bench_rounds": 9})
-    simulation = begun("a", "b", "c", strategy=strategy)
+    simulation = begun("abc", federation(strikes={"limit": 1, "bench_rounds": 9}))
     answer(simulation, 0, 1)
-    fail(simulation, 2, Cause.OUTSIDE_WINDOW)
-    (closed,) = simulation.facts(RoundClosed)
-    assert closed.reason == "round 1: 2 of 3 updates, 1 left (client 2 (c))"
+    fail(simulation, 2, cause=Cause.OUTSIDE_WINDOW)
+    assert closing(simulation)[1] == "round 1: 2 of 3 updates, 1 left (client 2 (c))"
     assert selected(simulation)[-1] == (2, (0, 1))
-    assert not simulation.facts(ClientBenched)
+    assert not simulation.facts(f.ClientBenched)
     answer(simulation, 0)
     later(simulation, 300.0)
-    fail(simulation, 1, Cause.REFUSED_BY_SITE)
+    fail(simulation, 1, cause=Cause.REFUSED_BY_SITE)
     assert selected(simulation)[-1] == (3, (0, 1, 2)), "after a while it is asked again"
-    assert not run_of(simulation).value.attendance.strikes
+    assert not simulation.record.value.attendance.strikes
 
 
 def test_a_round_that_all_have_left_goes_on_when_somebody_is_back() -> None:
-    strategy = federation(num_clients=3, roster={"wait_s": 1000.0})
-    simulation = begun("a", "b", strategy=strategy)
-    fail(simulation, 0, Cause.OUTSIDE_WINDOW)
-    fail(simulation, 1, Cause.OUTSIDE_WINDOW)
-    assert [w.reason for w in simulation.facts(RoundWaits)] == [
-        "round 1: 0 of 2 updates; 1 is needed"
-    ]
-    assert phase(simulation) is RunPhase.RECOVERING
-    assert reason(simulation).endswith("it waits for more clients")
-    assert next_deadline(simulation.state) == 300.0
+    simulation = begun("ab", federation(num_clients=3, roster={"wait_s": 1000.0}))
+    fail(simulation, 0, 1, cause=Cause.OUTSIDE_WINDOW)
+    assert simulation.fact(f.RoundWaits).reason == "round 1: 0 of 2 updates; 1 is needed"
+    assert simulation.phase is RunPhase.RECOVERING
+    assert simulation.reason.endswith("it waits for more clients")
+    assert deadline(simulation) == 300.0
     simulation.now_s = 10.0
-    here(simulation, "a", 1)
-    assert [e.client for e in trained(simulation)] == [0]
-    assert next_deadline(simulation.state) is None
-    simulation.tell(DrainWorker(member("b")))
+    simulation.sites("a", 1)
+    assert clients_due(simulation) == [0]
+    assert deadline(simulation) is None
+    drain(simulation, "b")
     simulation.now_s = 20.0
-    here(simulation, "b")  # the same start, which takes work again
+    simulation.sites("b")  # the same start, which takes work again
     answer(simulation, 0)
-    (closed,) = simulation.facts(RoundClosed)
-    assert closed.reason == "round 1: 1 of 2 updates, 1 left (client 1 (b))"
+    assert closing(simulation)[1] == "round 1: 1 of 2 updates, 1 left (client 1 (b))"
     assert selected(simulation)[-1] == (2, (0, 1))
 
 
-def closed_until(simulation: Simulation, client: int, opens_in_s: float) -> None:
-    fact = UpdateRejected(
-        party=ROOT,
-        round_num=round_num(simulation),
-        client=client,
-        reason=f"site {client} is closed: opens Mon 19:00",
-        cause=Cause.OUTSIDE_WINDOW,
-        opens_in_s=opens_in_s,
-    )
-    simulation.tell(Report(RUN, fact))
-    fold(simulation)
-
-
 def test_a_site_that_says_when_it_opens_is_asked_then() -> None:
-    roster = {"min_clients": 1, "wait_s": 90_000.0}
-    simulation = begun("a", "b", strategy=federation(roster=roster))
-    closed_until(simulation, 0, 40_000.0)
-    closed_until(simulation, 1, 50_000.0)
-    assert phase(simulation) is RunPhase.RECOVERING
-    assert reason(simulation) == (
+    simulation = begun("ab", federation(roster={"min_clients": 1, "wait_s": 90_000.0}))
+    close_until(simulation, 0, 40_000.0)
+    close_until(simulation, 1, 50_000.0)
+    assert simulation.phase is RunPhase.RECOVERING
+    assert simulation.reason == (
         "round 1: 0 of 2 clients have answered, 2 left; "
         "site 0 is closed: opens Mon 19:00 (client 0); "
         "site 1 is closed: opens Mon 19:00 (client 1); "
         "that is too few: it waits for more clients"
     )
-    assert next_deadline(simulation.state) == 40_000.0
+    assert deadline(simulation) == 40_000.0
     later(simulation, 39_999.0)
     assert not trained(simulation)
     simulation.crash()
     later(simulation, 1.0)
-    assert [e.client for e in trained(simulation)] == [0]
+    assert clients_due(simulation) == [0]
     answer(simulation, 0)
     assert selected(simulation)[-1] == (2, (0,)), "the other one is still closed"
-    assert reason(simulation) == (
+    assert simulation.reason == (
         "round 2: 0 of 1 clients have answered; site 1 is closed: opens Mon 19:00 (client 1)"
     )
     later(simulation, 10_000.0)
@@ -401,272 +382,225 @@ def test_a_site_that_says_when_it_opens_is_asked_then() -> None:
     assert selected(simulation)[-1] == (3, (0, 1))
 
 
-def test_a_run_that_waits_says_which_sites_are_closed_until_when() -> None:
-    simulation = begun("a", "b", "c", strategy=federation(roster={"min_clients": 3}))
+def test_a_run_that_waits_names_a_few_of_the_sites_that_are_closed() -> None:
+    simulation = begun("abc", federation(roster={"min_clients": 3}))
     answer(simulation, 0, 1)
-    closed_until(simulation, 2, 40_000.0)
-    assert reason(simulation) == (
+    close_until(simulation, 2, 40_000.0)
+    assert simulation.reason == (
         "round 2: 2 of 3 sites; site 2 is closed: opens Mon 19:00 (client 2)"
     )
-
-
-def test_a_few_of_many_closed_sites_are_named() -> None:
     names = [f"s{number:02}" for number in range(12)]
-    roster = {"min_clients": 12}
-    simulation = begun(*names, strategy=federation(num_clients=12, roster=roster))
+    simulation = begun(names, federation(num_clients=12, roster={"min_clients": 12}))
     answer(simulation, 0, 1)
     for client in range(2, 12):
-        closed_until(simulation, client, 40_000.0)
-    assert reason(simulation).endswith("(client 9); 2 more closed")
+        close_until(simulation, client, 40_000.0)
+    assert simulation.reason.endswith("(client 9); 2 more closed")
 
 
 def test_sites_that_are_closed_are_asked_again_after_a_while() -> None:
-    simulation = begun("a", "b", strategy=federation(roster={"wait_s": 1000.0}))
-    fail(simulation, 0, Cause.OUTSIDE_WINDOW)
-    fail(simulation, 1, Cause.OUTSIDE_WINDOW)
+    simulation = begun("ab", federation(roster={"wait_s": 1000.0}))
+    fail(simulation, 0, 1, cause=Cause.OUTSIDE_WINDOW)
     later(simulation, 100.0)
-    simulation.tell(LoseWorker(member("b"), "killed"))
+    simulation.lose("b")
     assert not trained(simulation)
     later(simulation, 200.0)
-    assert [e.client for e in trained(simulation)] == [0]
-    fail(simulation, 0, Cause.OUTSIDE_WINDOW)
-    assert [(f.client, f.reason) for f in simulation.facts(ClientLeft)] == [(1, "away")]
-    assert next_deadline(simulation.state) == 600.0
+    assert clients_due(simulation) == [0]
+    fail(simulation, 0, cause=Cause.OUTSIDE_WINDOW)
+    assert left(simulation) == [(1, "away")]
+    assert deadline(simulation) == 600.0
     simulation.crash()
     later(simulation, 300.0)
     answer(simulation, 0)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [a.client for a in closed.accepted] == [0]
+    assert closing(simulation)[0] == [0]
     later(simulation, 1000.0)
-    (failed,) = simulation.facts(RunFailed)
+    failed = simulation.fact(f.RunFailed)
     assert failed.reason == "round 2: 1 of 2 sites; waited 1000 s for more"
 
 
+# ---- rounds with too few updates ----
+
+
 def test_a_round_with_too_few_updates_takes_in_who_joins() -> None:
-    strategy = federation(num_clients=4, quorum=2)
-    simulation = begun("a", "b", strategy=strategy)
+    simulation = begun("ab", federation(num_clients=4, quorum=2))
     answer(simulation, 0)
-    simulation.tell(LeaveWorker(member("b"), "stopped"))
-    (waits,) = simulation.facts(RoundWaits)
-    assert waits.reason == "round 1: 1 of 2 updates; 2 are needed"
-    assert next_deadline(simulation.state) == 60.0
+    leave(simulation, "b")
+    assert simulation.fact(f.RoundWaits).reason == "round 1: 1 of 2 updates; 2 are needed"
+    assert deadline(simulation) == 60.0
+    waits = simulation.fork()
+    later(waits, 60.0)
+    assert waits.fact(f.RunFailed).reason == (
+        "round 1: 1 of 2 updates; 2 are needed; waited 60 s for more"
+    )
     later(simulation, 40.0)
     simulation.crash()
-    here(simulation, "c")
-    here(simulation, "d")
+    simulation.sites("cd")
     assert selected(simulation) == [(1, (0, 1)), (1, (0, 2))]
-    assert [e.client for e in trained(simulation)] == [2]
-    assert next_deadline(simulation.state) is None
+    assert clients_due(simulation) == [2]
+    assert deadline(simulation) is None
     answer(simulation, 2)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [a.client for a in closed.accepted] == [0, 2]
+    assert closing(simulation)[0] == [0, 2]
     assert selected(simulation)[-1] == (2, (0, 2, 3))
-
-
-def test_a_round_with_too_few_updates_fails_after_its_time() -> None:
-    simulation = begun("a", "b", strategy=federation(quorum=2))
-    answer(simulation, 0)
-    simulation.tell(LeaveWorker(member("b"), "stopped"))
-    later(simulation, 60.0)
-    (failed,) = simulation.facts(RunFailed)
-    assert failed.reason == "round 1: 1 of 2 updates; 2 are needed; waited 60 s for more"
 
 
 def test_failures_end_the_run_unless_it_is_to_wait_for_others() -> None:
     for policy in ("fail", "wait"):
-        strategy = federation(on_missing_quorum=policy)
-        simulation = begun("a", "b", strategy=strategy)
-        fail(simulation, 0)
-        fail(simulation, 1)
-        assert bool(simulation.facts(RunFailed)) is (policy == "fail")
-    here(simulation, "c")
+        simulation = begun("ab", federation(on_missing_quorum=policy))
+        fail(simulation, 0, 1)
+        assert bool(simulation.facts(f.RunFailed)) is (policy == "fail")
+    again = simulation.fork()
+    again.sites("b", 1)
+    assert again.facts(f.RoundWaits)[-1].asked_again == (1,)
+    assert clients_due(again) == [1]
+    assert deadline(again) is None
+    simulation.sites("c")
     assert selected(simulation) == [(1, (0, 1)), (1, (0, 1, 2))]
-    here(simulation, "a", 1)
+    simulation.sites("a", 1)
     answer(simulation, 2)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [a.client for a in closed.accepted] == [2]
-
-
-def test_a_failed_client_is_asked_again_while_the_round_waits() -> None:
-    simulation = begun("a", "b", strategy=federation(on_missing_quorum="wait"))
-    fail(simulation, 0)
-    fail(simulation, 1)
-    here(simulation, "b", 1)
-    assert simulation.facts(RoundWaits)[-1].asked_again == (1,)
-    assert [e.client for e in trained(simulation)] == [1]
-    assert next_deadline(simulation.state) is None
+    assert closing(simulation)[0] == [2]
 
 
 def test_more_clients_than_needed_are_asked_for_and_the_need_stays() -> None:
     strategy = federation(num_clients=9, over_select=1, quorum=1.0, roster={"min_clients": 4})
     strategy["client_selection"] = {"method": "Random", "fraction": 0.5}
-    simulation = begun("a", "b", "c", "d", strategy=strategy)
-    (first,) = simulation.facts(ClientsSelected)
+    simulation = begun("abcd", strategy)
+    first = simulation.fact(f.ClientsSelected)
     assert (len(first.clients), first.num_needed) == (3, 2)
-    gone = [roster(simulation)[client] for client in first.clients[:2]]
-    for name in gone:
-        simulation.tell(LeaveWorker(member(name), "stopped"))
+    leave(simulation, "".join(roster(simulation)[client] for client in first.clients[:2]))
     answer(simulation, first.clients[2])
-    (_, second) = simulation.facts(ClientsSelected)
-    assert second.num_needed == 2
-    assert len(second.clients) == 2
+    (_, second) = simulation.facts(f.ClientsSelected)
+    assert (second.num_needed, len(second.clients)) == (2, 2)
     assert set(first.clients[2:]) < set(second.clients)
     answer(simulation, *second.clients)
-    (closed,) = simulation.facts(RoundClosed)
-    assert len(closed.accepted) == 2
+    assert len(closing(simulation)[0]) == 2
 
 
 def test_a_deadline_takes_in_others_too() -> None:
-    strategy = federation(num_clients=3, quorum=2, round_deadline_s=5.0)
-    simulation = begun("a", "b", strategy=strategy)
+    simulation = begun("ab", federation(num_clients=3, quorum=2, round_deadline_s=5.0))
     answer(simulation, 0)
-    simulation.tell(LoseWorker(member("b"), "killed"))
-    here(simulation, "c")
+    simulation.lose("b")
+    simulation.sites("c")
     later(simulation, 5.0)
-    assert simulation.facts(RunFailed)[0].reason.startswith("round 1: 1 of 2 updates, deadline")
+    assert simulation.facts(f.RunFailed)[0].reason.startswith("round 1: 1 of 2 updates, deadline")
 
 
-@pytest.mark.parametrize("data", [WARD, None], ids=["worker-local", "shards"])
-def test_a_client_is_trained_by_its_own_worker_alone(data: Any) -> None:
-    changes = {} if data is None else {"data": data}
+# ---- where clients train, and with which tags ----
+
+
+@pytest.mark.parametrize("changes", [{"data": WARD}, {}], ids=["worker-local", "shards"])
+def test_a_client_is_trained_by_its_own_worker_alone(changes: dict[str, Any]) -> None:
     simulation = start(job_text(federation(num_clients=3), **changes))
-    here(simulation, "a")
-    here(simulation, "b")
-    simulation.tell(simulation.queue.popleft())
-    simulation.queue.clear()
-    simulation.tell(LoseWorker(member("b"), "killed"))
+    simulation.sites("ab")
+    simulation.alone()
+    simulation.lose("b")
     assert [(e.client, e.member.worker_id) for e in trained(simulation)] == [(0, "a")]
     assert all(effect.num_clients == 3 for effect in trained(simulation))
 
 
 def test_clients_without_the_tags_join_and_are_not_asked() -> None:
-    strategy = federation()
-    strategy["client_selection"] = {"method": "ByCapability", "required_tags": ["gpu"]}
-    simulation = begun("a", strategy=strategy)
-    here(simulation, "b", tags=("gpu",))
-    assert reason(simulation) == "1 of 2 sites"
-    here(simulation, "c", tags=("gpu",))
-    simulation.tell(simulation.queue.popleft())
-    simulation.queue.clear()
+    simulation = begun("a", federation() | {"client_selection": GPU})
+    simulation.sites("b", tags=("gpu",))
+    assert simulation.reason == "1 of 2 sites"
+    simulation.sites("c", tags=("gpu",))
+    simulation.alone()
     assert selected(simulation) == [(1, (1, 2))]
-    simulation.tell(LoseWorker(member("c"), "killed"))
-    simulation.tell(LoseWorker(member("b"), "killed"))
-    here(simulation, "d")
+    simulation.lose("cb")
+    simulation.sites("d")
     later(simulation, 60.0)
-    assert "round 1" in reason(simulation)
+    assert "round 1" in simulation.reason
 
 
 def test_sites_without_the_tags_are_no_round() -> None:
-    strategy = federation(rounds=2)
-    strategy["client_selection"] = {"method": "ByCapability", "required_tags": ["gpu"]}
-    simulation = begun("c", "d", strategy=strategy)
-    for name in "ab":
-        here(simulation, name, tags=("gpu",))
-    simulation.tell(simulation.queue.popleft())
-    simulation.queue.clear()
+    simulation = begun("cd", federation(rounds=2) | {"client_selection": GPU})
+    simulation.sites("ab", tags=("gpu",))
+    simulation.alone()
     assert selected(simulation) == [(1, (0, 1))]
-    simulation.tell(Report(RUN, do(trained(simulation)[0])[0]))
-    for name in "ab":
-        simulation.tell(LeaveWorker(member(name), "stopped"))
+    simulation.report(do(trained(simulation)[0]))
+    leave(simulation, "ab")
     fold(simulation)
-    assert reason(simulation) == "round 2: 2 of 2 sites, none with the tags that are required"
+    assert simulation.reason == "round 2: 2 of 2 sites, none with the tags that are required"
 
 
-def test_an_update_that_comes_after_the_loss_of_its_worker_ends_the_waiting() -> None:
-    simulation = begun("a", "b", "c")
-    (_, second, _) = trained(simulation)
-    simulation.tell(LoseWorker(member("b"), "killed"))
-    assert next_deadline(simulation.state) == 60.0
-    simulation.tell(Report(RUN, do(second)[0]))
-    assert next_deadline(simulation.state) is None
-    later(simulation, 60.0)
-    assert not simulation.facts(ClientLeft)
-
-
-EVALUATION = {"split": "test", "metrics": []}
+# ---- evaluation ----
 
 
 def test_an_evaluation_goes_on_without_a_client_that_has_left() -> None:
-    strategy = federation(rounds=2)
-    simulation = begun("a", "b", "c", strategy=strategy, evaluation=EVALUATION)
+    simulation = begun("abc", federation(rounds=2), evaluation=EVALUATION)
     answer(simulation, 0, 1, 2)
-    simulation.tell(LeaveWorker(member("c"), "stopped"))
-    (said,) = simulation.facts(ClientEvaluated)
+    leave(simulation, "c")
+    said = simulation.fact(f.ClientEvaluated)
     assert (said.client, said.has_left) == (2, True)
     assert said.reason == "it has left: its worker was stopped"
     evaluate(simulation)
-    (done,) = simulation.facts(Evaluated)
+    done = simulation.fact(f.Evaluated)
     assert done.without == ()
     assert without_spreads(done.metrics) == {"test.loss": 2.0}
     answer(simulation, 0, 1)
-    simulation.tell(LoseWorker(member("a"), "killed"))
+    simulation.lose("a")
     evaluate(simulation)
-    assert run_of(simulation).ended is None
+    assert simulation.record.ended is None
     later(simulation, 60.0)
-    assert run_of(simulation).ended is RunPhase.COMPLETED
-    assert len(simulation.facts(Evaluated)) == 2
-
-
-def evaluate(simulation: Simulation) -> None:
-    for effect in sorted(pending(simulation.state), key=repr):
-        if type(effect).__name__ == "EvaluateState":
-            simulation.tell(Report(RUN, do(effect)[0]))
-    simulation.queue.clear()
+    assert simulation.record.ended is RunPhase.COMPLETED
+    assert len(simulation.facts(f.Evaluated)) == 2
 
 
 def test_who_was_lost_before_its_round_closed_is_awaited_to_evaluate() -> None:
-    simulation = begun("a", "b", strategy=federation(rounds=1), evaluation=EVALUATION)
+    simulation = begun("ab", federation(rounds=1), evaluation=EVALUATION)
     answer(simulation, 0)
-    simulation.tell(LoseWorker(member("a"), "killed"))
+    simulation.lose("a")
     answer(simulation, 1)
     evaluate(simulation)
-    assert next_deadline(simulation.state) == 60.0
-    here(simulation, "a", 1)
-    assert next_deadline(simulation.state) is None
+    assert deadline(simulation) == 60.0
+    simulation.sites("a", 1)
+    assert deadline(simulation) is None
     evaluate(simulation)
-    assert run_of(simulation).ended is RunPhase.COMPLETED
+    assert simulation.record.ended is RunPhase.COMPLETED
 
 
 def test_an_evaluation_that_all_have_left_ends_without_metrics() -> None:
-    simulation = begun("a", "b", strategy=federation(rounds=1), evaluation=EVALUATION)
+    simulation = begun("ab", federation(rounds=1), evaluation=EVALUATION)
     answer(simulation, 0, 1)
-    simulation.tell(LeaveWorker(member("a"), "stopped"))
-    simulation.tell(LeaveWorker(member("b"), "stopped"))
-    (done,) = simulation.facts(Evaluated)
+    leave(simulation, "ab")
+    done = simulation.fact(f.Evaluated)
     assert (done.without, done.metrics) == ((0, 1), {})
     assert sentence(done) == "segment 1 evaluated by nobody: all its clients have left"
-    assert run_of(simulation).ended is RunPhase.COMPLETED
+    assert simulation.record.ended is RunPhase.COMPLETED
 
 
 def test_early_stop_follows_the_evaluations_of_those_that_are_there() -> None:
     evaluation = {**EVALUATION, "stop": {"metric": "loss", "mode": "min", "patience": 1}}
-    simulation = begun("a", "b", strategy=federation(rounds=9), evaluation=evaluation)
+    simulation = begun("ab", federation(rounds=9), evaluation=evaluation)
     for _ in range(2):
         answer(simulation, 0, 1)
         evaluate(simulation)
-    (stopped,) = simulation.facts(StoppedEarly)
-    assert stopped.reason.startswith("stopped early after 2 rounds: test.loss has not improved")
+    reason = simulation.fact(f.StoppedEarly).reason
+    assert reason.startswith("stopped early after 2 rounds: test.loss has not improved")
 
 
-def test_three_failures_in_a_row_put_a_client_on_the_bench() -> None:
-    strikes = {"limit": 2, "bench_rounds": 2}
-    strategy = {**FEDERATED, "num_clients": 2, "rounds": 8, "options": {"strikes": strikes}}
-    simulation = begun("a", "b", strategy=strategy)
+# ---- the bench ----
+
+
+def striking(num_clients: int = 2, limit: int = 2, **options: Any) -> dict[str, Any]:
+    strikes = {"strikes": {"limit": limit, "bench_rounds": 2}}
+    return {**FEDERATED, "num_clients": num_clients, "rounds": 8, "options": strikes | options}
+
+
+def test_failures_in_a_row_put_a_client_on_the_bench() -> None:
+    simulation = begun("ab", striking())
     for _ in range(2):
         answer(simulation, 0)
         fail(simulation, 1)
-    (benched,) = simulation.facts(ClientBenched)
+    benched = simulation.fact(f.ClientBenched)
     assert (benched.client, benched.until_round) == (1, 5)
     assert sentence(benched) == (
         "client 1 takes no part until round 5: rejected in 2 rounds in a row: exception"
     )
-    opened = simulation.facts(ClientsSelected)[-1]
+    opened = simulation.facts(f.ClientsSelected)[-1]
     assert opened.clients == (0,)
-    assert opened.excused == (Excused(reason="benched until round 5", clients=(1,)),)
-    assert run_of(simulation).is_reproducible, "the failures of the job's own decide it"
-    before = run_of(simulation)
+    assert opened.excused == (f.Excused(reason="benched until round 5", clients=(1,)),)
+    assert simulation.record.is_reproducible, "the failures of the job's own decide it"
     simulation.crash()
-    assert run_of(simulation) == before
+    simulation.queue.clear()
+    back = simulation.fork()
     answer(simulation, 0)
     answer(simulation, 0)
     assert selected(simulation)[-1] == (5, (0, 1))
@@ -675,88 +609,71 @@ def test_three_failures_in_a_row_put_a_client_on_the_bench() -> None:
     answer(simulation, 0, 1)  # which ends the row
     fail(simulation, 1)
     answer(simulation, 0)
-    assert len(simulation.facts(ClientBenched)) == 1
+    assert len(simulation.facts(f.ClientBenched)) == 1
     assert [clients for _, clients in selected(simulation)] == [
         (0, 1), (0, 1), (0,), (0,), (0, 1), (0, 1), (0, 1), (0, 1),
     ]  # fmt: skip
+    answer(back, 0)
+    back.tell(CancelRun(RUN))
+    back.run()
+    back.tell(ResumeRun(RUN, from_segment=2))
+    assert not back.record.value.attendance.benched, "an earlier commit forgets strikes"
+    assert not back.record.is_reproducible
 
 
 def test_a_failure_that_is_made_good_in_the_same_round_is_no_strike() -> None:
-    options = {"strikes": {"limit": 1, "bench_rounds": 2}, "on_missing_quorum": "wait"}
-    strategy = {**FEDERATED, "num_clients": 1, "options": options}
-    simulation = begun("a", strategy=strategy)
+    simulation = begun("a", striking(1, 1, on_missing_quorum="wait"))
     fail(simulation, 0)
-    here(simulation, "a", 1)
+    simulation.sites("a", 1)
     answer(simulation, 0)
     assert selected(simulation)[-1] == (2, (0,))
-    assert not simulation.facts(ClientBenched)
+    assert not simulation.facts(f.ClientBenched)
 
 
 def test_benched_clients_of_an_open_roster_do_not_count_as_here() -> None:
-    strategy = federation(rounds=9, strikes={"limit": 1, "bench_rounds": 2})
-    simulation = begun("a", "b", strategy=strategy)
+    simulation = begun("ab", federation(rounds=9, strikes={"limit": 1, "bench_rounds": 2}))
     answer(simulation, 0)
     fail(simulation, 1)
-    assert reason(simulation) == "round 2: 1 of 2 sites; benched until round 4: client 1 (b)"
-    here(simulation, "c")
+    assert simulation.reason == "round 2: 1 of 2 sites; benched until round 4: client 1 (b)"
+    simulation.sites("c")
     assert selected(simulation)[-1] == (2, (0, 2))
 
 
 def test_a_resumption_asks_whoever_is_here() -> None:
-    simulation = begun("a", "b", strategy=federation(rounds=4))
+    simulation = begun("ab", federation(rounds=4))
     answer(simulation, 0)
-    fail(simulation, 1, Cause.OUTSIDE_WINDOW)
-    fail(simulation, 1, Cause.OUTSIDE_WINDOW)
+    fail(simulation, 1, cause=Cause.OUTSIDE_WINDOW)
     for segment in (None, 1):
         simulation.tell(CancelRun(RUN))
-        for effect in pending(simulation.state):
-            simulation.tell(Report(RUN, do(effect)[0]))
+        simulation.report(*map(do, pending(simulation.state)))
         simulation.tell(ResumeRun(RUN, from_segment=segment))
         answer(simulation, 0, 1)
-    simulation.queue.clear()
-    while run_of(simulation).ended is None:
+    while simulation.record.ended is None:
         answer(simulation, 0, 1)
-    assert run_of(simulation).ended is RunPhase.COMPLETED
-    before = run_of(simulation)
+    assert simulation.record.ended is RunPhase.COMPLETED
     simulation.crash()
-    assert run_of(simulation) == before
 
 
-def test_a_run_of_an_earlier_commit_forgets_strikes() -> None:
-    strikes = {"limit": 2, "bench_rounds": 2}
-    strategy = {**FEDERATED, "num_clients": 2, "rounds": 8, "options": {"strikes": strikes}}
-    simulation = begun("a", "b", strategy=strategy)
-    for _ in range(3):
-        answer(simulation, 0)
-        fail(simulation, 1)
-    simulation.tell(CancelRun(RUN))
-    for effect in pending(simulation.state):
-        simulation.tell(Report(RUN, do(effect)[0]))
-    simulation.tell(ResumeRun(RUN, from_segment=2))
-    assert not run_of(simulation).value.attendance.benched
-    assert not run_of(simulation).is_reproducible
-
-
-def refused(strategy: dict[str, Any], **changes: Any) -> str:
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (federation(inner={"type": "Local"}), "who joins an open roster is one"),
+        (federation(roster={"min_clients": 9}), "min_clients: 9 is more than num_clients, 5"),
+        (
+            {**FEDERATED, "options": {"roster": {"open": False, "wait_s": 5.0}}},
+            "belongs to an open roster",
+        ),
+        (federation(quorum=3), "a round could not close"),
+        (
+            federation(robust={"name": "median"}),
+            "roster.min_clients: 2 is less than the 3 updates that robust needs",
+        ),
+        (federation(strikes={"limit": 2}, on_client_error="fail"), "no client fails twice"),
+        (population(inner=federation(rounds=5)), "roster.open: inside another strategy"),
+    ],
+)
+def test_what_is_not_defined_is_refused_at_submit(strategy: dict[str, Any], said: str) -> None:
+    sections = POPULATION_SECTIONS if strategy["type"] == "PopulationBased" else {}
     with pytest.raises(InvalidInputError) as error:
-        check_at_submit(job_text(strategy, **changes))
-    return str(error.value)
-
-
-def test_what_is_not_defined_is_refused_at_submit() -> None:
-    inside = population(inner=federation(rounds=5))
-    assert "roster.open: inside another strategy" in refused(inside, **POPULATION_SECTIONS)
-    assert "who joins an open roster is one" in refused(federation(inner={"type": "Local"}))
-    assert "options.roster.min_clients: 9 is more than num_clients, 5" in refused(
-        federation(roster={"min_clients": 9})
-    )
-    assert "belongs to an open roster" in refused(
-        {**FEDERATED, "options": {"roster": {"open": False, "wait_s": 5.0}}}
-    )
-    assert "a round could not close" in refused(federation(quorum=3))
-    assert "roster.min_clients: 2 is less than the 3 updates that robust needs" in refused(
-        federation(robust={"name": "median"})
-    )
-    assert "no client fails twice" in refused(
-        federation(strikes={"limit": 2}, on_client_error="fail")
-    )
+        check_at_submit(job_text(strategy, **sections))
+    assert said in str(error.value)

@@ -7,59 +7,49 @@ import pytest
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.job import JobSpec
 from stratagem.common.job.evaluation.client_spread import without_spreads
-from stratagem.coordinator.core.commands import LoseWorker, Refusal, Report, ResumeRun, Tick
+from stratagem.coordinator.core import facts as f
+from stratagem.coordinator.core.commands import ResumeRun, Tick
 from stratagem.coordinator.core.effects import Build, EvaluateState, TrainClient
 from stratagem.coordinator.core.fact_messages import sentence
-from stratagem.coordinator.core.facts import (
-    ROOT,
-    BuildFailed,
-    ClientEvaluated,
-    ErrorRecord,
-    Evaluated,
-    Member,
-    RoundClosed,
-    RoundWaits,
-    UpdateReceived,
-    UpdateRejected,
-)
 from stratagem.coordinator.core.facts.rejection_causes import Cause
-from stratagem.coordinator.core.state import RunPhase, RunRecord
+from stratagem.coordinator.core.state import RunPhase
 from stratagem.coordinator.core.state_machine.decide import world_of
-from stratagem.coordinator.core.state_machine.pending_effects import pending
 from stratagem.coordinator.effects.execution.reported_errors import MAX_ERRORS, Told
 from stratagem.coordinator.effects.federated.client_failures import defect, defect_before
-from stratagem.coordinator.strategies.federated.federated_run import FederatedRun
 from stratagem.coordinator.strategies.federated.model_building import may_move, only_one_to_build
 from stratagem.coordinator.strategies.federated.open_roster import ASK_AGAIN_S
 from stratagem.coordinator.strategies.federated.update_rejections import cause_of, reason_of
 from tests.coordinator.core.ask_every_run import next_deadline
-from tests.coordinator.core.jobs import FEDERATED, job_text
+from tests.coordinator.core.jobs import FEDERATED, POPULATION_SECTIONS, job_text, population
 from tests.coordinator.core.simulation import (
     RUN,
     Simulation,
     do,
     ending,
     member,
-    phase,
-    reason,
+    opened,
     register,
+    rejected,
     start,
+    trained,
 )
-from tests.coordinator.strategies.open_round import opened, trained
 
 pytestmark = pytest.mark.core
 
-LABEL = ErrorRecord(
+
+LABEL = f.ErrorRecord(
     type="KeyError",
     message="'label'",
     traceback='File "train_plan.py", line 3',
     worker_id="a",
     activity="round 1, client 0, step 1",
 )
+WARD = {"data": {"worker_local": "ward"}}
+WAIT = {"on_missing_quorum": "wait"}
 
 
-def error(kind: str, message: str = "no", traceback: str = "at line 3") -> ErrorRecord:
-    return ErrorRecord(
+def error(kind: str, message: str = "no", traceback: str = "at line 3") -> f.ErrorRecord:
+    return f.ErrorRecord(
         type=kind, message=message, traceback=traceback, worker_id="a", activity="training"
     )
 
@@ -68,32 +58,24 @@ def federation(options: dict[str, Any] | None = None, **changes: Any) -> dict[st
     return {**FEDERATED, "num_clients": 3, "options": options or {}, **changes}
 
 
-def rejected(
-    client: int,
-    text: str = "KeyError: 'label'",
-    cause: Cause = Cause.EXCEPTION,
-    raised: ErrorRecord | None = None,
-    round_num: int = 1,
-) -> UpdateRejected:
-    return UpdateRejected(
-        party=ROOT, round_num=round_num, client=client, reason=text, cause=cause, error=raised
-    )
-
-
-def tell(simulation: Simulation, *facts: UpdateRejected | UpdateReceived) -> None:
-    for fact in facts:
-        assert not isinstance(simulation.tell(Report(RUN, fact)), Refusal)
-
-
 def answer(simulation: Simulation, *clients: int) -> None:
     """These clients, which are being trained, send their updates."""
     for effect in trained(simulation):
         if effect.client in clients:
-            tell(simulation, *do(effect))  # type: ignore[arg-type]
+            simulation.report(do(effect))
 
 
-def run_of(simulation: Simulation) -> RunRecord:
-    return simulation.state.runs[RUN]
+def closing(simulation: Simulation) -> tuple[list[int], str]:
+    """Who is in the only round that was closed, and why it was."""
+    closed = simulation.fact(f.RoundClosed)
+    return [accepted.client for accepted in closed.accepted], closed.reason
+
+
+def local(options: dict[str, Any] | None = None, **changes: Any) -> Simulation:
+    """Three sites; each client lives on its own, and the first is to build the model."""
+    simulation = start(job_text(federation(options), **WARD, **changes))
+    simulation.sites("abc")
+    return simulation
 
 
 # ---- what a failure is ----
@@ -126,7 +108,7 @@ def run_of(simulation: Simulation) -> RunRecord:
         (error("InvalidInputError", "client 3 has no rows", traceback=""), Cause.EXCEPTION),
     ],
 )
-def test_the_cause_of_an_exception(found: ErrorRecord, cause: Cause) -> None:
+def test_the_cause_of_an_exception(found: f.ErrorRecord, cause: Cause) -> None:
     assert cause_of(found) is cause
 
 
@@ -155,514 +137,6 @@ def test_what_is_wrong_with_a_round_of_steps(
     assert (found and found[0]) == cause
 
 
-def test_an_exception_is_journaled_once_in_a_round() -> None:
-    told, (effect, *_) = Told(), trained(opened(federation(), "a"))
-    assert told.is_news(effect, LABEL)
-    assert not told.is_news(effect, LABEL)
-    others = [told.is_news(effect, error("E", str(number))) for number in range(20)]
-    assert others.count(True) == MAX_ERRORS - 1
-    told.forget(RUN)
-    assert told.is_news(effect, LABEL)
-
-
-# ---- a round without the clients that failed ----
-
-
-def test_a_client_that_fails_is_rejected_alone_in_every_round() -> None:
-    simulation = opened(federation(), "a")
-    for number in (1, 2, 3):
-        tell(simulation, rejected(1, raised=LABEL, round_num=number))
-        answer(simulation, 0, 2)
-        simulation.queue.clear()
-        simulation.seen.clear()
-        simulation.tell(Tick())
-        simulation.tell(simulation.queue.popleft())  # the fold
-    run = run_of(simulation)
-    assert run.ended is RunPhase.COMPLETED
-    assert run.reason == "3 rounds committed; rejected: client 1 in 3 rounds (KeyError: 'label')"
-    assert run.is_reproducible
-    closed = simulation.facts(RoundClosed)
-    assert [[a.client for a in fact.accepted] for fact in closed] == [[0, 2]] * 3
-    text = "round 1 closed: 2 of 3 updates, 1 rejected (client 1: KeyError: 'label')"
-    assert sentence(closed[0]).startswith(text)
-    assert not any(fact.by_policy for fact in closed)
-    simulation.crash()
-    assert run_of(simulation) == run
-
-
-MACHINES = (
-    *(Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT, Cause.OUTSIDE_WINDOW),
-    *(Cause.KEYS_LOST, Cause.ABSENT),
-)
-
-
-@pytest.mark.parametrize(
-    ("cause", "is_reproducible"),
-    [(each, each not in MACHINES) for each in Cause],
-)
-def test_what_depends_on_machines_is_not_reproducible(cause: Cause, is_reproducible: bool) -> None:
-    simulation = opened(federation(), "a")
-    tell(simulation, rejected(1, cause=cause))
-    answer(simulation, 0, 2)
-    assert run_of(simulation).is_reproducible is is_reproducible
-
-
-def test_the_same_is_so_inside_a_population() -> None:
-    strategy = {
-        "type": "PopulationBased",
-        "population_size": 2,
-        "generations": 1,
-        "exploit": {"method": "Truncation", "fraction": 0.5},
-        "explore": {"method": "Perturbation", "factor": 0.2},
-        "options": {"inner": federation(rounds=1)},
-    }
-    text = job_text(
-        strategy,
-        search_space={"optimizer.lr": {"low": 0.1, "high": 1.0}},
-        steps_per_generation=1,
-        evaluation={"metrics": [], "best": "loss", "mode": "min"},
-    )
-    simulation = start(text, "a")
-    while not trained(simulation):
-        simulation.tell(simulation.queue.popleft())
-    effect = trained(simulation)[0]
-    fact = rejected(effect.client, cause=Cause.CRASHED).model_copy(update={"party": effect.party})
-    tell(simulation, fact)
-    assert not run_of(simulation).is_reproducible
-    simulation.run()
-    assert run_of(simulation).ended is RunPhase.COMPLETED
-
-
-def test_the_reason_groups_clients_that_fail_alike() -> None:
-    simulation = opened({**federation(), "num_clients": 5}, "a")
-    tell(simulation, rejected(0), rejected(3), rejected(1, "values of 'w'", Cause.NOT_FINITE))
-    answer(simulation, 2, 4)
-    (closed,) = simulation.facts(RoundClosed)
-    assert closed.reason == (
-        "round 1: 2 of 5 updates, 3 rejected (clients 0, 3: KeyError: 'label'; "
-        "client 1: values of 'w')"
-    )
-
-
-def test_without_any_update_the_run_fails_with_the_commonest_reason() -> None:
-    simulation = opened({**federation(), "num_clients": 4}, "a")
-    tell(simulation, rejected(2, "values of 'w'", Cause.NOT_FINITE))
-    tell(simulation, *(rejected(client, raised=LABEL) for client in (0, 1, 3)))
-    run = run_of(simulation)
-    assert run.ended is RunPhase.FAILED
-    assert run.reason == (
-        "round 1: 0 of 4 updates; 3 raised KeyError: 'label' (clients 0, 1, 3); "
-        "1 not finite: values of 'w' (client 2)"
-    )
-    assert run.error == LABEL
-
-
-def test_a_sentence_names_clients_with_their_workers_where_rows_are_local() -> None:
-    simulation = start(job_text(federation(num_clients=2), data={"worker_local": "ward"}))
-    for name in ("anna", "berta"):
-        simulation.tell(register(name, local_data=("ward",)))
-    simulation.tell(simulation.queue.popleft())
-    tell(simulation, rejected(0), rejected(1))
-    assert run_of(simulation).reason == (
-        "round 1: 0 of 2 updates; 2 raised KeyError: 'label' (clients 0 (anna), 1 (berta))"
-    )
-
-
-def test_a_sentence_names_no_more_than_some_of_a_thousand_clients() -> None:
-    simulation = opened({**federation(), "num_clients": 1000}, "a")
-    for client in range(1000):
-        tell(simulation, rejected(client))
-    text = run_of(simulation).reason
-    assert text.endswith(
-        "1000 raised KeyError: 'label' (clients 0, 1, 2, 3, 4, 5, 6, 7 and 992 more)"
-    )
-
-
-def test_no_client_may_fail_where_the_job_says_so() -> None:
-    for cause in (Cause.EXCEPTION, Cause.NOT_FINITE, Cause.LAYOUT):
-        simulation = opened(federation({"on_client_error": "fail"}), "a")
-        answer(simulation, 0)
-        tell(simulation, rejected(1, cause=cause, raised=LABEL))
-        run = run_of(simulation)
-        assert run.ended is RunPhase.FAILED
-        assert run.reason == "round 1: client 1: KeyError: 'label'"
-        assert run.error == LABEL
-
-
-def test_a_crash_ends_a_run_in_which_no_client_may_fail() -> None:
-    simulation = opened(federation({"on_client_error": "fail"}), "a")
-    for number in range(3):
-        told = ending("a", number, status=1, run_id=RUN, party="client1")
-        simulation.tell(register("a", number + 1, told))
-    assert run_of(simulation).reason.startswith(
-        "round 1: client 1: it has ended 3 worker processes"
-    )
-
-
-# ---- quorum ----
-
-
-def test_a_quorum_is_not_lowered_by_failures() -> None:
-    simulation = opened(federation({"quorum": 2}), "a")
-    tell(simulation, rejected(0), rejected(1, "values of 'w'", Cause.NOT_FINITE))
-    answer(simulation, 2)
-    assert run_of(simulation).reason == (
-        "round 1: 1 of 3 updates; 1 raised KeyError: 'label' (client 0); "
-        "1 not finite: values of 'w' (client 1); 2 are needed"
-    )
-
-
-def test_over_selection_without_a_quorum_takes_what_did_not_fail() -> None:
-    strategy = federation(
-        {"over_select": 1}, num_clients=4, client_selection={"method": "Random", "fraction": 0.5}
-    )
-    simulation = opened(strategy, "a")
-    first, second, third = (effect.client for effect in trained(simulation))
-    tell(simulation, rejected(first), rejected(second))
-    answer(simulation, third)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [accepted.client for accepted in closed.accepted] == [third]
-
-
-def test_a_deadline_may_be_waited_out_for_the_quorum() -> None:
-    options = {"quorum": 2, "round_deadline_s": 60.0, "on_missing_quorum": "wait"}
-    simulation = opened(federation(options), "a")
-    answer(simulation, 1)
-    simulation.now_s = 61.0
-    simulation.tell(Tick())
-    (waits,) = simulation.facts(RoundWaits)
-    assert sentence(waits) == (
-        "round 1: 1 of 3 updates, deadline passed; 2 are needed; the round waits"
-    )
-    assert next_deadline(simulation.state) is None
-    assert phase(simulation) is RunPhase.RECOVERING
-    answer(simulation, 2)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [accepted.client for accepted in closed.accepted] == [1, 2]
-    assert closed.by_policy
-    assert not run_of(simulation).is_reproducible
-
-
-def worker_local(options: dict[str, Any]) -> Simulation:
-    """Three sites; each client lives on its own."""
-    simulation = start(job_text(federation(options), data={"worker_local": "ward"}))
-    for name in "abc":
-        simulation.tell(register(name, local_data=("ward",)))
-    simulation.tell(simulation.queue.popleft())
-    simulation.queue.clear()
-    return simulation
-
-
-def test_a_round_that_waits_asks_a_failed_client_again_when_its_worker_is_a_new_one() -> None:
-    simulation = worker_local({"quorum": 3, "on_missing_quorum": "wait"})
-    answer(simulation, 0, 2)
-    tell(simulation, rejected(1))
-    assert [type(fact) for fact in simulation.facts(RoundWaits)] == [RoundWaits]
-    assert not trained(simulation)
-    assert "2 of 3 updates" not in reason(simulation)
-    assert "3 of 3 clients have answered, 1 rejected (client 1 (b): KeyError" in reason(simulation)
-    simulation.tell(LoseWorker(member("b"), "stopped by its site"))
-    simulation.tell(register("b", start=1, local_data=("ward",)))
-    assert [effect.client for effect in trained(simulation)] == [1]
-    assert simulation.facts(RoundWaits)[-1].asked_again == (1,)
-    before = run_of(simulation)
-    simulation.crash()
-    assert run_of(simulation) == before
-    simulation.queue.clear()
-    tell(simulation, rejected(1, "ValueError: still not"))
-    assert not trained(simulation)  # not on the same process
-    simulation.tell(register("b", start=2, local_data=("ward",)))
-    answer(simulation, 1)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [accepted.client for accepted in closed.accepted] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("cause", "opens_in_s", "after_s"),
-    [
-        (Cause.REFUSED_BY_SITE, 0.0, ASK_AGAIN_S),
-        (Cause.OUTSIDE_WINDOW, 0.0, ASK_AGAIN_S),
-        (Cause.OUTSIDE_WINDOW, 7200.0, 7200.0),
-    ],
-)
-def test_a_round_that_waits_asks_a_site_again_that_has_refused(
-    cause: Cause, opens_in_s: float, after_s: float
-) -> None:
-    """It may have changed its file, which its worker reads at the next question."""
-    simulation = worker_local({"quorum": 3, "on_missing_quorum": "wait"})
-    answer(simulation, 0, 2)
-    refusal = rejected(1).model_copy(update={"cause": cause, "opens_in_s": opens_in_s})
-    tell(simulation, refusal)
-    assert not trained(simulation)
-    for _ in range(2):
-        began_s = simulation.now_s
-        assert next_deadline(simulation.state) == began_s + after_s
-        simulation.now_s = began_s + after_s - 1
-        simulation.tell(Tick())
-        assert not trained(simulation)
-        simulation.now_s = began_s + after_s
-        simulation.tell(Tick())
-        assert [effect.client for effect in trained(simulation)] == [1]
-        waits = simulation.facts(RoundWaits)[-1]
-        assert (waits.asked_again, waits.refused) == ((1,), (1,))
-        tell(simulation, refusal)
-    simulation.tell(LoseWorker(member("b"), "gone"))
-    simulation.now_s += after_s
-    simulation.tell(Tick())
-    assert not trained(simulation)
-    assert simulation.facts(RoundWaits)[-1].asked_again == ()
-    later_s = next_deadline(simulation.state)
-    assert later_s is not None
-    assert later_s > simulation.now_s
-    simulation.tell(register("b", local_data=("ward",)))
-    simulation.now_s += after_s
-    simulation.tell(Tick())
-    answer(simulation, 1)
-    assert len(simulation.facts(RoundClosed)) == 1
-    assert next_deadline(simulation.state) is None
-
-
-def test_without_a_quorum_a_round_waits_for_all_that_are_asked_again() -> None:
-    simulation = worker_local({"on_missing_quorum": "wait"})
-    tell(simulation, *(rejected(client) for client in range(3)))
-    assert phase(simulation) is RunPhase.RECOVERING
-    for name in "ab":
-        simulation.tell(register(name, start=1, local_data=("ward",)))
-    assert [effect.client for effect in trained(simulation)] == [0, 1]
-    answer(simulation, 0)
-    assert not simulation.facts(RoundClosed)
-    answer(simulation, 1)
-    (closed,) = simulation.facts(RoundClosed)
-    assert [accepted.client for accepted in closed.accepted] == [0, 1]
-
-
-def test_simulated_clients_are_asked_again_once_on_every_worker() -> None:
-    simulation = opened(federation({"on_missing_quorum": "wait"}, num_clients=1), "a", "b")
-    tell(simulation, rejected(0))
-    (effect,) = trained(simulation)
-    assert effect.member == member("b")
-    tell(simulation, rejected(0))
-    assert not trained(simulation)
-    simulation.tell(register("c"))
-    (effect,) = trained(simulation)
-    assert effect.member == member("c")
-    simulation.run()
-    assert phase(simulation) is RunPhase.COMPLETED
-
-
-def test_a_resumed_run_asks_failed_clients_again_and_gives_the_round_its_time() -> None:
-    simulation = opened(federation({"quorum": 3, "round_deadline_s": 60.0}), "a")
-    answer(simulation, 0, 2)
-    simulation.now_s = 50.0
-    tell(simulation, rejected(1))
-    assert phase(simulation) is RunPhase.FAILED
-    simulation.run()  # the workers let go of it
-    simulation.now_s = 100.0
-    simulation.tell(ResumeRun(RUN))
-    assert [effect.client for effect in trained(simulation)] == [1]
-    assert next_deadline(simulation.state) == 160.0
-    simulation.run()
-    assert phase(simulation) is RunPhase.COMPLETED
-
-
-def test_a_late_client_that_fails_is_forgotten() -> None:
-    options = {"over_select": 1, "late_updates": {"discount": 0.5}}
-    selection = {"method": "Random", "fraction": 0.3}
-    strategy = federation(options, num_clients=4, client_selection=selection)
-    simulation = opened(strategy, "a")
-    late, *others = trained(simulation)
-    answer(simulation, *(effect.client for effect in others))
-    tell(simulation, rejected(late.client, raised=LABEL))
-    simulation.run()
-    assert phase(simulation) is RunPhase.COMPLETED
-
-
-# ---- evaluation by clients ----
-
-
-def evaluating(options: dict[str, Any] | None = None) -> Simulation:
-    """Three sites with rows of their own, in one round; all evaluations are due."""
-    evaluation = {"split": "test", "metrics": []}
-    text = job_text(
-        federation(options, rounds=1), data={"worker_local": "ward"}, evaluation=evaluation
-    )
-    simulation = start(text)
-    for name in "abc":
-        simulation.tell(register(name, local_data=("ward",)))
-    while not any(isinstance(effect, EvaluateState) for effect in pending(simulation.state)):
-        simulation.tell(simulation.queue.popleft())
-    simulation.queue.clear()
-    return simulation
-
-
-def evaluated(client: int, text: str = "") -> ClientEvaluated:
-    sums = {} if text else {"test/loss": 2.0 * (client + 1), "test/weight:": client + 1.0}
-    return ClientEvaluated(party=ROOT, segment=1, client=client, sums=sums, reason=text)
-
-
-def test_a_client_that_cannot_evaluate_is_left_out_alone() -> None:
-    simulation = evaluating()
-    for fact in (evaluated(0), evaluated(1, "KeyError: 'label'"), evaluated(2)):
-        simulation.tell(Report(RUN, fact))
-    (found,) = simulation.facts(Evaluated)
-    assert without_spreads(found.metrics) == {"test.loss": 2.0}
-    assert phase(simulation) is RunPhase.COMPLETED
-    text = "segment 1: client 1 could not evaluate it: KeyError: 'label'"
-    assert text in [sentence(fact) for fact in simulation.facts(ClientEvaluated)]
-
-
-def test_an_evaluation_that_waits_for_a_site_says_for_which() -> None:
-    simulation = evaluating()
-    for client in (0, 2):
-        simulation.tell(Report(RUN, evaluated(client)))
-    assert reason(simulation) == ""
-    simulation.tell(LoseWorker(member("b"), "gone"))
-    assert reason(simulation) == "round 1 waits to be evaluated by client 1 (b), not here"
-    simulation.tell(register("b", 1, local_data=("ward",)))
-    assert reason(simulation) == ""
-
-
-def test_an_evaluation_that_nobody_can_do_fails_the_run() -> None:
-    simulation = evaluating()
-    for client in range(3):
-        simulation.tell(Report(RUN, evaluated(client, "KeyError: 'label'")))
-    assert run_of(simulation).reason.startswith(
-        "the evaluation of round 1 has failed: client 0: KeyError: 'label'; client 1: "
-    )
-
-
-def test_a_client_that_cannot_evaluate_ends_a_run_in_which_none_may_fail() -> None:
-    simulation = evaluating({"on_client_error": "fail"})
-    simulation.tell(Report(RUN, evaluated(1, "KeyError: 'label'")))
-    assert run_of(simulation).reason == (
-        "the evaluation of round 1 has failed: client 1: KeyError: 'label'"
-    )
-
-
-def test_a_client_whose_evaluation_ends_its_processes_is_left_out_alone() -> None:
-    simulation = evaluating()
-    for number in range(3):
-        told = ending("b", number, status=1, run_id=RUN, party="evaluate")
-        simulation.tell(register("b", number + 1, told, local_data=("ward",)))
-    (found,) = [fact for fact in simulation.facts(ClientEvaluated) if fact.reason]
-    assert (found.client, found.sums) == (1, {})
-    for client in (0, 2):
-        simulation.tell(Report(RUN, evaluated(client)))
-    assert phase(simulation) is RunPhase.COMPLETED
-
-
-# ---- the job ----
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"on_client_error": "ignore"}, "is not one of reject, fail"),
-        ({"on_missing_quorum": "reject"}, "is not one of fail, wait"),
-    ],
-)
-def test_other_words_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidInputError, match=text):
-        JobSpec.from_json(job_text(federation(options)))
-
-
-def test_what_is_due_names_no_rejected_client() -> None:
-    simulation = opened(federation(), "a")
-    tell(simulation, rejected(1))
-    due = [e for e in pending(simulation.state) if isinstance(e, TrainClient)]
-    assert {effect.client for effect in due} == {0, 2}
-
-
-# ---- the build, where each site has rows of its own ----
-
-
-def unbuilt(options: dict[str, Any] | None = None) -> Simulation:
-    """Three sites; the first of them is to build the model."""
-    simulation = start(job_text(federation(options), data={"worker_local": "ward"}))
-    for name in "abc":
-        simulation.tell(register(name, local_data=("ward",)))
-    simulation.queue.clear()
-    return simulation
-
-
-def builder(simulation: Simulation) -> Member:
-    (effect,) = [e for e in pending(simulation.state) if isinstance(e, Build)]
-    return effect.member
-
-
-def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
-    simulation = unbuilt()
-    first = builder(simulation)
-    failed = BuildFailed(party=ROOT, member=first, reason="KeyError: 'label'", error=LABEL)
-    simulation.tell(Report(RUN, failed))
-    assert builder(simulation) != first
-    before = run_of(simulation)
-    simulation.crash()
-    assert run_of(simulation) == before
-    simulation.run()
-    assert phase(simulation) is RunPhase.COMPLETED
-    assert sentence(failed) == f"{first.worker_id} cannot build the model: KeyError: 'label'"
-
-
-def test_a_site_whose_processes_the_build_ends_leaves_it_to_another_one() -> None:
-    simulation = unbuilt()
-    first = builder(simulation)
-    for number in range(3):
-        told = ending(first.worker_id, number, status=-11, run_id=RUN, party="build")
-        simulation.tell(register(first.worker_id, number + 1, told, local_data=("ward",)))
-    (failed,) = simulation.facts(BuildFailed)
-    assert "has ended 3 worker processes" in failed.reason
-
-
-def test_a_model_that_no_site_can_build_fails_the_run() -> None:
-    simulation = unbuilt()
-    for _ in range(3):
-        failed = BuildFailed(
-            party=ROOT, member=builder(simulation), reason="KeyError: 'label'", error=LABEL
-        )
-        simulation.tell(Report(RUN, failed))
-    run = run_of(simulation)
-    assert run.reason == (
-        "no worker can build the model: a: KeyError: 'label'; b: KeyError: 'label'; "
-        "c: KeyError: 'label'"
-    )
-    assert run.error == LABEL
-
-
-def test_the_last_site_that_may_build_the_model_is_known() -> None:
-    simulation = unbuilt()
-    job = JobSpec.from_json(job_text(federation({}), data={"worker_local": "ward"}))
-    for is_last in (False, False, True):
-        member, value = builder(simulation), run_of(simulation).value
-        assert isinstance(value, FederatedRun)
-        assert only_one_to_build(job, value, world_of(simulation.state), member) is is_last
-        failed = BuildFailed(party=ROOT, member=member, reason="KeyError: 'label'", error=LABEL)
-        simulation.tell(Report(RUN, failed))
-
-
-@pytest.mark.parametrize(
-    ("options", "data", "raised", "may"),
-    [
-        ({}, {"worker_local": "ward"}, error("KeyError", "'label'"), True),
-        ({"on_client_error": "fail"}, {"worker_local": "ward"}, error("KeyError", "'x'"), False),
-        ({}, {"entrypoint": "m:d"}, None, False),
-        ({}, {"entrypoint": "m:d"}, error("KeyError", "'label'"), False),
-        ({}, {"entrypoint": "m:d"}, error("ModuleNotFoundError", "no module"), True),
-        ({}, {"path": "rows.safetensors"}, error("NotFoundError", "no file rows", ""), True),
-        ({}, {"entrypoint": "m:d"}, error("torch.OutOfMemoryError", "of a GPU"), True),
-    ],
-)
-def test_rows_of_its_own_and_what_it_lacks_tell_one_builder_from_another(
-    options: dict[str, Any], data: dict[str, str], raised: ErrorRecord | None, may: bool
-) -> None:
-    assert may_move(JobSpec.from_json(job_text(federation(options), data=data)), raised) is may
-
-
-def test_a_model_of_one_party_is_built_where_its_worker_is() -> None:
-    lacks_it = error("ModuleNotFoundError", "no module")
-    assert not may_move(JobSpec.from_json(job_text({"type": "Local"})), lacks_it)
-
-
 @pytest.mark.parametrize(
     ("q", "loss", "cause", "reason"),
     [
@@ -685,3 +159,419 @@ def test_a_loss_before_training_must_be_one_to_weigh_by(
         assert found is not None
         assert found[0] is cause
         assert found[1].startswith(reason)
+
+
+def test_an_exception_is_journaled_once_in_a_round() -> None:
+    told, (effect, *_) = Told(), trained(opened(federation(), "a"))
+    assert told.is_news(effect, LABEL)
+    assert not told.is_news(effect, LABEL)
+    others = [told.is_news(effect, error("E", str(number))) for number in range(20)]
+    assert others.count(True) == MAX_ERRORS - 1
+    told.forget(RUN)
+    assert told.is_news(effect, LABEL)
+
+
+# ---- a round without the clients that failed ----
+
+
+def test_a_client_that_fails_is_rejected_alone_in_every_round() -> None:
+    simulation = opened(federation(), "a")
+    for number in (1, 2, 3):
+        simulation.report(rejected(1, raised=LABEL, round_num=number))
+        assert {effect.client for effect in trained(simulation)} == {0, 2}
+        answer(simulation, 0, 2)
+        simulation.queue.clear()
+        simulation.seen.clear()
+        simulation.tell(Tick())
+        simulation.step()  # the fold
+    run = simulation.record
+    assert run.ended is RunPhase.COMPLETED
+    assert run.reason == "3 rounds committed; rejected: client 1 in 3 rounds (KeyError: 'label')"
+    assert run.is_reproducible
+    closed = simulation.facts(f.RoundClosed)
+    assert [[a.client for a in fact.accepted] for fact in closed] == [[0, 2]] * 3
+    text = "round 1 closed: 2 of 3 updates, 1 rejected (client 1: KeyError: 'label')"
+    assert sentence(closed[0]).startswith(text)
+    assert not any(fact.by_policy for fact in closed)
+    simulation.crash()
+
+
+MACHINES = (
+    *(Cause.CRASHED, Cause.MEMORY, Cause.TIMEOUT, Cause.OUTSIDE_WINDOW),
+    *(Cause.KEYS_LOST, Cause.ABSENT),
+)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_what_depends_on_machines_is_not_reproducible(cause: Cause) -> None:
+    simulation = opened(federation(), "a")
+    simulation.report(rejected(1, cause=cause))
+    answer(simulation, 0, 2)
+    assert simulation.record.is_reproducible is (cause not in MACHINES)
+
+
+def test_the_same_is_so_inside_a_population() -> None:
+    strategy = population(2, 1, federation(rounds=1), {"method": "Truncation", "fraction": 0.5})
+    evaluation = {"metrics": [], "best": "loss", "mode": "min"}
+    sections = {**POPULATION_SECTIONS, "steps_per_generation": 1, "evaluation": evaluation}
+    simulation = start(job_text(strategy, **sections), "a")
+    simulation.until_due(TrainClient)
+    effect = trained(simulation)[0]
+    fact = rejected(effect.client, cause=Cause.CRASHED).model_copy(update={"party": effect.party})
+    simulation.report(fact)
+    assert not simulation.record.is_reproducible
+    simulation.complete()
+
+
+VALUES = ("values of 'w'", Cause.NOT_FINITE)
+
+
+def test_the_reason_groups_clients_that_fail_alike() -> None:
+    simulation = opened(federation(num_clients=5), "a")
+    simulation.report(rejected(0), rejected(3), rejected(1, *VALUES))
+    answer(simulation, 2, 4)
+    assert closing(simulation)[1] == (
+        "round 1: 2 of 5 updates, 3 rejected (clients 0, 3: KeyError: 'label'; "
+        "client 1: values of 'w')"
+    )
+
+
+def test_without_any_update_the_run_fails_with_the_commonest_reason() -> None:
+    simulation = opened(federation(num_clients=4), "a")
+    simulation.report(rejected(2, *VALUES), *(rejected(n, raised=LABEL) for n in (0, 1, 3)))
+    run = simulation.record
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == (
+        "round 1: 0 of 4 updates; 3 raised KeyError: 'label' (clients 0, 1, 3); "
+        "1 not finite: values of 'w' (client 2)"
+    )
+    assert run.error == LABEL
+
+
+def test_a_sentence_names_some_clients_and_their_workers_where_rows_are_local() -> None:
+    simulation = start(job_text(federation(num_clients=2), **WARD))
+    simulation.sites(["anna", "berta"])
+    simulation.step()
+    simulation.report(rejected(0), rejected(1))
+    assert simulation.record.reason == (
+        "round 1: 0 of 2 updates; 2 raised KeyError: 'label' (clients 0 (anna), 1 (berta))"
+    )
+    simulation = opened(federation(num_clients=100), "a")
+    simulation.report(*map(rejected, range(100)))
+    assert simulation.record.reason.endswith(
+        "100 raised KeyError: 'label' (clients 0, 1, 2, 3, 4, 5, 6, 7 and 92 more)"
+    )
+
+
+def test_no_client_may_fail_where_the_job_says_so() -> None:
+    strict = federation({"on_client_error": "fail"})
+    for cause in (Cause.EXCEPTION, Cause.NOT_FINITE, Cause.LAYOUT):
+        simulation = opened(strict, "a")
+        answer(simulation, 0)
+        simulation.report(rejected(1, cause=cause, raised=LABEL))
+        run = simulation.record
+        assert run.ended is RunPhase.FAILED
+        assert (run.reason, run.error) == ("round 1: client 1: KeyError: 'label'", LABEL)
+    simulation = opened(strict, "a")
+    for number in range(3):
+        told = ending("a", number, status=1, run_id=RUN, party="client1")
+        simulation.tell(register("a", number + 1, told))
+    assert simulation.record.reason.startswith("round 1: client 1: it has ended 3 worker processes")
+
+
+# ---- quorum ----
+
+
+def test_a_quorum_is_not_lowered_by_failures() -> None:
+    simulation = opened(federation({"quorum": 2}), "a")
+    simulation.report(rejected(0), rejected(1, *VALUES))
+    answer(simulation, 2)
+    assert simulation.record.reason == (
+        "round 1: 1 of 3 updates; 1 raised KeyError: 'label' (client 0); "
+        "1 not finite: values of 'w' (client 1); 2 are needed"
+    )
+
+
+def test_over_selection_without_a_quorum_takes_what_did_not_fail() -> None:
+    strategy = federation(
+        {"over_select": 1}, num_clients=4, client_selection={"method": "Random", "fraction": 0.5}
+    )
+    simulation = opened(strategy, "a")
+    first, second, third = (effect.client for effect in trained(simulation))
+    simulation.report(rejected(first), rejected(second))
+    answer(simulation, third)
+    assert closing(simulation)[0] == [third]
+
+
+def test_a_deadline_may_be_waited_out_for_the_quorum() -> None:
+    simulation = opened(federation({"quorum": 2, "round_deadline_s": 60.0, **WAIT}), "a")
+    answer(simulation, 1)
+    simulation.tick(61.0)
+    assert sentence(simulation.fact(f.RoundWaits)) == (
+        "round 1: 1 of 3 updates, deadline passed; 2 are needed; the round waits"
+    )
+    assert next_deadline(simulation.state) is None
+    assert simulation.phase is RunPhase.RECOVERING
+    answer(simulation, 2)
+    assert closing(simulation)[0] == [1, 2]
+    assert simulation.fact(f.RoundClosed).by_policy
+    assert not simulation.record.is_reproducible
+
+
+def worker_local(options: dict[str, Any]) -> Simulation:
+    """Three sites in an open round."""
+    simulation = local(options)
+    simulation.alone()
+    return simulation
+
+
+def test_a_round_that_waits_asks_a_failed_client_again_when_its_worker_is_a_new_one() -> None:
+    simulation = worker_local({"quorum": 3, **WAIT})
+    answer(simulation, 0, 2)
+    simulation.report(rejected(1))
+    assert len(simulation.facts(f.RoundWaits)) == 1
+    assert not trained(simulation)
+    assert "2 of 3 updates" not in simulation.reason
+    assert "3 of 3 clients have answered, 1 rejected (client 1 (b): KeyError" in simulation.reason
+    simulation.lose("b", reason="stopped by its site")
+    simulation.sites("b", 1)
+    assert [effect.client for effect in trained(simulation)] == [1]
+    assert simulation.facts(f.RoundWaits)[-1].asked_again == (1,)
+    simulation.crash()
+    simulation.queue.clear()
+    simulation.report(rejected(1, "ValueError: still not"))
+    assert not trained(simulation)  # not on the same process
+    simulation.sites("b", 2)
+    answer(simulation, 1)
+    assert closing(simulation)[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cause", "opens_in_s", "after_s"),
+    [
+        (Cause.REFUSED_BY_SITE, 0.0, ASK_AGAIN_S),
+        (Cause.OUTSIDE_WINDOW, 0.0, ASK_AGAIN_S),
+        (Cause.OUTSIDE_WINDOW, 7200.0, 7200.0),
+    ],
+)
+def test_a_round_that_waits_asks_a_site_again_that_has_refused(
+    cause: Cause, opens_in_s: float, after_s: float
+) -> None:
+    """It may have changed its file, which its worker reads at the next question."""
+    simulation = worker_local({"quorum": 3, **WAIT})
+    answer(simulation, 0, 2)
+    refusal = rejected(1, cause=cause, opens_in_s=opens_in_s)
+    simulation.report(refusal)
+    assert not trained(simulation)
+    for _ in range(2):
+        due_s = simulation.now_s + after_s
+        assert next_deadline(simulation.state) == due_s
+        simulation.tick(due_s - 1)
+        assert not trained(simulation)
+        simulation.tick(due_s)
+        assert [effect.client for effect in trained(simulation)] == [1]
+        waits = simulation.facts(f.RoundWaits)[-1]
+        assert (waits.asked_again, waits.refused) == ((1,), (1,))
+        simulation.report(refusal)
+    simulation.lose("b", reason="gone")
+    simulation.tick(simulation.now_s + after_s)
+    assert not trained(simulation)
+    assert simulation.facts(f.RoundWaits)[-1].asked_again == ()
+    later_s = next_deadline(simulation.state)
+    assert later_s is not None
+    assert later_s > simulation.now_s
+    simulation.sites("b")
+    simulation.tick(simulation.now_s + after_s)
+    answer(simulation, 1)
+    assert len(simulation.facts(f.RoundClosed)) == 1
+    assert next_deadline(simulation.state) is None
+
+
+def test_without_a_quorum_a_round_waits_for_all_that_are_asked_again() -> None:
+    simulation = worker_local(WAIT)
+    simulation.report(*map(rejected, range(3)))
+    assert simulation.phase is RunPhase.RECOVERING
+    simulation.sites("ab", 1)
+    assert [effect.client for effect in trained(simulation)] == [0, 1]
+    answer(simulation, 0)
+    assert not simulation.facts(f.RoundClosed)
+    answer(simulation, 1)
+    assert closing(simulation)[0] == [0, 1]
+
+
+def test_simulated_clients_are_asked_again_once_on_every_worker() -> None:
+    simulation = opened(federation(WAIT, num_clients=1), "a", "b")
+    simulation.report(rejected(0))
+    assert simulation.due_one(TrainClient).member == member("b")
+    simulation.report(rejected(0))
+    assert not trained(simulation)
+    simulation.come("c")
+    assert simulation.due_one(TrainClient).member == member("c")
+    simulation.complete()
+
+
+def test_a_resumed_run_asks_failed_clients_again_and_gives_the_round_its_time() -> None:
+    simulation = opened(federation({"quorum": 3, "round_deadline_s": 60.0}), "a")
+    answer(simulation, 0, 2)
+    simulation.now_s = 50.0
+    simulation.report(rejected(1))
+    assert simulation.phase is RunPhase.FAILED
+    simulation.run()  # the workers let go of it
+    simulation.now_s = 100.0
+    simulation.tell(ResumeRun(RUN))
+    assert simulation.due_one(TrainClient).client == 1
+    assert next_deadline(simulation.state) == 160.0
+    simulation.complete()
+
+
+def test_a_late_client_that_fails_is_forgotten() -> None:
+    options = {"over_select": 1, "late_updates": {"discount": 0.5}}
+    selection = {"method": "Random", "fraction": 0.3}
+    simulation = opened(federation(options, num_clients=4, client_selection=selection), "a")
+    late, *others = trained(simulation)
+    answer(simulation, *(effect.client for effect in others))
+    simulation.report(rejected(late.client, raised=LABEL))
+    simulation.complete()
+
+
+# ---- evaluation by clients ----
+
+
+def evaluating(options: dict[str, Any] | None = None) -> Simulation:
+    """Three sites with rows of their own, in one round; all evaluations are due."""
+    evaluation = {"split": "test", "metrics": []}
+    simulation = start(job_text(federation(options, rounds=1), **WARD, evaluation=evaluation))
+    simulation.sites("abc")
+    simulation.until_due(EvaluateState)
+    simulation.queue.clear()
+    return simulation
+
+
+def evaluated(client: int, text: str = "") -> f.ClientEvaluated:
+    sums = {} if text else {"test/loss": 2.0 * (client + 1), "test/weight:": client + 1.0}
+    return f.ClientEvaluated(party=f.ROOT, segment=1, client=client, sums=sums, reason=text)
+
+
+def test_a_client_that_cannot_evaluate_is_left_out_alone() -> None:
+    simulation = evaluating()
+    simulation.report(evaluated(0), evaluated(1, "KeyError: 'label'"), evaluated(2))
+    assert without_spreads(simulation.fact(f.Evaluated).metrics) == {"test.loss": 2.0}
+    assert simulation.phase is RunPhase.COMPLETED
+    text = "segment 1: client 1 could not evaluate it: KeyError: 'label'"
+    assert text in [sentence(fact) for fact in simulation.facts(f.ClientEvaluated)]
+
+
+def test_an_evaluation_that_waits_for_a_site_says_for_which() -> None:
+    simulation = evaluating()
+    simulation.report(evaluated(0), evaluated(2))
+    assert simulation.reason == ""
+    simulation.lose("b", reason="gone")
+    assert simulation.phase is RunPhase.RUNNING
+    assert simulation.reason == "round 1 waits to be evaluated by client 1 (b), not here"
+    simulation.sites("b", 1)
+    assert simulation.reason == ""
+
+
+def test_an_evaluation_that_nobody_can_do_or_none_may_fail_fails_the_run() -> None:
+    simulation = evaluating()
+    simulation.report(*(evaluated(client, "KeyError: 'label'") for client in range(3)))
+    said = "the evaluation of round 1 has failed: client 0: KeyError: 'label'; client 1: "
+    assert simulation.record.reason.startswith(said)
+    simulation = evaluating({"on_client_error": "fail"})
+    simulation.report(evaluated(1, "KeyError: 'label'"))
+    said = "the evaluation of round 1 has failed: client 1: KeyError: 'label'"
+    assert simulation.record.reason == said
+
+
+def test_a_client_whose_evaluation_ends_its_processes_is_left_out_alone() -> None:
+    simulation = evaluating()
+    for number in range(3):
+        told = ending("b", number, status=1, run_id=RUN, party="evaluate")
+        simulation.tell(register("b", number + 1, told, local_data=("ward",)))
+    (found,) = [fact for fact in simulation.facts(f.ClientEvaluated) if fact.reason]
+    assert (found.client, found.sums) == (1, {})
+    simulation.report(evaluated(0), evaluated(2))
+    assert simulation.phase is RunPhase.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("on_client_error", "is not one of reject, fail"),
+        ("on_missing_quorum", "is not one of fail, wait"),
+    ],
+)
+def test_other_words_are_refused(option: str, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        JobSpec.from_json(job_text(federation({option: "ignore"})))
+
+
+# ---- the build, where each site has rows of its own ----
+
+
+def build_failed(member: f.Member) -> f.BuildFailed:
+    return f.BuildFailed(party=f.ROOT, member=member, reason="KeyError: 'label'", error=LABEL)
+
+
+def unbuilt() -> Simulation:
+    simulation = local()
+    simulation.queue.clear()
+    return simulation
+
+
+def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
+    simulation = unbuilt()
+    first = simulation.due_one(Build).member
+    failed = build_failed(first)
+    simulation.report(failed)
+    assert simulation.due_one(Build).member != first
+    simulation.crash()
+    simulation.complete()
+    assert sentence(failed) == f"{first.worker_id} cannot build the model: KeyError: 'label'"
+
+
+def test_a_site_whose_processes_the_build_ends_leaves_it_to_another_one() -> None:
+    simulation = unbuilt()
+    first = simulation.due_one(Build).member.worker_id
+    for number in range(3):
+        told = ending(first, number, status=-11, run_id=RUN, party="build")
+        simulation.tell(register(first, number + 1, told, local_data=("ward",)))
+    assert "has ended 3 worker processes" in simulation.fact(f.BuildFailed).reason
+
+
+def test_a_model_that_no_site_can_build_fails_the_run_and_the_last_one_is_known() -> None:
+    simulation = unbuilt()
+    for is_last in (False, False, True):
+        member, run = simulation.due_one(Build).member, simulation.record
+        world = world_of(simulation.state)
+        assert only_one_to_build(run.job, run.value, world, member) is is_last
+        simulation.report(build_failed(member))
+    run = simulation.record
+    assert run.reason == (
+        "no worker can build the model: a: KeyError: 'label'; b: KeyError: 'label'; "
+        "c: KeyError: 'label'"
+    )
+    assert run.error == LABEL
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "raised", "may"),
+    [
+        ({}, {"worker_local": "ward"}, error("KeyError", "'label'"), True),
+        ({"on_client_error": "fail"}, {"worker_local": "ward"}, error("KeyError", "'x'"), False),
+        ({}, {"entrypoint": "m:d"}, None, False),
+        ({}, {"entrypoint": "m:d"}, error("KeyError", "'label'"), False),
+        ({}, {"entrypoint": "m:d"}, error("ModuleNotFoundError", "no module"), True),
+        ({}, {"path": "rows.safetensors"}, error("NotFoundError", "no file rows", ""), True),
+        ({}, {"entrypoint": "m:d"}, error("torch.OutOfMemoryError", "of a GPU"), True),
+    ],
+)
+def test_rows_of_its_own_and_what_it_lacks_tell_one_builder_from_another(
+    options: dict[str, Any], data: dict[str, str], raised: f.ErrorRecord | None, may: bool
+) -> None:
+    assert may_move(JobSpec.from_json(job_text(federation(options), data=data)), raised) is may
+
+
+def test_a_model_of_one_party_is_built_where_its_worker_is() -> None:
+    lacks_it = error("ModuleNotFoundError", "no module")
+    assert not may_move(JobSpec.from_json(job_text({"type": "Local"})), lacks_it)
