@@ -79,6 +79,15 @@ def check_at_submit(text: str) -> None:
         raise InvalidInputError(violations=violations)
 
 
+def refusal(text: str) -> str:
+    """What a job is refused with at submit."""
+    try:
+        check_at_submit(text)
+    except InvalidInputError as error:
+        return str(error)
+    raise AssertionError("the job is taken")
+
+
 INNER = {"type": "DataParallel", "num_replicas": 2, "aggregation": {"method": "AllReduce"}}
 
 

@@ -5,20 +5,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.base.ids import Digest, RunId
+from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import (
-    CancelRun,
-    Command,
-    DeleteRun,
-    ExpireRuns,
-    PinRun,
-    Refusal,
-    RefusalKind,
-    Report,
-    ReportTrouble,
-    ResumeRun,
-    SubmitRun,
-)
 from stratagem.coordinator.core.ended_runs import EndedRuns
 from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState, EndedRun, RunPhase
@@ -76,7 +64,7 @@ def facts_of(simulation: Simulation, num: int) -> list[tuple[f.Fact, float]]:
 def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str, Any]) -> None:
     simulation = start(job_text(strategy, data={"inline": "ab" * 32}), "a", "b")
     simulation.step()
-    simulation.tell(CancelRun(RUN))
+    simulation.tell(c.CancelRun(RUN))
     simulation.run()
     before = simulation.state
     summary = archived(simulation)
@@ -89,11 +77,11 @@ def test_a_run_that_is_recalled_is_the_run_that_was_archived(strategy: dict[str,
     assert state.all_runs() == [summary]
     assert phase_of(world_of(state), summary) is RunPhase.CANCELLED
     assert live_blobs(state) == live_blobs(before), "nothing of it is collected"
-    assert num_to_recall(state, ResumeRun(RUN)) == (RUN, summary.num_facts)
+    assert num_to_recall(state, c.ResumeRun(RUN)) == (RUN, summary.num_facts)
     again = recall(state, RUN, facts_of(simulation, summary.num_facts))
     assert again == before
     simulation.state = again
-    simulation.tell(ResumeRun(RUN))
+    simulation.tell(c.ResumeRun(RUN))
     simulation.complete()
 
 
@@ -101,7 +89,7 @@ def test_a_run_that_goes_on_or_is_still_held_is_not_archived() -> None:
     simulation = start(job_text(LOCAL), "a")
     assert archived(simulation) is None
     simulation.step()
-    simulation.tell(CancelRun(RUN))
+    simulation.tell(c.CancelRun(RUN))
     assert archived(simulation) is None, "a worker holds a session of it"
     simulation.run()
     assert archived(simulation) is not None
@@ -127,33 +115,33 @@ def test_of_an_archived_run_only_what_a_command_needs_is_recalled() -> None:
     simulation, _, state = at_peace()
     assert put_to_rest(state, []) is state
     # A completed run is not resumed; whether a job is the same is seen by its first fact.
-    assert num_to_recall(state, ResumeRun(RUN)) is None
-    assert num_to_recall(state, SubmitRun(RUN, job_text(LOCAL), 1.0)) == (RUN, 1)
-    assert num_to_recall(state, CancelRun(RUN)) is None
-    assert num_to_recall(state, ResumeRun(RunId("other"))) is None
+    assert num_to_recall(state, c.ResumeRun(RUN)) is None
+    assert num_to_recall(state, c.SubmitRun(RUN, job_text(LOCAL), 1.0)) == (RUN, 1)
+    assert num_to_recall(state, c.CancelRun(RUN)) is None
+    assert num_to_recall(state, c.ResumeRun(RunId("other"))) is None
     first = recall(state, RUN, facts_of(simulation, 1))
-    assert decide(first, SubmitRun(RUN, job_text(LOCAL), 1.0)) == ()
-    other = decide(first, SubmitRun(RUN, job_text(LOCAL, seed=1), 1.0))
-    assert isinstance(other, Refusal)
-    assert other.kind is RefusalKind.CONFLICT
+    assert decide(first, c.SubmitRun(RUN, job_text(LOCAL), 1.0)) == ()
+    other = decide(first, c.SubmitRun(RUN, job_text(LOCAL, seed=1), 1.0))
+    assert isinstance(other, c.Refusal)
+    assert other.kind is c.RefusalKind.CONFLICT
 
 
 @pytest.mark.parametrize(
     ("command", "refused"),
     [
-        (CancelRun(RUN), None),
-        (Report(RUN, f.RunReleased()), None),
-        (ReportTrouble(RUN, f.ROOT, 1, "cut off"), None),
-        (ResumeRun(RUN), RefusalKind.PRECONDITION),
-        (Report(RUN, f.RunFailed(reason="late")), RefusalKind.STALE),
+        (c.CancelRun(RUN), None),
+        (c.Report(RUN, f.RunReleased()), None),
+        (c.ReportTrouble(RUN, f.ROOT, 1, "cut off"), None),
+        (c.ResumeRun(RUN), c.RefusalKind.PRECONDITION),
+        (c.Report(RUN, f.RunFailed(reason="late")), c.RefusalKind.STALE),
     ],
     ids=lambda each: type(each).__name__,
 )
 def test_an_archived_run_answers_without_being_recalled(
-    command: Command, refused: RefusalKind | None
+    command: c.Command, refused: c.RefusalKind | None
 ) -> None:
     answer = decide(at_peace()[2], command)
-    assert (answer.kind if isinstance(answer, Refusal) else answer) == (refused or ())
+    assert (answer.kind if isinstance(answer, c.Refusal) else answer) == (refused or ())
 
 
 def test_the_blobs_of_an_archived_run_are_its_owners() -> None:
@@ -168,7 +156,7 @@ def test_the_blobs_of_an_archived_run_are_its_owners() -> None:
     assert runs_with(state, Digest("ab" * 32), shown) == [RUN]
     assert runs_with(state, blob, {}) == [RUN], "deleted in this instant"
     assert resting_with(state, digest("another")) == []
-    (entry,) = decide(state, DeleteRun(RUN))  # type: ignore[misc]
+    (entry,) = decide(state, c.DeleteRun(RUN))  # type: ignore[misc]
     assert entry.run_id == RUN
 
 
@@ -182,13 +170,13 @@ def ended(name: str, at_s: float, *blobs: str, initial: str = "") -> EndedRun:
     return EndedRun(RunId(name), RunPhase.COMPLETED, 1, 0.0, "", all_blobs, at_s, began)
 
 
-def expired(command: ExpireRuns, *runs: EndedRun, **others: Any) -> list[str]:
+def expired(command: c.ExpireRuns, *runs: EndedRun, **others: Any) -> list[str]:
     state = CoordinatorState(BUILT_IN, ended=EndedRuns.of(runs), **others)
     return [entry.run_id for entry in expire_runs(state, command)]
 
 
-def expire(before_s: float = EVER, num_kept: int = ALL, limit: int = ALL) -> ExpireRuns:
-    return ExpireRuns(before_s, num_kept, limit, "it is time")
+def expire(before_s: float = EVER, num_kept: int = ALL, limit: int = ALL) -> c.ExpireRuns:
+    return c.ExpireRuns(before_s, num_kept, limit, "it is time")
 
 
 def test_what_expires_is_the_oldest_by_age_and_by_number() -> None:
@@ -202,21 +190,21 @@ def test_what_expires_is_the_oldest_by_age_and_by_number() -> None:
 
 def test_a_run_that_is_pinned_neither_expires_nor_counts_nor_is_deleted() -> None:
     simulation, _, _ = at_peace()
-    (entry,) = simulation.tell(PinRun(RUN, True, "token a"))  # type: ignore[misc]
+    (entry,) = simulation.tell(c.PinRun(RUN, True, "token a"))  # type: ignore[misc]
     assert entry.fact == f.RunPinned(run_id=RUN, is_pinned=True, by="token a")
-    assert simulation.tell(PinRun(RUN, True)) == ()
-    unknown = simulation.refusal(PinRun(RunId("nobody"), True))
-    assert unknown == Refusal(RefusalKind.NOT_FOUND, "run 'nobody' is not known")
+    assert simulation.tell(c.PinRun(RUN, True)) == ()
+    unknown = simulation.refusal(c.PinRun(RunId("nobody"), True))
+    assert unknown == c.Refusal(c.RefusalKind.NOT_FOUND, "run 'nobody' is not known")
     summary = archived(simulation)
     assert summary is not None
     state = put_to_rest(simulation.state, [summary])
     reason = f"run {RUN!r} is pinned; unpin it first"
-    assert decide(state, DeleteRun(RUN)) == Refusal(RefusalKind.PRECONDITION, reason)
+    assert decide(state, c.DeleteRun(RUN)) == c.Refusal(c.RefusalKind.PRECONDITION, reason)
     assert expire_runs(state, expire(before_s=1e9, num_kept=0)) == ()
     runs = [ended("a", 10.0), ended("b", 20.0), ended("c", 30.0)]
     assert expired(expire(num_kept=1), *runs, pinned=frozenset({RunId("c")})) == ["a"]
-    simulation.tell(PinRun(RUN, False))
-    assert not isinstance(decide(simulation.state, DeleteRun(RUN)), Refusal)
+    simulation.tell(c.PinRun(RUN, False))
+    assert not isinstance(decide(simulation.state, c.DeleteRun(RUN)), c.Refusal)
 
 
 def test_a_run_that_another_one_has_begun_from_stays_as_long_as_that() -> None:
@@ -232,5 +220,5 @@ def test_a_run_that_has_expired_is_gone_with_the_reason() -> None:
     _, summary, state = at_peace()
     assert summary.is_released
     entries = decide(state, expire(num_kept=0))
-    assert not isinstance(entries, Refusal)
+    assert not isinstance(entries, c.Refusal)
     assert [entry.fact for entry in entries] == [f.RunExpired(reason="it is time")]

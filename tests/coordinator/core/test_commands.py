@@ -6,20 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stratagem.common.base.ids import Digest, Party, RunId
+from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import (
-    CancelRun,
-    ClaimData,
-    Command,
-    DeleteRun,
-    HoldBlobs,
-    Refusal,
-    RefusalKind,
-    Report,
-    ReportTrouble,
-    ResumeRun,
-    SubmitRun,
-)
 from stratagem.coordinator.core.effects import RunSegment
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase
 from stratagem.coordinator.core.state_machine.apply import CLUSTER, MAX_UPLOADS, apply
@@ -51,12 +39,12 @@ pytestmark = pytest.mark.core
 OTHER = RunId("other")
 
 
-OF_NOBODY: list[Command] = [
-    CancelRun(OTHER),
-    ResumeRun(OTHER),
-    DeleteRun(OTHER),
-    Report(OTHER, f.RunReleased()),
-    ReportTrouble(OTHER, f.ROOT, 1, "cut off"),
+OF_NOBODY: list[c.Command] = [
+    c.CancelRun(OTHER),
+    c.ResumeRun(OTHER),
+    c.DeleteRun(OTHER),
+    c.Report(OTHER, f.RunReleased()),
+    c.ReportTrouble(OTHER, f.ROOT, 1, "cut off"),
 ]
 
 
@@ -66,8 +54,8 @@ ERROR = f.ErrorRecord(
 
 
 @pytest.mark.parametrize("command", OF_NOBODY, ids=lambda each: type(each).__name__)
-def test_a_run_that_nobody_knows_is_not_found(command: Command) -> None:
-    refusal = Refusal(RefusalKind.NOT_FOUND, "run 'other' is not known")
+def test_a_run_that_nobody_knows_is_not_found(command: c.Command) -> None:
+    refusal = c.Refusal(c.RefusalKind.NOT_FOUND, "run 'other' is not known")
     assert start(job_text(LOCAL), "a").refusal(command) == refusal
 
 
@@ -115,7 +103,7 @@ def test_an_exchange_that_fails_in_a_party_below_forms_that_party_anew() -> None
     assert run.strategy.party_job(run.job, run.value, silo).epochs == 1
     assert run.strategy.party_job(run.job, run.value, f.ROOT) == run.job
     view = parties[silo]
-    simulation.tell(ReportTrouble(RUN, silo, view.membership, "socket closed"))
+    simulation.tell(c.ReportTrouble(RUN, silo, view.membership, "socket closed"))
     formed = simulation.facts(f.MembersFormed)[-1]
     assert (formed.party, formed.members, formed.reason) == (silo, view.members, "socket closed")
     after = parties_of(simulation.record)
@@ -146,8 +134,8 @@ def test_each_party_has_the_value_of_its_own_strategy() -> None:
 
 def test_a_blob_belongs_to_whom_it_was_received_from() -> None:
     simulation, blob = Simulation(), digest("rows")
-    assert simulation.tell(ClaimData("token a", blob)) != ()
-    assert simulation.tell(ClaimData("token a", blob)) == (), "known already"
+    assert simulation.tell(c.ClaimData("token a", blob)) != ()
+    assert simulation.tell(c.ClaimData("token a", blob)) == (), "known already"
     assert has_brought(simulation.state, "token a", blob)
     assert not has_brought(simulation.state, "token b", blob)
     assert not is_shared(simulation.state, blob)
@@ -166,7 +154,7 @@ def test_uploads_that_no_run_names_are_remembered_up_to_a_number() -> None:
 def test_what_a_backup_holds_is_live_until_another_one_begins_after_its_time() -> None:
     simulation = start(job_text(LOCAL), "a")
     listed, newer, last = digest("listed"), digest("newer"), digest("last")
-    (entry,) = simulation.tell(HoldBlobs(listed, 10.0, "token a"))  # type: ignore[misc]
+    (entry,) = simulation.tell(c.HoldBlobs(listed, 10.0, "token a"))  # type: ignore[misc]
     assert entry.fact == f.BlobsHeld(listed=listed, until_s=10.0, by="token a")
     assert listed in live_blobs(simulation.state)
     state = apply(simulation.state, CLUSTER, f.BlobsHeld(listed=newer, until_s=20.0), 9.0)
@@ -183,7 +171,7 @@ def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> N
     text = job_text(LOCAL, **brought)
     simulation = Simulation()
     simulation.come("a")
-    simulation.tell(SubmitRun(RUN, text, 0.0, by="token a", owner="token a"))
+    simulation.tell(c.SubmitRun(RUN, text, 0.0, by="token a", owner="token a"))
     simulation.run()
     assert {rows, given, code, average} <= live_blobs(simulation.state)
     for blob in (rows, given, code):

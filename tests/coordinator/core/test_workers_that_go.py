@@ -6,14 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stratagem.common.base.ids import WorkerId
+from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import (
-    CancelRun,
-    DrainWorker,
-    ForgetWorkers,
-    LeaveWorker,
-    LoseWorker,
-)
 from stratagem.coordinator.core.effects import Release
 from stratagem.coordinator.core.facts.fact_serialization import decode
 from stratagem.coordinator.core.state import CoordinatorState
@@ -33,14 +27,14 @@ ALL = 1_000
 def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind(drains: bool) -> None:
     simulation = start(job_text(DATA_PARALLEL), "a", "b")
     if drains:
-        simulation.tell(DrainWorker(member("a")))
-    simulation.tell(LeaveWorker(member("a"), "drained"))
+        simulation.tell(c.DrainWorker(member("a")))
+    simulation.tell(c.LeaveWorker(member("a"), "drained"))
     assert set(simulation.state.workers) == {"b"}
     assert simulation.facts(f.WorkerLost) == []
     assert simulation.facts(f.MembersFormed)[-1].members == (member("b"),)
-    assert simulation.tell(LeaveWorker(member("a"), "drained")) == ()
-    assert simulation.tell(LoseWorker(member("a"), "silent")) == ()
-    assert simulation.tell(DrainWorker(member("a"))) == ()
+    assert simulation.tell(c.LeaveWorker(member("a"), "drained")) == ()
+    assert simulation.tell(c.LoseWorker(member("a"), "silent")) == ()
+    assert simulation.tell(c.DrainWorker(member("a"))) == ()
     simulation.crash()
     simulation.come("a", 1)
     assert simulation.facts(f.ProcessDied) == []
@@ -49,7 +43,7 @@ def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind(drains: bool
 
 def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
     simulation = start(job_text(LOCAL), "a")
-    simulation.tell(DrainWorker(member("a")))
+    simulation.tell(c.DrainWorker(member("a")))
     simulation.lose("a", reason="no heartbeat for 10 s")
     kinds = [kind for kind in simulation.kinds() if kind.startswith("Worker")]
     assert kinds == ["WorkerRegistered", "WorkerDraining", "WorkerLeft"]
@@ -59,7 +53,7 @@ def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
 def test_an_earlier_start_of_a_worker_cannot_leave_for_the_present_one() -> None:
     simulation = start(job_text(LOCAL), "a")
     simulation.come("a", 1)
-    assert simulation.tell(LeaveWorker(member("a"), "late")) == ()
+    assert simulation.tell(c.LeaveWorker(member("a"), "late")) == ()
     assert simulation.state.workers[member("a").worker_id].member == member("a", 1)
 
 
@@ -68,12 +62,12 @@ def test_who_was_lost_long_ago_is_forgotten_and_a_replay_agrees() -> None:
     simulation.lose("b")
     simulation.now_s = 100.0
     simulation.lose("c")
-    assert simulation.tell(ForgetWorkers(0.0, ALL)) == ()
-    simulation.tell(ForgetWorkers(50.0, ALL))
+    assert simulation.tell(c.ForgetWorkers(0.0, ALL)) == ()
+    simulation.tell(c.ForgetWorkers(50.0, ALL))
     assert simulation.fact(f.WorkersForgotten).names == ("b",)
     assert set(simulation.state.workers) == {"a", "c"}
     simulation.crash()
-    simulation.tell(ForgetWorkers(101.0, ALL))
+    simulation.tell(c.ForgetWorkers(101.0, ALL))
     assert set(simulation.state.workers) == {"a"}, "its time of loss is in the journal, too"
     simulation.come("b", 1)
     assert set(simulation.state.workers) == {"a", "b"}
@@ -85,18 +79,18 @@ def test_whose_name_does_not_come_back_is_forgotten_earlier_and_only_so_many_are
     simulation.come("b", ephemeral=True)
     simulation.now_s = 100.0
     simulation.lose("ab")
-    simulation.tell(ForgetWorkers(50.0, ALL, 100.0))
+    simulation.tell(c.ForgetWorkers(50.0, ALL, 100.0))
     assert set(simulation.state.workers) == {"a", "b"}
-    simulation.tell(ForgetWorkers(50.0, ALL, 101.0))
+    simulation.tell(c.ForgetWorkers(50.0, ALL, 101.0))
     assert set(simulation.state.workers) == {"a"}
-    simulation.tell(ForgetWorkers(101.0, ALL))
+    simulation.tell(c.ForgetWorkers(101.0, ALL))
     assert simulation.state.workers == {}
     for number, name in enumerate("dcba"):
         simulation.come(name)
         simulation.now_s = float(number)
         simulation.lose(name)
     simulation.come("e")
-    simulation.tell(ForgetWorkers(-1.0, 2))
+    simulation.tell(c.ForgetWorkers(-1.0, 2))
     assert set(simulation.state.workers) == {"a", "b", "e"}, "the newest ones are kept"
 
 
@@ -106,10 +100,10 @@ def test_who_has_data_that_an_active_run_trains_on_is_kept_until_the_run_ends() 
     simulation.sites("ab")
     simulation.come("c", local_data=("other",))
     simulation.lose("bc")
-    simulation.tell(ForgetWorkers(1.0, ALL))
+    simulation.tell(c.ForgetWorkers(1.0, ALL))
     assert set(simulation.state.workers) == {"a", "b"}
-    simulation.tell(CancelRun(RUN))
-    simulation.tell(ForgetWorkers(1.0, ALL))
+    simulation.tell(c.CancelRun(RUN))
+    simulation.tell(c.ForgetWorkers(1.0, ALL))
     assert set(simulation.state.workers) == {"a"}
 
 
@@ -121,7 +115,7 @@ def test_the_agenda_keeps_no_load_of_workers_that_were_loaded_once() -> None:
         name = f"passing-{number}"
         simulation.come([name])
         assert simulation.agenda.world.load == {"a": 1, name: 1}
-        simulation.tell(LeaveWorker(member(name), "drained"))
+        simulation.tell(c.LeaveWorker(member(name), "drained"))
     assert list(simulation.agenda.world.load.items()) == [(WorkerId("a"), 1)]
     assert list(simulation.agenda._load) == [WorkerId("a")], "every change walks them all"
     simulation.run()
@@ -134,7 +128,7 @@ def test_a_run_keeps_no_earlier_starts_of_its_workers() -> None:
     for number in range(1, 6):
         simulation.tell(register("a", number, ending("a", number - 1, status=-9)))
         assert simulation.facts(f.ProcessDied)[-1].member == member("a", number - 1)
-        simulation.tell(LeaveWorker(member("b", number - 1), "drained"))
+        simulation.tell(c.LeaveWorker(member("b", number - 1), "drained"))
         simulation.come("b", number)
     now = {member("a", 5), member("b", 5)}
     assert simulation.record.touched == now
@@ -142,7 +136,7 @@ def test_a_run_keeps_no_earlier_starts_of_its_workers() -> None:
     assert simulation.record.touched == now, "it may come back, with what it holds"
     simulation.crash()
     assert _read_back(simulation).runs[RUN].touched == now
-    simulation.tell(CancelRun(RUN))
+    simulation.tell(c.CancelRun(RUN))
     simulation.come("a", 6)
     assert Release(RUN, frozenset(now)) in pending(simulation.state), "a release is as it began"
     simulation.run()
@@ -182,7 +176,7 @@ def test_a_change_of_workers_walks_through_none_that_a_run_has_used() -> None:
     simulation.tell(register("gone-7"))
     assert simulation.agenda.world.load == {"a": 1, "gone-7": 1}
     simulation.lose("b", reason="silent")
-    simulation.tell(ForgetWorkers(1.0, ALL))
+    simulation.tell(c.ForgetWorkers(1.0, ALL))
     assert (set(simulation.state.workers), used.num_walks) == ({"a", "gone-7"}, 0)
     simulation.come("a", 1)
     assert simulation.agenda.world.load == {"a": 1, "gone-7": 1}

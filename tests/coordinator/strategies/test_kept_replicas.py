@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 
 from stratagem.common.job import JobSpec
+from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import (
-    CancelRun,
-    DrainWorker,
-    LeaveWorker,
-    Report,
-    ReportTrouble,
-    ResumeRun,
-)
 from stratagem.coordinator.core.effects import CommitSegment, RunSegment, UploadCommit
 from stratagem.coordinator.core.state import RunPhase, retained
 from stratagem.coordinator.core.state_machine.pending_effects import blobs_of, pending
@@ -82,7 +75,7 @@ def test_each_fourth_commit_and_the_last_one_are_whole_and_the_others_on_any_mem
 def test_members_go_on_from_their_own_files() -> None:
     simulation = until_committed(6)
     membership = segment_due(simulation).membership
-    simulation.tell(ReportTrouble(RUN, f.ROOT, membership, "the exchange is cut"))
+    simulation.tell(c.ReportTrouble(RUN, f.ROOT, membership, "the exchange is cut"))
     segment = segment_due(simulation)
     assert (segment.segment, segment.base.segment, segment.kept) == (7, 6, KEPT)
     go_on(simulation)
@@ -106,7 +99,7 @@ def test_a_worker_that_comes_back_goes_on_with_its_replicas() -> None:
 def test_what_does_not_come_back_costs_the_way_to_the_last_whole_commit(way: str) -> None:
     simulation = until_committed(6)
     if way == "left":
-        simulation.tell(LeaveWorker(member("b"), "for good"))
+        simulation.tell(c.LeaveWorker(member("b"), "for good"))
     else:
         simulation.lose("b", reason="gone")
         deadline_s = simulation.agenda.next_deadline
@@ -145,12 +138,12 @@ def test_replicas_move_to_a_worker_that_joins_once_they_are_uploaded() -> None:
 def test_a_worker_that_drains_is_asked_for_its_replicas(leaves_early: bool) -> None:
     """It may have gone, once it has sent them, before they are stored with the rest."""
     simulation = until_committed(6)
-    simulation.tell(DrainWorker(member("b")))
+    simulation.tell(c.DrainWorker(member("b")))
     assert simulation.fact(f.UploadDue).holders == (member("a"), member("b"))
     if not leaves_early:
         simulation.step()
         assert segment_due(simulation).members == (member("a"),)
-    simulation.tell(LeaveWorker(member("b"), "drained"))
+    simulation.tell(c.LeaveWorker(member("b"), "drained"))
     assert simulation.facts(f.SoleCopiesLost) == []
     if leaves_early:
         simulation.run()
@@ -161,10 +154,10 @@ def test_a_worker_that_drains_is_asked_for_its_replicas(leaves_early: bool) -> N
 def test_all_drain() -> None:
     """What they have is uploaded although nobody is left to go on."""
     simulation = until_committed(6, "a")
-    simulation.tell(DrainWorker(member("a")))
+    simulation.tell(c.DrainWorker(member("a")))
     assert "stops here" in simulation.fact(f.UploadDue).reason
     simulation.step()
-    simulation.tell(LeaveWorker(member("a"), "drained"))
+    simulation.tell(c.LeaveWorker(member("a"), "drained"))
     simulation.come("z")
     assert segment_due(simulation).base.digest == digest("whole6")
 
@@ -198,17 +191,17 @@ def test_a_file_that_is_lost_is_reported_once() -> None:
     simulation = until_committed(6)
     membership = segment_due(simulation).membership
     for _ in range(2):
-        simulation.tell(Report(RUN, lost("no such file")))
+        simulation.tell(c.Report(RUN, lost("no such file")))
     assert len(simulation.facts(f.SoleCopiesLost)) == 1
     segment = segment_due(simulation)
     assert (segment.base.segment, segment.membership) == (4, membership + 1)
-    simulation.tell(Report(RUN, LATE))
+    simulation.tell(c.Report(RUN, LATE))
     assert simulation.facts(f.CommitUploaded) == []
 
 
 def test_a_stopped_run_uploads_its_last_commit_before_its_workers_forget_it() -> None:
     simulation = until_committed(6)
-    simulation.tell(CancelRun(RUN, "somebody"))
+    simulation.tell(c.CancelRun(RUN, "somebody"))
     stopped = simulation.record
     assert stopped.ended is RunPhase.CANCELLED
     assert stopped.reason.endswith(
@@ -217,13 +210,13 @@ def test_a_stopped_run_uploads_its_last_commit_before_its_workers_forget_it() ->
     (upload,) = pending(simulation.state)
     assert isinstance(upload, UploadCommit)
     assert (upload.segment, upload.holders) == (6, (member("a"), member("b")))
-    simulation.refusal(ResumeRun(RUN, "somebody"))
+    simulation.refusal(c.ResumeRun(RUN, "somebody"))
     simulation.crash()
     simulation.run()
     assert uploaded(simulation) == [6]
     assert not pending(simulation.state)
     assert resumed_from(simulation.record, 6, "me") is not None
-    simulation.tell(ResumeRun(RUN, "somebody"))
+    simulation.tell(c.ResumeRun(RUN, "somebody"))
     segment = segment_due(simulation)
     assert (segment.base.segment, segment.base.digest) == (6, digest("whole6"))
     assert segment.kept == ()
@@ -236,7 +229,7 @@ def test_a_run_that_fails_uploads_its_last_commit_too() -> None:
     simulation.run()
     assert uploaded(simulation) == [6]
     assert simulation.record.reason == "a row is bad"
-    simulation.tell(ResumeRun(RUN, "somebody"))
+    simulation.tell(c.ResumeRun(RUN, "somebody"))
     assert segment_due(simulation).base.segment == 6
 
 
@@ -250,7 +243,7 @@ def test_a_stopped_run_of_which_a_part_is_lost_goes_on_from_its_last_whole_commi
     elif when == "after a join":
         simulation.come("c")
         simulation.queue.clear()
-    simulation.tell(CancelRun(RUN, "somebody"))
+    simulation.tell(c.CancelRun(RUN, "somebody"))
     if when == "before it":
         assert not simulation.due(UploadCommit), "only b has its part"
     else:
@@ -264,7 +257,7 @@ def test_a_stopped_run_of_which_a_part_is_lost_goes_on_from_its_last_whole_commi
     refusal = resumed_from(simulation.record, 6, "me")
     assert isinstance(refusal, str)
     assert "kept are" in refusal
-    simulation.tell(ResumeRun(RUN, "somebody"))
+    simulation.tell(c.ResumeRun(RUN, "somebody"))
     assert simulation.record.commits[-1].segment == 4
     assert segment_due(simulation).base.segment == 4
     simulation.complete()
@@ -274,12 +267,12 @@ def test_a_stopped_run_of_which_a_part_is_lost_goes_on_from_its_last_whole_commi
 def test_an_upload_that_comes_after_the_release_is_stale() -> None:
     """As in journals of versions that did not upload at a stop."""
     simulation = until_committed(6)
-    simulation.tell(CancelRun(RUN, "somebody"))
+    simulation.tell(c.CancelRun(RUN, "somebody"))
     simulation.queue.clear()
     simulation.report(f.RunReleased())
     simulation.refusal(LATE)
     assert not pending(simulation.state)
-    simulation.tell(ResumeRun(RUN, "somebody"))
+    simulation.tell(c.ResumeRun(RUN, "somebody"))
     assert segment_due(simulation).base.segment == 4
 
 

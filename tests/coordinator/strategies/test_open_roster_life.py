@@ -7,14 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stratagem.coordinator.core import commands as c
 from stratagem.coordinator.core import facts as f
-from stratagem.coordinator.core.commands import (
-    DrainWorker,
-    LeaveWorker,
-    LoseWorker,
-    Report,
-    SubmitRun,
-)
 from stratagem.coordinator.core.effects import Effect, TrainClient
 from stratagem.coordinator.core.facts.rejection_causes import Cause
 from stratagem.coordinator.core.state import RunPhase
@@ -106,7 +100,7 @@ class Life:
 
     def __init__(self, text: str) -> None:
         self.simulation = Simulation()
-        self.simulation.tell(SubmitRun(RUN, text, 0.0))
+        self.simulation.tell(c.SubmitRun(RUN, text, 0.0))
         self.starts = dict.fromkeys(NAMES, 0)
 
     def move(self, kind: str, number: int) -> None:
@@ -118,11 +112,11 @@ class Life:
                     self.starts[name] += number % 2
                 self.simulation.sites(name, self.starts[name])
             case "lose":
-                self.simulation.tell(LoseWorker(present, "killed"))
+                self.simulation.tell(c.LoseWorker(present, "killed"))
             case "stop":
-                self.simulation.tell(LeaveWorker(present, "stopped"))
+                self.simulation.tell(c.LeaveWorker(present, "stopped"))
             case "drain":
-                self.simulation.tell(DrainWorker(present))
+                self.simulation.tell(c.DrainWorker(present))
             case "time":
                 self.later(1.0 + 60.0 * (number % 3))
             case "crash":
@@ -140,7 +134,7 @@ class Life:
         if kind != "work" and isinstance(effect, TrainClient):
             cause = CAUSES[number % len(CAUSES)]
             fact = rejected(effect.client, "x", cause, round_num=effect.round_num)
-        self.simulation.tell(Report(RUN, fact))
+        self.simulation.tell(c.Report(RUN, fact))
 
     def later(self, seconds: float) -> None:
         self.simulation.tick(self.simulation.now_s + seconds)
@@ -173,7 +167,7 @@ class Life:
                 effects = due(self.simulation)
                 if self.simulation.record.ended or not effects:
                     break
-                self.simulation.tell(Report(RUN, do(effects[0])))
+                self.simulation.tell(c.Report(RUN, do(effects[0])))
                 self.check()
             self.later(30.0)
             self.check()
@@ -186,7 +180,7 @@ def joins(simulation: Simulation) -> Iterator[tuple[int, str]]:
 
 
 @given(options, st.sampled_from([ALL, RANDOM]), moves)
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_any_life_replays_and_ends(
     chosen: dict[str, Any], selection: dict[str, Any], played: list[tuple[str, int]]
 ) -> None:
