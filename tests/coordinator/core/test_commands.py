@@ -59,10 +59,12 @@ def test_a_run_that_nobody_knows_is_not_found(command: c.Command) -> None:
     assert start(job_text(LOCAL), "a").refusal(command) == refusal
 
 
-def test_a_worker_that_says_the_same_again_is_no_news() -> None:
+def test_a_worker_that_says_the_same_is_no_news_and_a_fact_of_a_run_none_of_the_cluster() -> None:
     simulation = start(job_text(LOCAL), "a")
     assert simulation.tell(register("a")) == ()
     assert simulation.tell(register("a", tags=("gpu",))) != ()
+    with pytest.raises(AssertionError, match="RunReleased is no fact of the cluster"):
+        apply(CoordinatorState(BUILT_IN), CLUSTER, f.RunReleased(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +187,3 @@ def test_what_a_run_names_is_its_owners_and_what_it_commits_is_everybodys() -> N
     assert runs_with(simulation.state, newest, {}) == [f"{RUN}, segment {last}"]
     assert runs_with(simulation.state, rows, {}) == [RUN]
     assert runs_with(simulation.state, digest("another"), {}) == []
-
-
-def test_a_fact_of_a_run_is_none_of_the_cluster() -> None:
-    """A journal that says so was not written by a coordinator."""
-    with pytest.raises(AssertionError, match="RunReleased is no fact of the cluster"):
-        apply(CoordinatorState(BUILT_IN), CLUSTER, f.RunReleased(), 0.0)

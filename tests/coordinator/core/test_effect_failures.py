@@ -127,7 +127,7 @@ def test_one_of_several_errors_decides() -> None:
     assert retry_of(ALONE[0], [later]) is ENDLESS
 
 
-def test_an_outage_of_any_length_expires_nothing_and_forgives_what_was_before() -> None:
+def test_an_outage_and_a_try_that_went_well_for_long_forgive_what_was_before() -> None:
     effect = ALONE[-1]
     tries = failed(effect, TypeError("x"), MAX_TRIES - 1)
     assert not tries.are_too_many
@@ -137,9 +137,6 @@ def test_an_outage_of_any_length_expires_nothing_and_forgives_what_was_before() 
     assert (tries.num, tries.since_s) == (MAX_TRIES - 1 + 1000, 100.0)
     tries = tries.and_another(effect, [TypeError("x")], "x", 2000.0)
     assert not tries.are_too_many
-
-
-def test_a_try_that_went_well_for_long_has_met_another_failure() -> None:
     effect = WITH_WORKERS[1]
     tries = failed(effect, TypeError("x"), MAX_TRIES - 1)
     assert tries.and_another(effect, [TypeError("x")], "x", 0.0, STEADY_S).are_too_many

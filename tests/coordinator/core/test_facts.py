@@ -105,15 +105,12 @@ def test_a_plain_value_that_is_not_finite_is_refused_where_it_is_told_of() -> No
     assert str(decode(kind, 1, payload)) == str(noted.model_copy(update={"data": {"rate": 0.5}}))
 
 
-def test_a_journal_that_holds_null_for_them_can_be_read_and_halves_of_surrogates_too() -> None:
+def test_null_for_a_number_and_halves_of_surrogates_are_read_and_what_says_all_is_shown() -> None:
     """Only one of two readers of JSON knows the latter."""
     fact = decode("Evaluated", 1, '{"party":"","segment":3,"metrics":{"test.loss":null}}')
     assert isinstance(fact, Evaluated)
     assert math.isnan(fact.metrics["test.loss"])
     assert decode("RunCancelled", 1, '{"reason":"\\ud800"}') == RunCancelled(reason="\ud800")
-
-
-def test_a_payload_is_shown_as_it_is_stored_where_that_says_all_of_the_fact() -> None:
     now = '{"reason": "no reason", "by": ""}'
     assert payload_now("RunCancelled", decode("RunCancelled", 1, now), now) is now
 

@@ -95,10 +95,12 @@ def test_custom_cannot_name_what_is_built_in(name: str) -> None:
     refused(f"strategy.coordinator: '{name}' is built in", custom(name))
 
 
-def test_what_a_journal_holds_of_it_does_not_keep_the_coordinator_from_starting() -> None:
+def test_a_name_that_is_built_in_is_no_packages_and_keeps_no_coordinator_from_starting() -> None:
     submitted = f.RunSubmitted(job_json=custom("Federated"), wall_s=0.0)
     state = apply(CoordinatorState(BUILT_IN), RUN, submitted, 0.0)
     assert "is not installed" in status_of(state.runs[RUN], World({}, {})).reason
+    point = EntryPoint("Local", "stratagem.no_such_module:STRATEGY", GROUP)
+    assert with_plugins([point]) == BUILT_IN
 
 
 def test_a_package_that_cannot_be_imported_or_exits_meanwhile_is_named_and_ends_nothing(
@@ -111,12 +113,6 @@ def test_a_package_that_cannot_be_imported_or_exits_meanwhile_is_named_and_ends_
     monkeypatch.syspath_prepend(tmp_path)
     exits = with_plugins([EntryPoint("Exits", "exits_at_import:it", GROUP)])
     refused(r"'Exits' cannot be imported: .*no licence", custom("Exits"), exits)
-
-
-def test_no_package_takes_the_name_of_what_is_built_in() -> None:
-    """Not even one of an earlier version, which registered its own strategies, too."""
-    point = EntryPoint("Local", "stratagem.no_such_module:STRATEGY", GROUP)
-    assert with_plugins([point]) == BUILT_IN
 
 
 def test_a_strategy_that_is_gone_fails_its_run_with_the_reason_and_is_no_more_submitted() -> None:

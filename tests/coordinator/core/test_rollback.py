@@ -228,16 +228,13 @@ def test_a_commit_that_is_not_kept_is_refused_with_those_that_are(segment: int) 
     )
 
 
-def test_the_last_commit_may_be_named_and_what_is_not_retained_may_not() -> None:
+def test_only_what_is_retained_may_be_named_and_of_a_population_the_last_commit() -> None:
     simulation = stopped(LOCAL, retention=1, num_commits=3)
     kept = [commit.segment for commit in retained(simulation.record)]
     refusal = simulation.refusal(c.ResumeRun(RUN, from_segment=0))
     assert refusal.reason.endswith(f"kept are {', '.join(map(str, kept))}")
     simulation.tell(c.ResumeRun(RUN, from_segment=kept[-1]))
     simulation.complete()
-
-
-def test_a_population_keeps_only_its_best_member_of_a_generation() -> None:
     simulation = stopped(population(2), num_commits=2, **POPULATION_SECTIONS)
     kept = [commit.segment for commit in retained(simulation.record)]
     refusal = simulation.refusal(c.ResumeRun(RUN, from_segment=kept[0]))

@@ -41,16 +41,13 @@ def test_a_worker_that_leaves_is_not_lost_and_leaves_nothing_behind(drains: bool
     simulation.complete()
 
 
-def test_the_silence_of_a_draining_worker_is_no_loss() -> None:
+def test_silence_while_draining_is_no_loss_and_an_earlier_start_cannot_leave() -> None:
     simulation = start(job_text(LOCAL), "a")
     simulation.tell(c.DrainWorker(member("a")))
     simulation.lose("a", reason="no heartbeat for 10 s")
     kinds = [kind for kind in simulation.kinds() if kind.startswith("Worker")]
     assert kinds == ["WorkerRegistered", "WorkerDraining", "WorkerLeft"]
     assert simulation.state.workers == {}
-
-
-def test_an_earlier_start_of_a_worker_cannot_leave_for_the_present_one() -> None:
     simulation = start(job_text(LOCAL), "a")
     simulation.come("a", 1)
     assert simulation.tell(c.LeaveWorker(member("a"), "late")) == ()

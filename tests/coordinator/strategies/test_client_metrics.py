@@ -91,11 +91,12 @@ def test_the_spread_is_numpys(values: list[float]) -> None:
     np.testing.assert_allclose(list(found.values()), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_values_that_are_not_finite() -> None:
+def test_values_that_are_not_finite_or_over_no_rows() -> None:
     assert spread([{"a": nan}, {"a": 1.0}]) == {}
     found = spread([{"a": inf}, {"a": 1.0}, {"a": inf}])
     assert list(found.values()) == [1.0, inf, inf, inf, inf]
     assert spread([]) == spread([{}]) == {}
+    assert over_clients([{}], [{"test.a:b": 1.0}], []) == spread([{"test.a:b": 1.0}])
 
 
 def test_own_metrics_are_weighted_by_rows() -> None:
@@ -111,10 +112,6 @@ def test_own_metrics_are_weighted_by_rows() -> None:
     assert range_of(merged, f"test.{OWN}") is None
     assert range_of(merged, f"test.{OWN}.client_mean") == (1.0, 5.0)
     assert range_of(merged, "test.loss") == (1.0, 2.0)
-
-
-def test_own_metrics_of_clients_without_rows_have_no_mean() -> None:
-    assert over_clients([{}], [{"test.a:b": 1.0}], []) == spread([{"test.a:b": 1.0}])
 
 
 def local(rounds: int = 1, **evaluation: object) -> str:
@@ -237,7 +234,7 @@ def test_a_value_over_some_rows_is_not_published_as_one_over_all(changes: Any) -
         assert [client for client, _ in effect.states] == [0, 2]
 
 
-def test_another_worker_computes_what_one_could_not_and_three_are_asked() -> None:
+def test_three_workers_are_asked_but_nobody_else_where_states_do_not_go_together() -> None:
     simulation = said()
     for name in "abc":
         effect = simulation.due_one(MergeMetrics)
@@ -249,9 +246,6 @@ def test_another_worker_computes_what_one_could_not_and_three_are_asked() -> Non
     assert f"{F1}.micro.client_mean" in found.metrics
     failed = simulation.facts(MetricsMerged)[0]
     assert "3 clients could not be merged: a: ValueError" in sentence(failed)
-
-
-def test_states_that_do_not_go_together_are_tried_by_nobody_else() -> None:
     simulation = said()
     effect = simulation.due_one(MergeMetrics)
     simulation.report(merged(effect, metrics={}, worker_id="", reason="client 2 has others"))

@@ -169,11 +169,13 @@ def test_a_silo_that_ends_its_processes_is_rejected_as_crashed() -> None:
     assert not simulation.record.is_reproducible
 
 
-def test_rounds_with_some_of_the_silos() -> None:
+def test_rounds_with_some_of_the_silos_and_without_any() -> None:
     selection = {"method": "Random", "fraction": 0.5}
     simulation = start(job_text(silos(4, 4, client_selection=selection)), *"abcd")
     simulation.complete()
     assert [len(fact.accepted) for fact in simulation.facts(f.RoundClosed)] == [2] * 4
+    found = JobSpec.from_json(job_text(silos(inner={"type": "Local"})))
+    assert BUILT_IN.of(found) is BUILT_IN.built_in["Federated"]
 
 
 WARD: dict[str, Any] = {"data": {"worker_local": "ward"}}
@@ -206,11 +208,6 @@ def test_what_a_silo_cannot_do_is_refused(
         JobSpec.from_json(job_text(silos(**changes), **sections)), BUILT_IN
     )
     assert str(violation).startswith(said)
-
-
-def test_an_inner_local_is_no_silo() -> None:
-    found = JobSpec.from_json(job_text(silos(inner={"type": "Local"})))
-    assert BUILT_IN.of(found) is BUILT_IN.built_in["Federated"]
 
 
 def test_a_run_that_was_stopped_in_a_round_ends_as_one_that_was_not() -> None:
@@ -351,20 +348,17 @@ def test_a_run_that_is_resumed_goes_on_with_its_round_or_from_an_earlier_one() -
     assert set(commits(simulation)) == set(commits(undisturbed))
 
 
-def test_a_federation_of_regions_is_a_member_of_a_population() -> None:
-    of_members = {"method": "Truncation", "fraction": 0.5}
-    members = population(2, 1, {**regional(), "rounds": 2}, of_members)
-    simulation = start(job_text(members, **{**BY_LOSS, "steps_per_generation": 2}), *"ab")
-    simulation.complete()
-
-
-def test_status_says_which_region_lacks_workers() -> None:
+def test_status_says_which_region_lacks_workers_and_regions_are_members_of_a_population() -> None:
     simulation = start(job_text(regional(regions=SITES), **WARD))
     simulation.sites(("anna", "cork", "dover"))
     simulation.run()
     told = status_of(simulation.record, World(simulation.state.workers, {}))
     assert "2 of 3 regions have answered; region north: " in told.reason
     assert "client 1 (bern)" in told.reason
+    of_members = {"method": "Truncation", "fraction": 0.5}
+    members = population(2, 1, {**regional(), "rounds": 2}, of_members)
+    simulation = start(job_text(members, **{**BY_LOSS, "steps_per_generation": 2}), *"ab")
+    simulation.complete()
 
 
 X = {"method": "ByCapability", "required_tags": ["x"]}

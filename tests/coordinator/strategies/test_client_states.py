@@ -192,7 +192,7 @@ def test_a_correction_is_kept_from_round_to_round_and_no_evaluation_needs_it() -
     assert simulation.record.is_reproducible
 
 
-def test_after_a_loss_all_corrections_begin_anew_together() -> None:
+def test_after_a_loss_or_a_way_back_all_corrections_begin_anew_together() -> None:
     """The round of the loss ends without corrections."""
     simulation = begun(SCAFFOLD, rounds=4)
     until_round(simulation, 2)
@@ -203,9 +203,6 @@ def test_after_a_loss_all_corrections_begin_anew_together() -> None:
     assert known(simulation) == states(1)
     until_round(simulation, 3)
     assert known(simulation) == NONE
-
-
-def test_a_run_that_goes_back_corrects_nothing_after_its_first_round() -> None:
     simulation = begun(SCAFFOLD, rounds=4)
     until_round(simulation, 3)
     go_back(simulation)

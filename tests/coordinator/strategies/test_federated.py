@@ -128,7 +128,7 @@ def test_by_capability_waits_for_the_tags() -> None:
         assert {a.member.worker_id for a in fact.assignments if a.member} == {"g"}
 
 
-def test_deadline_with_quorum_leaves_the_late_out_and_says_so() -> None:
+def test_a_deadline_leaves_the_late_out_with_a_quorum_and_fails_without() -> None:
     strategy = {**FEDERATED, "options": {"quorum": 0.5, "round_deadline_s": 60.0}}
     simulation = opened(strategy, "a", "b")
     effects = trained(simulation)
@@ -141,6 +141,13 @@ def test_deadline_with_quorum_leaves_the_late_out_and_says_so() -> None:
     assert accepted(simulation) == [0, 1]
     assert not simulation.record.is_reproducible
     assert simulation.refusal(do(effects[3])).reason == "round 1 is closed"
+    strategy = {**FEDERATED, "options": {"quorum": 3, "round_deadline_s": 60.0}}
+    simulation = opened(strategy, "a")
+    simulation.report(do(trained(simulation)[0]))
+    simulation.tick(61.0)
+    run = simulation.record
+    assert run.ended is RunPhase.FAILED
+    assert run.reason == "round 1: 1 of 4 updates, deadline passed; 3 are needed"
 
 
 def test_over_selection_closes_with_the_first_that_suffice() -> None:
@@ -179,16 +186,6 @@ def test_few_clients_of_a_worker_are_due_at_once() -> None:
     assert "without a worker: client 0 (a), client 2 (a)" in simulation.reason
     simulation.come("c")
     simulation.complete()
-
-
-def test_deadline_without_quorum_fails_with_the_count() -> None:
-    strategy = {**FEDERATED, "options": {"quorum": 3, "round_deadline_s": 60.0}}
-    simulation = opened(strategy, "a")
-    simulation.report(do(trained(simulation)[0]))
-    simulation.tick(61.0)
-    run = simulation.record
-    assert run.ended is RunPhase.FAILED
-    assert run.reason == "round 1: 1 of 4 updates, deadline passed; 3 are needed"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])

@@ -82,7 +82,7 @@ def test_statistics_of_elements_need_no_verdict() -> None:
     assert not simulation.due(JudgeUpdates)
 
 
-def test_failures_may_leave_as_many_as_the_rule_needs_and_no_less() -> None:
+def test_failures_may_leave_as_many_as_the_rule_needs_or_the_round_waits_if_it_may() -> None:
     simulation = opened(federation(KRUM), "a")
     answer(simulation, 0, 1, 2, 3)
     fewer = simulation.fork()
@@ -99,9 +99,6 @@ def test_failures_may_leave_as_many_as_the_rule_needs_and_no_less() -> None:
     fails(share, 3, 4, 5)
     assert "3 of 6 updates" in share.record.reason
     assert "5 are needed for options.robust" in share.record.reason, "a share does not lower it"
-
-
-def test_a_round_with_too_few_updates_for_the_rule_waits_if_it_may() -> None:
     simulation = opened(federation({**KRUM, "on_missing_quorum": "wait"}), "a")
     answer(simulation, 0, 1, 2, 3)
     fails(simulation, 4, 5)
@@ -127,7 +124,7 @@ def told(simulation: Simulation, name: str, values: dict[int, float]) -> None:
         simulation.report(do(due[client]).model_copy(update={name: value}))
 
 
-def test_losses_are_asked_for_in_client_order_whoever_came_first() -> None:
+def test_losses_and_steps_come_in_client_order_whoever_came_first() -> None:
     simulation = opened(federation(FAIR, 3), "a", "b")
     told(simulation, "loss_before", {2: 0.5, 0: 2.5, 1: 1.5})
     judging = simulation.due_one(JudgeUpdates)
@@ -142,9 +139,6 @@ def test_losses_are_asked_for_in_client_order_whoever_came_first() -> None:
     judging = simulation.due_one(JudgeUpdates)
     assert judging.losses == (2.5, 0.5)
     assert [accepted.client for accepted in judging.accepted] == [0, 2]
-
-
-def test_steps_come_to_the_fold_in_client_order_whoever_came_first() -> None:
     simulation = opened(federation(NOVA, 3), "a", "b")
     told(simulation, "num_applied_steps", {2: 5, 0: 3, 1: 9})
     fold = simulation.due_one(AggregateRound)

@@ -72,16 +72,7 @@ def test_each_fourth_commit_and_the_last_one_are_whole_and_the_others_on_any_mem
     assert [bool(fact.kept) for fact in finished] == [fact.is_partial for fact in facts]
 
 
-def test_members_go_on_from_their_own_files() -> None:
-    simulation = until_committed(6)
-    membership = segment_due(simulation).membership
-    simulation.tell(c.ReportTrouble(RUN, f.ROOT, membership, "the exchange is cut"))
-    segment = segment_due(simulation)
-    assert (segment.segment, segment.base.segment, segment.kept) == (7, 6, KEPT)
-    go_on(simulation)
-
-
-def test_a_worker_that_comes_back_goes_on_with_its_replicas() -> None:
+def test_members_go_on_from_their_own_files_also_when_they_come_back() -> None:
     """In the order in which they were kept, whoever is back first."""
     simulation = until_committed(6)
     simulation.lose("a", reason="gone")
@@ -92,6 +83,12 @@ def test_a_worker_that_comes_back_goes_on_with_its_replicas() -> None:
     segment = segment_due(simulation)
     assert segment.members == (member("a", 1), member("b"))
     assert (segment.base.segment, segment.kept) == (6, KEPT)
+    go_on(simulation)
+    simulation = until_committed(6)
+    membership = segment_due(simulation).membership
+    simulation.tell(c.ReportTrouble(RUN, f.ROOT, membership, "the exchange is cut"))
+    segment = segment_due(simulation)
+    assert (segment.segment, segment.base.segment, segment.kept) == (7, 6, KEPT)
     go_on(simulation)
 
 
@@ -151,18 +148,7 @@ def test_a_worker_that_drains_is_asked_for_its_replicas(leaves_early: bool) -> N
     assert uploaded(simulation) == [6]
 
 
-def test_all_drain() -> None:
-    """What they have is uploaded although nobody is left to go on."""
-    simulation = until_committed(6, "a")
-    simulation.tell(c.DrainWorker(member("a")))
-    assert "stops here" in simulation.fact(f.UploadDue).reason
-    simulation.step()
-    simulation.tell(c.LeaveWorker(member("a"), "drained"))
-    simulation.come("z")
-    assert segment_due(simulation).base.digest == digest("whole6")
-
-
-def test_all_are_away_for_long() -> None:
+def test_nothing_is_given_up_where_all_are_away_or_drain() -> None:
     """Without members there is nobody who waits, and so nothing is given up."""
     simulation = until_committed(6, "a")
     simulation.lose("a", reason="gone")
@@ -171,6 +157,13 @@ def test_all_are_away_for_long() -> None:
     simulation.come("a", 1)
     segment = segment_due(simulation)
     assert (segment.base.segment, segment.kept) == (6, KEPT[:1])
+    simulation = until_committed(6, "a")
+    simulation.tell(c.DrainWorker(member("a")))
+    assert "stops here" in simulation.fact(f.UploadDue).reason
+    simulation.step()
+    simulation.tell(c.LeaveWorker(member("a"), "drained"))
+    simulation.come("z")
+    assert segment_due(simulation).base.digest == digest("whole6")
 
 
 def test_a_holder_that_restarts_is_asked_again_and_the_upload_says_if_it_is_gone() -> None:
@@ -276,20 +269,17 @@ def test_an_upload_that_comes_after_the_release_is_stale() -> None:
     assert segment_due(simulation).base.segment == 4
 
 
-def test_the_whole_commit_before_partial_ones_is_kept() -> None:
-    simulation = until_committed(7, retention=1)
-    (newest,) = retained(simulation.record)
-    assert newest.segment == 7
-    assert digest("segment4") in blobs_of(simulation.record)
-
-
-def test_a_run_that_stops_early_ends_with_a_whole_commit() -> None:
+def test_a_run_that_stops_early_ends_with_a_whole_commit_and_keeps_the_last_such() -> None:
     simulation = until_committed(5)
     membership, kept = segment_due(simulation).membership, (digest("x"), digest("y"))
     simulation.report(finished(6, 28, membership, stop_reason="enough", kept=kept))
     simulation.complete()
     assert uploaded(simulation) == [6]
     assert simulation.record.commits[-1].digest == digest("whole6")
+    simulation = until_committed(7, retention=1)
+    (newest,) = retained(simulation.record)
+    assert newest.segment == 7
+    assert digest("segment4") in blobs_of(simulation.record)
 
 
 def test_a_change_of_members_before_the_commit_returns_them_to_their_files() -> None:

@@ -159,10 +159,13 @@ def test_too_stale_a_client_is_given_up() -> None:
     assert effect.base.digest not in {e.base.digest for e in due(simulation).values()}
 
 
-def test_late_updates_are_refused_unless_asked_for() -> None:
+def test_late_updates_are_refused_unless_asked_for_and_by_silos() -> None:
     simulation, effect = one_late(strategy(late_updates="refuse"))
     assert {key[0] for key in due(simulation)} == {2}
     assert simulation.refusal(do(effect)).reason == "round 1 is closed"
+    spec = strategy(inner=INNER)
+    with pytest.raises(InvalidInputError, match=r"late_updates: a silo ends with its round"):
+        Simulation().tell(SubmitRun(RUN, job_text(spec), 0.0))
 
 
 def test_a_second_answer_is_refused_and_a_rejected_one_is_forgotten() -> None:
@@ -234,9 +237,3 @@ def test_a_run_of_many_rounds_ends() -> None:
     ]
     assert set(taken) <= received
     assert len(taken) == len(set(taken))
-
-
-def test_silos_refuse_them() -> None:
-    spec = strategy(inner=INNER)
-    with pytest.raises(InvalidInputError, match=r"late_updates: a silo ends with its round"):
-        Simulation().tell(SubmitRun(RUN, job_text(spec), 0.0))

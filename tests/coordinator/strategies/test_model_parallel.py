@@ -83,21 +83,18 @@ def test_partitions_go_to_the_first_registered_worker_that_fits(
     assert placed(begun(model_parallel(*targets), **workers)) == expected
 
 
-def test_many_workers_are_taken_in_the_order_in_which_they_registered() -> None:
+def test_a_run_waits_for_the_tags_and_takes_workers_in_the_order_of_registration() -> None:
+    simulation = begun(model_parallel(GPU, {"WorkerId": "z"}), x=ON_CPU, y=())
+    assert not simulation.facts(MembersFormed)
+    assert simulation.reason == (
+        "partition 0 needs a worker tagged 'gpu'; partition 1 needs 'z'; registered are: x (cpu), y"
+    )
     simulation, names = begun(model_parallel(GPU, CPU)), [f"w{n:02}" for n in range(40)]
     for now_s, name in enumerate(reversed(names), 1):
         simulation.now_s = float(now_s)
         simulation.come([name], tags=ON_GPU)
     simulation.come(["late"], tags=ON_CPU)
     assert placed(simulation) == (["w39", "late"], (0, 1))
-
-
-def test_run_waits_for_the_tags_and_names_them() -> None:
-    simulation = begun(model_parallel(GPU, {"WorkerId": "z"}), x=ON_CPU, y=())
-    assert not simulation.facts(MembersFormed)
-    assert simulation.reason == (
-        "partition 0 needs a worker tagged 'gpu'; partition 1 needs 'z'; registered are: x (cpu), y"
-    )
 
 
 def test_a_run_commits_every_stage_as_one_state() -> None:

@@ -273,16 +273,13 @@ def test_an_update_that_comes_after_the_loss_of_its_worker_ends_the_waiting() ->
     assert not simulation.facts(f.ClientLeft)
 
 
-def test_a_client_whose_worker_is_stopped_in_its_round_is_not_waited_for() -> None:
+def test_nobody_waits_for_a_stopped_worker_but_an_update_on_its_way_counts() -> None:
     simulation = begun("abc")
     answer(simulation, 0)
     drain(simulation, "b")
     leave(simulation, "c", "asked to")
     assert left(simulation) == [(1, "its worker is being stopped"), (2, "its worker was stopped")]
     assert closing(simulation)[0] == [0]
-
-
-def test_an_update_that_was_on_its_way_counts_and_a_failure_does_not() -> None:
     simulation = begun("abc")
     (_, second, third) = trained(simulation)
     drain(simulation, "bc")
@@ -488,7 +485,7 @@ def test_a_client_is_trained_by_its_own_worker_alone(changes: dict[str, Any]) ->
     assert all(effect.num_clients == 3 for effect in trained(simulation))
 
 
-def test_clients_without_the_tags_join_and_are_not_asked() -> None:
+def test_sites_without_the_tags_join_but_are_not_asked_and_are_no_round() -> None:
     simulation = begun("a", federation() | {"client_selection": GPU})
     simulation.sites("b", tags=("gpu",))
     assert simulation.reason == "1 of 2 sites"
@@ -499,9 +496,6 @@ def test_clients_without_the_tags_join_and_are_not_asked() -> None:
     simulation.sites("d")
     later(simulation, 60.0)
     assert "round 1" in simulation.reason
-
-
-def test_sites_without_the_tags_are_no_round() -> None:
     simulation = begun("cd", federation(rounds=2) | {"client_selection": GPU})
     simulation.sites("ab", tags=("gpu",))
     simulation.alone()
@@ -535,7 +529,7 @@ def test_an_evaluation_goes_on_without_a_client_that_has_left() -> None:
     assert len(simulation.facts(f.Evaluated)) == 2
 
 
-def test_who_was_lost_before_its_round_closed_is_awaited_to_evaluate() -> None:
+def test_the_lost_are_awaited_to_evaluate_and_nobody_is_where_all_have_left() -> None:
     simulation = begun("ab", federation(rounds=1), evaluation=EVALUATION)
     answer(simulation, 0)
     simulation.lose("a")
@@ -546,9 +540,6 @@ def test_who_was_lost_before_its_round_closed_is_awaited_to_evaluate() -> None:
     assert deadline(simulation) is None
     evaluate(simulation)
     assert simulation.record.ended is RunPhase.COMPLETED
-
-
-def test_an_evaluation_that_all_have_left_ends_without_metrics() -> None:
     simulation = begun("ab", federation(rounds=1), evaluation=EVALUATION)
     answer(simulation, 0, 1)
     leave(simulation, "ab")
@@ -613,16 +604,13 @@ def test_failures_in_a_row_put_a_client_on_the_bench() -> None:
     assert not back.record.is_reproducible
 
 
-def test_a_failure_that_is_made_good_in_the_same_round_is_no_strike() -> None:
+def test_a_failure_made_good_is_no_strike_and_benched_clients_do_not_count_as_here() -> None:
     simulation = begun("a", striking(1, 1, on_missing_quorum="wait"))
     fail(simulation, 0)
     simulation.sites("a", 1)
     answer(simulation, 0)
     assert selected(simulation)[-1] == (2, (0,))
     assert not simulation.facts(f.ClientBenched)
-
-
-def test_benched_clients_of_an_open_roster_do_not_count_as_here() -> None:
     simulation = begun("ab", federation(rounds=9, strikes={"limit": 1, "bench_rounds": 2}))
     answer(simulation, 0)
     fail(simulation, 1)

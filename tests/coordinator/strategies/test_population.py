@@ -65,10 +65,12 @@ def test_generations_go_by_and_each_is_a_commit(inner: str) -> None:
     assert run.is_reproducible
 
 
-def test_members_outnumber_the_workers_and_share_them() -> None:
+def test_members_share_the_workers_and_a_report_of_no_member_is_refused() -> None:
     due = start(spec(size=5), "a", "b").due(Build)
     assert len(due) == 5  # five builds on two workers
     assert sorted(sum(e.member == member(name) for e in due) for name in "ab") == [2, 3]
+    answer = start(spec(), "a").refusal(failed(9))
+    assert answer == Refusal(RefusalKind.STALE, "there is no party 'member9'")
 
 
 def test_a_copy_has_state_and_hyperparameters_of_its_donor_under_a_new_lineage() -> None:
@@ -266,11 +268,6 @@ def test_members_train_with_phases_of_their_own() -> None:
     assert {each.full_steps for each in seen} == {3}
     assert len({each.trust for each in seen}) > 1
     assert {each.predictor.decay for each in seen} <= {0.8, 0.9}
-
-
-def test_a_report_of_no_member_is_refused() -> None:
-    answer = start(spec(), "a").refusal(failed(9))
-    assert answer == Refusal(RefusalKind.STALE, "there is no party 'member9'")
 
 
 def test_a_score_that_is_no_number_is_no_score() -> None:

@@ -212,12 +212,16 @@ def test_truncation(scores: list[float | None], fraction: float, seed: int) -> N
         assert len(copies) == max(k, len(invalid))
 
 
-def test_truncation_counts() -> None:
+def test_truncation_counts_binary_is_strict_and_nobody_copies_where_nobody_is_valid() -> None:
     scores: list[float | None] = [0.1, 0.2, 0.3, 0.4, 0.5]
     for fraction, worst in ((0.2, {0}), (0.21, {0, 1}), (0.4, {0, 1}), (1.0, {0, 1})):
         assert donors(Truncation(fraction), scores, streams(5)).keys() == worst
     drawn = {donors(Truncation(0.4), scores, streams(5, seed))[0] for seed in range(40)}
     assert drawn == {3, 4}
+    assert donors(Binary(0.5), [0.0, 0.5], streams(2)) == {}
+    assert donors(Binary(0.25), [0.0, 0.5], streams(2)) == {0: 1}
+    for exploit in (Truncation(0.5), Binary(0.0)):
+        assert donors(exploit, [None, None, None], streams(3)) == {}
 
 
 @given(SCORES, st.floats(0.0, 50.0), st.integers(0, 1000))
@@ -230,13 +234,6 @@ def test_binary(scores: list[float | None], threshold: float, seed: int) -> None
         assert own is None or theirs > own + threshold
     if len(scores) == 2 and scores[0] is None and scores[1] is not None:
         assert copies == {0: 1}
-
-
-def test_binary_is_strict_and_nobody_valid_means_nobody_copies() -> None:
-    assert donors(Binary(0.5), [0.0, 0.5], streams(2)) == {}
-    assert donors(Binary(0.25), [0.0, 0.5], streams(2)) == {0: 1}
-    for exploit in (Truncation(0.5), Binary(0.0)):
-        assert donors(exploit, [None, None, None], streams(3)) == {}
 
 
 def is_inside(params: dict[str, JSON]) -> bool:

@@ -148,14 +148,11 @@ def test_calibrated_noise_stays_that_of_the_first_round() -> None:
     assert {fact.noise_multiplier for fact in simulation.facts(f.RoundAccounted)} == {2.0}
 
 
-def test_an_account_that_nobody_waits_for_is_refused() -> None:
+def test_no_round_is_accounted_that_nobody_waits_for_or_an_evaluation_may_end() -> None:
     simulation, account = built()
     simulation.report(do(account))
     assert simulation.refusal(do(account)).reason == "round 1 does not wait to be accounted"
     opened(FEDERATED, "a", "b").refusal(do(account))
-
-
-def test_no_round_is_accounted_while_an_evaluation_may_end_the_run() -> None:
     stop = {"metric": "loss", "mode": "min", "patience": 1}
     evaluation = {"split": "test", "metrics": ["accuracy"], "stop": stop}
     simulation = start(job_text(FEDERATED, privacy=PRIVACY, evaluation=evaluation), "a", "b")

@@ -85,13 +85,10 @@ def test_skipped_steps_are_those_since_the_beginning_and_bytes_those_of_the_roun
     assert (metrics["train.skipped_steps"], metrics["train.sent_bytes"]) == (6.0, 24.0)
 
 
-def test_late_updates_count_their_bytes_and_norms_but_not_their_loss() -> None:
+def test_late_updates_count_but_for_their_loss_and_what_some_say_is_their_mean() -> None:
     found = round_metrics({0: UPDATES[0], 2: UPDATES[2]}, [UPDATES[1]])
     assert found["train.loss"] == (10 * 4.0 + 30 * 2.0) / 40
     assert (found["train.max_grad_norm"], found["train.sent_bytes"]) == (9.0, 24.0)
-
-
-def test_what_only_some_clients_say_is_their_mean_over_rows() -> None:
     first, last = (changed(n, metrics={"train.share": n + 1.0}) for n in (0, 2))
     found = round_metrics({0: first, 1: UPDATES[1], 2: last})
     assert isclose(found["train.share"], (10 * 1.0 + 30 * 3.0) / 40)

@@ -77,7 +77,7 @@ def test_each_setting_holds_until_the_next_begins(strategy: dict[str, Any], cras
     assert (shown.step, shown.num_steps, shown.segment, shown.num_segments) == (20, 20, 4, 4)
 
 
-def test_the_members_that_are_left_go_on_under_the_setting() -> None:
+def test_it_waits_for_workers_and_those_that_are_left_go_on_under_the_setting() -> None:
     simulation = start(scheduled(DATA_PARALLEL), "a", "b", "c")
     while trained_with(simulation)[0] != 2:
         simulation.step()
@@ -85,6 +85,8 @@ def test_the_members_that_are_left_go_on_under_the_setting() -> None:
     simulation.complete()
     assert len(simulation.facts(MembersFormed)[-1].members) == 2
     assert [fact.step for fact in simulation.facts(SegmentCommitted)] == [5, 10, 15, 20]
+    shown = start(scheduled()).status
+    assert (shown.phase, shown.num_segments) == (RunPhase.PLACING, 0)
 
 
 def stopped(num_commits: int, text: str) -> Simulation:
@@ -148,11 +150,6 @@ def test_a_child_without_a_way_back_goes_on_from_the_commit_as_from_any_state() 
     committed = nested.progress(back).committed
     assert committed
     assert committed.digest == base.digest
-
-
-def test_before_there_are_workers_it_says_what_it_waits_for() -> None:
-    shown = start(scheduled()).status
-    assert (shown.phase, shown.num_segments) == (RunPhase.PLACING, 0)
 
 
 STOP = {"metrics": ["accuracy"], "best": "accuracy", "every": "5 steps", "stop": {"patience": 2}}

@@ -156,20 +156,17 @@ def test_a_refusal_is_not_cured_by_new_keys_nor_keys_that_nobody_posts() -> None
     assert "0 exchange keys" in failure(nobody)
 
 
-def test_a_ring_needs_enough_holders_around_each_client() -> None:
-    ring = secure(8, {"degree": 2, "threshold": 0.5})
-    simulation = exchanged(opened(ring, "a"))
-    tell(simulation, *(lost_keys(client, cause=Cause.EXCEPTION) for client in range(2)))
-    assert "too few are left that hold shares of client" in failure(simulation)
-
-
-def test_the_attempts_of_a_round_come_to_an_end() -> None:
+def test_attempts_come_to_an_end_and_a_ring_needs_enough_holders_around_each_client() -> None:
     simulation = opened(secure(3), "a")
     for attempt in range(5):
         exchanged(simulation)
         tell(simulation, lost_keys(0, attempt))
     assert [each.attempt for each in simulation.facts(f.RoundRestarted)] == [1, 2, 3, 4]
     assert "lost keys" in failure(simulation)
+    ring = secure(8, {"degree": 2, "threshold": 0.5})
+    simulation = exchanged(opened(ring, "a"))
+    tell(simulation, *(lost_keys(client, cause=Cause.EXCEPTION) for client in range(2)))
+    assert "too few are left that hold shares of client" in failure(simulation)
 
 
 def test_a_sum_that_cannot_be_opened_is_restarted_by_its_effect_alone() -> None:

@@ -182,16 +182,13 @@ def test_failed_exchange_returns_sole_copies_to_the_last_commit() -> None:
         assert fact.reason == "socket closed", "all hold all alike, or train nothing"
 
 
-def test_lineage_rises_each_time_and_never_before_there_is_a_state() -> None:
+def test_lineage_rises_each_time_but_before_there_is_a_state_and_for_whole_replicas() -> None:
     run = play(SOLE, PartyRun(ROOT), formed(1, A), formed(2, A, B))
     assert run.lineage == 0
     run = play(SOLE, run, built(), formed(3, B), formed(4, B, C))
     assert (run.lineage, run.open_segment) == (2, 1)
     resumed = play(SOLE, training(SOLE, A, B, C), f.RunResumed(), formed(2, A, B, C))
     assert place(resumed) == (2, 0, 1), "after its last commit"
-
-
-def test_replicas_of_the_whole_state_go_on_as_ever() -> None:
     shape = replace(SOLE, parts_of=one_part, is_sole_copy=False)
     run = play(shape, training(shape, A, B, C), formed(2, C))
     assert commit_due(shape, run).parts == ((C,),)
@@ -255,16 +252,13 @@ def test_a_snapshot_has_a_mirror_as_well() -> None:
     assert (run.open_segment, run.lineage) == (3, 1), "two have no mirrors"
 
 
-def test_a_snapshot_is_lost_with_two_neighbours() -> None:
+def test_a_snapshot_is_lost_with_two_neighbours_and_that_of_few_has_no_mirror() -> None:
     run = play(MIRRORED, training(MIRRORED, A, B, C, D), formed(2, C, D))
     assert place(run) == (2, 0, 1)
     # One after the other: those that are left have divided the live state anew, but no snapshot.
     run = play(MIRRORED, training(MIRRORED, A, B, C, D), formed(2, B, C, D))
     assert len(run.finished) == 1
     assert place(play(MIRRORED, run, formed(3, C, D))) == (2, 0, 1)
-
-
-def test_few_members_and_their_snapshots_have_no_mirror() -> None:
     assert commit_due(MIRRORED, training(MIRRORED, A, B)).mirrors == ()
     run = play(MIRRORED, in_segment_three(A, B), formed(2, A))
     assert run.lineage == 1

@@ -452,13 +452,21 @@ def evaluated(client: int, text: str = "") -> f.ClientEvaluated:
     return f.ClientEvaluated(party=f.ROOT, segment=1, client=client, sums=sums, reason=text)
 
 
-def test_a_client_that_cannot_evaluate_is_left_out_alone() -> None:
+def test_a_client_that_cannot_evaluate_or_crashes_is_left_out_alone() -> None:
     simulation = evaluating()
     simulation.report(evaluated(0), evaluated(1, "KeyError: 'label'"), evaluated(2))
     assert without_spreads(simulation.fact(f.Evaluated).metrics) == {"test.loss": 2.0}
     assert simulation.phase is RunPhase.COMPLETED
     text = "segment 1: client 1 could not evaluate it: KeyError: 'label'"
     assert text in [sentence(fact) for fact in simulation.facts(f.ClientEvaluated)]
+    simulation = evaluating()
+    for number in range(3):
+        told = ending("b", number, status=1, run_id=RUN, party="evaluate")
+        simulation.tell(register("b", number + 1, told, local_data=("ward",)))
+    (found,) = [fact for fact in simulation.facts(f.ClientEvaluated) if fact.reason]
+    assert (found.client, found.sums) == (1, {})
+    simulation.report(evaluated(0), evaluated(2))
+    assert simulation.phase is RunPhase.COMPLETED
 
 
 def test_an_evaluation_that_waits_for_a_site_says_for_which() -> None:
@@ -481,17 +489,6 @@ def test_an_evaluation_that_nobody_can_do_or_none_may_fail_fails_the_run() -> No
     simulation.report(evaluated(1, "KeyError: 'label'"))
     said = "the evaluation of round 1 has failed: client 1: KeyError: 'label'"
     assert simulation.record.reason == said
-
-
-def test_a_client_whose_evaluation_ends_its_processes_is_left_out_alone() -> None:
-    simulation = evaluating()
-    for number in range(3):
-        told = ending("b", number, status=1, run_id=RUN, party="evaluate")
-        simulation.tell(register("b", number + 1, told, local_data=("ward",)))
-    (found,) = [fact for fact in simulation.facts(f.ClientEvaluated) if fact.reason]
-    assert (found.client, found.sums) == (1, {})
-    simulation.report(evaluated(0), evaluated(2))
-    assert simulation.phase is RunPhase.COMPLETED
 
 
 @pytest.mark.parametrize(
@@ -519,7 +516,7 @@ def unbuilt() -> Simulation:
     return simulation
 
 
-def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
+def test_a_site_that_cannot_build_the_model_or_crashes_leaves_it_to_another_one() -> None:
     simulation = unbuilt()
     first = simulation.due_one(Build).member
     failed = build_failed(first)
@@ -528,9 +525,6 @@ def test_a_site_that_cannot_build_the_model_leaves_it_to_another_one() -> None:
     simulation.crash()
     simulation.complete()
     assert sentence(failed) == f"{first.worker_id} cannot build the model: KeyError: 'label'"
-
-
-def test_a_site_whose_processes_the_build_ends_leaves_it_to_another_one() -> None:
     simulation = unbuilt()
     first = simulation.due_one(Build).member.worker_id
     for number in range(3):
