@@ -23,6 +23,7 @@ from stratagem.coordinator.core.commands import (
 )
 from stratagem.coordinator.core.facts.fact_serialization import decode, encode
 from stratagem.coordinator.core.facts.rejection_causes import Cause
+from stratagem.coordinator.core.persistent_map import PersistentMap
 from stratagem.coordinator.core.state import CoordinatorState, RunPhase, RunRecord
 from stratagem.coordinator.core.state_machine.agenda import Agenda
 from stratagem.coordinator.core.state_machine.apply import apply
@@ -164,7 +165,7 @@ class Simulation:
         self.come(names[:1], **capability)
         one = self.state.workers[WorkerId(names[0])]
         workers = {WorkerId(name): replace(one, member=member(name)) for name in names}
-        self.state = replace(self.state, workers={**self.state.workers, **workers})
+        self.state = replace(self.state, workers=PersistentMap({**self.state.workers, **workers}))
         self.agenda = Agenda(self.state)
 
     def sites(self, names: Iterable[str], start: int = 0, **capability: Any) -> None:

@@ -92,8 +92,10 @@ def test_training_goes_on_while_a_segment_is_committed_but_not_further() -> None
 
 def test_a_run_waits_for_its_only_worker_and_goes_on_from_its_last_commit() -> None:
     simulation = start(job_text(LOCAL))
-    assert simulation.phase is RunPhase.PLACING
-    assert simulation.reason == "waiting for 1 of 1 workers: no worker is registered"
+    assert (simulation.phase, simulation.reason) == (
+        RunPhase.PLACING,
+        "waiting for 1 of 1 workers: no worker is registered",
+    )
     simulation.come("a")
     simulation.step()
     simulation.lose("a")
@@ -138,14 +140,14 @@ def test_trouble_reforms_the_same_members_once_and_a_report_of_before_is_stale()
 def test_the_first_members_and_those_that_join_are_no_recovery() -> None:
     simulation = start(job_text(DATA_PARALLEL), "a")
     simulation.step()  # the build
+    phases = [simulation.phase]
     for name in "bc":
-        assert simulation.phase is RunPhase.RUNNING
         simulation.come(name)
-    assert simulation.phase is RunPhase.RUNNING
+        phases.append(simulation.phase)
+    assert phases == [RunPhase.RUNNING] * 3
     assert simulation.reason == "c joined, 3 of 3 workers"
     simulation.lose("c")
-    assert simulation.phase is RunPhase.RECOVERING
-    assert simulation.reason == "c lost, 2 of 3 workers"
+    assert (simulation.phase, simulation.reason) == (RunPhase.RECOVERING, "c lost, 2 of 3 workers")
     simulation.come("c", 1)
     assert simulation.phase is RunPhase.RECOVERING  # until what was lost is trained again
     simulation.complete()
@@ -163,9 +165,9 @@ def test_a_run_that_is_resumed_waits_for_its_place() -> None:
     simulation.lose("a")
     simulation.run()
     simulation.tell(ResumeRun(RUN))
-    assert simulation.phase is RunPhase.PLACING
+    phases = [simulation.phase]
     simulation.come("a", 1)
-    assert simulation.phase is RunPhase.RUNNING
+    assert [*phases, simulation.phase] == [RunPhase.PLACING, RunPhase.RUNNING]
 
 
 def test_a_worker_that_was_told_to_end_gets_nothing_new_and_is_not_called_lost() -> None:

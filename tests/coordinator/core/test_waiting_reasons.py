@@ -130,7 +130,8 @@ def test_time_with_workers_does_not_count() -> None:
 
 
 CODE = {"code": {"digest": "0" * 64}}
-NO_CODE, OLDER = {"code_policy": "none"}, {"numerics_rules": 0}
+NO_CODE: dict[str, Any] = {"code_policy": "none"}
+OLDER: dict[str, Any] = {"numerics_rules": 0}
 TAKE_NONE = (
     "no worker takes code from jobs: a, b; their operator allows it with --allow-code, or "
     "installs the package and `code` is left out"

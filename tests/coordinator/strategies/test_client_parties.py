@@ -225,8 +225,10 @@ def test_a_run_that_was_stopped_in_a_round_ends_as_one_that_was_not() -> None:
 def test_silos_without_workers_are_named() -> None:
     simulation = start(job_text(silos()), "a")
     simulation.until_due(RunSegment)
-    assert simulation.phase is RunPhase.RUNNING
-    assert simulation.reason == "round 1: 0 of 2 clients have answered"
+    assert (simulation.phase, simulation.reason) == (
+        RunPhase.RUNNING,
+        "round 1: 0 of 2 clients have answered",
+    )
     simulation.queue.clear()
     simulation.lose("a")
     assert simulation.phase is RunPhase.RECOVERING
@@ -362,7 +364,7 @@ def test_status_says_which_region_lacks_workers_and_regions_are_members_of_a_pop
 
 
 X = {"method": "ByCapability", "required_tags": ["x"]}
-FEDPROX = {"aggregation": {"method": "FedProx", "mu": 0.1}}
+FEDPROX: dict[str, Any] = {"aggregation": {"method": "FedProx", "mu": 0.1}}
 SLOW = inner(2, options={"quorum": 1, "round_deadline_s": 5})
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "regions": (regional(regions={"a": [0, 1], "b": [2]}), "has 2 regions, and num_clients is 3"),

@@ -89,8 +89,10 @@ def test_worker_local_clients_wait_for_their_worker() -> None:
     simulation.sites("a")
     simulation.come("b")
     simulation.run()
-    assert simulation.phase is RunPhase.PLACING
-    assert simulation.reason == "2 workers with data 'ward' are needed, 1 are here"
+    assert (simulation.phase, simulation.reason) == (
+        RunPhase.PLACING,
+        "2 workers with data 'ward' are needed, 1 are here",
+    )
     assert not simulation.facts(f.ModelBuilt)
     simulation.sites("c")
     simulation.alone()  # the model is built
@@ -109,8 +111,10 @@ def test_a_model_is_built_but_the_rounds_wait_for_the_workers_of_all_clients() -
     (built,) = simulation.queue
     simulation.lose("b")
     simulation.tell(built)
-    assert simulation.phase is RunPhase.PLACING
-    assert simulation.reason == "2 workers with data 'ward' are needed, 1 are here"
+    assert (simulation.phase, simulation.reason) == (
+        RunPhase.PLACING,
+        "2 workers with data 'ward' are needed, 1 are here",
+    )
     simulation.lose("a")
     assert simulation.reason == "no worker is available: a (killed), b (killed)"
     simulation.sites("ab", 1)

@@ -205,8 +205,10 @@ def test_enough_come_in_time_and_the_patience_is_new_in_every_round() -> None:
     answer(simulation, 0)
     simulation.lose("a")
     answer(simulation, 1)
-    assert simulation.phase is RunPhase.RECOVERING
-    assert simulation.reason == "round 2: 1 of 2 sites; away: client 0 (a)"
+    assert (simulation.phase, simulation.reason) == (
+        RunPhase.RECOVERING,
+        "round 2: 1 of 2 sites; away: client 0 (a)",
+    )
     assert deadline(simulation) == 110.0
     simulation.sites("c")
     assert selected(simulation)[-1] == (2, (1, 2))

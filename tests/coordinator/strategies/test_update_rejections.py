@@ -474,8 +474,10 @@ def test_an_evaluation_that_waits_for_a_site_says_for_which() -> None:
     simulation.report(evaluated(0), evaluated(2))
     assert simulation.reason == ""
     simulation.lose("b", reason="gone")
-    assert simulation.phase is RunPhase.RUNNING
-    assert simulation.reason == "round 1 waits to be evaluated by client 1 (b), not here"
+    assert (simulation.phase, simulation.reason) == (
+        RunPhase.RUNNING,
+        "round 1 waits to be evaluated by client 1 (b), not here",
+    )
     simulation.sites("b", 1)
     assert simulation.reason == ""
 
@@ -526,10 +528,10 @@ def test_a_site_that_cannot_build_the_model_or_crashes_leaves_it_to_another_one(
     simulation.complete()
     assert sentence(failed) == f"{first.worker_id} cannot build the model: KeyError: 'label'"
     simulation = unbuilt()
-    first = simulation.due_one(Build).member.worker_id
+    name = simulation.due_one(Build).member.worker_id
     for number in range(3):
-        told = ending(first, number, status=-11, run_id=RUN, party="build")
-        simulation.tell(register(first, number + 1, told, local_data=("ward",)))
+        told = ending(name, number, status=-11, run_id=RUN, party="build")
+        simulation.tell(register(name, number + 1, told, local_data=("ward",)))
     assert "has ended 3 worker processes" in simulation.fact(f.BuildFailed).reason
 
 
