@@ -236,6 +236,7 @@ def test_a_value_over_some_rows_is_not_published_as_one_over_all(changes: Any) -
 
 def test_three_workers_are_asked_but_nobody_else_where_states_do_not_go_together() -> None:
     simulation = said()
+    simulation.sites("d")
     for name in "abc":
         effect = simulation.due_one(MergeMetrics)
         assert effect.member == member(name)
