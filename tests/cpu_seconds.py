@@ -13,6 +13,7 @@ import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PROPERTY = "cpu_s"
+COLLECTION = "collection"
 
 
 def children_of(pid: int) -> Iterator[int]:
@@ -47,7 +48,8 @@ class CpuSeconds:
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._last = cpu_of_all()
+        self._last = 0.0
+        self._collection = 0.0
         self._of: dict[str, float] = defaultdict(float)
         self._wall: dict[str, float] = defaultdict(float)
 
@@ -60,15 +62,22 @@ class CpuSeconds:
             now = cpu_of_all()
             # A process whose parent did not wait for it takes its time along.
             report.user_properties.append((PROPERTY, max(now - self._last, 0.0)))
-            self._last = now
+            report.user_properties.append((COLLECTION, self._collection))
+            self._last, self._collection = now, 0.0
         return report
+
+    def pytest_collection_finish(self) -> None:
+        """What all tests share is booked as such, and not on the first one."""
+        now = cpu_of_all()
+        self._collection, self._last = now - self._last, now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._wall[report.nodeid] += report.duration
         if report.when == "teardown":
-            ((_, cpu_s),) = (each for each in report.user_properties if each[0] == PROPERTY)
-            assert isinstance(cpu_s, float)
-            self._of[report.nodeid] += cpu_s
+            for name, seconds in report.user_properties:
+                if name in (PROPERTY, COLLECTION):
+                    assert isinstance(seconds, float)
+                    self._of[report.nodeid if name == PROPERTY else COLLECTION] += seconds
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._file:

@@ -65,24 +65,29 @@ class LeftBehind:
             yield f"in the temporary folder: {name}"
 
     def _shared_memory(self) -> Iterator[str]:
-        """That nobody has open: others work on this machine as well."""
-        new = {
-            str(SHARED_MEMORY / name) for name in _names(SHARED_MEMORY) if name not in self._shared
-        }
-        return (
-            f"shared memory: {path}" for path in sorted(new - _mapped()) if os.path.exists(path)
-        )
+        """That nobody uses: others work on this machine as well."""
+        new = [SHARED_MEMORY / each for each in _names(SHARED_MEMORY) if each not in self._shared]
+        used = _used_shared_memory() if new else set()
+        for path in new:
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino not in used:
+                    yield f"shared memory: {path}"
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
-def _mapped() -> set[str]:
-    """Files that processes have in their memory."""
-    found: set[str] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            found.update(each.path for each in process.memory_maps())
-            found.update(each.path for each in process.open_files())
+def _used_shared_memory() -> set[int]:
+    """The inodes that processes have mapped or open; a semaphore has another name there."""
+    found: set[int] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            found.update(int(line.split()[4]) for line in lines if f"{SHARED_MEMORY}/" in line)
+        with contextlib.suppress(OSError):
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(file).startswith(str(SHARED_MEMORY)):
+                        found.add(file.stat().st_ino)
     return found
