@@ -36,9 +36,11 @@ class Scene:
     asked: Sequence[Asked]
 
     def test(self, rules: str) -> dict[str, Any]:
-        """As promtool reads it; a series that no rule names is left out, as it changes nothing."""
+        """As promtool reads it, without what changes nothing: series that no rule names, and values
+        after the last question."""
+        last = max(each.minute for each in self.asked)
         told = [
-            {"series": name + _labels(**dict(labels)), "values": values}
+            {"series": name + _labels(**dict(labels)), "values": _until(last, values)}
             for (name, labels), values in self.series.items()
             if name.removesuffix("_bucket").removesuffix("_count") in rules
         ]
@@ -88,6 +90,12 @@ def check(rules: Path, scenes: Sequence[Scene], folder: Path) -> None:
     command = [promtool(), "test", "rules", str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _until(minute: int, values: str) -> str:
+    """Values without most of those that come after a minute."""
+    begin, _, count = values.rpartition("x")
+    return f"{begin}x{min(minute, int(count))}"
 
 
 def _labels(**labels: str) -> str:
