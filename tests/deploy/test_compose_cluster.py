@@ -120,9 +120,7 @@ def member_of(run: RunHandle) -> str:
     return run.status().worker_ids[-1]
 
 
-def test_the_command_line_trains_an_example(
-    stack: Stack, client: Client, expected: Outcome
-) -> None:
+def test_the_command_line_trains_a_job(stack: Stack, client: Client, expected: Outcome) -> None:
     status = run_example(stack.address)
     assert (status["phase"], status["engine"]) == ("COMPLETED", "gloo")
     assert outcome_of(client.get("example")) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -55,25 +56,19 @@ def test_both_generations_of_compose_know_the_keys() -> None:
         assert not {"develop", "container_name", "hostname"} & set(service)
 
 
-def test_docker_compose_reads_the_file() -> None:
+def test_docker_compose_reads_the_files_with_and_without_certificates() -> None:
+    """With them each process has the files that it is told of, beside those it has without."""
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose on this machine")
     for profile in ("", "gpu", "s3", "postgres", "observability"):
         flags = ["--profile", profile] if profile else []
         command = ["docker-compose", "--file", str(FILE), *flags, "config", "--quiet"]
         subprocess.run(command, check=True, capture_output=True)
-
-
-def test_docker_compose_reads_the_files_with_certificates() -> None:
-    """And each process has the files that it is told of, beside those it has without them."""
-    if shutil.which("docker-compose") is None:
-        pytest.skip("no docker-compose on this machine")
     flags = ["--profile", "gpu", "--file", str(FILE), "--file", str(TLS_FILE)]
     command = ["docker-compose", *flags, "config"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     merged = yaml.safe_load(done.stdout)["services"]
     assert set(merged) == set(SERVICES)
-    assert set(TLS_SERVICES) == set(OWN)
     services = {name: merged[name] for name in OWN}
     assert "allow-insecure-network" not in str(services)
     for name, service in services.items():
@@ -87,25 +82,20 @@ def test_docker_compose_reads_the_files_with_certificates() -> None:
 
 
 def test_certificates_change_nothing_but_who_may_connect() -> None:
-    """Without its TLS flags each command is that of docker-compose.yml."""
+    """Without its TLS flags each command is that of docker-compose.yml; and workers go by the pool
+    in their certificate, so that each container has a name of its own which it covers."""
+    assert set(TLS_SERVICES) == set(OWN)
     for name, service in TLS_SERVICES.items():
         base = [each for each in SERVICES[name]["command"] if "secure" not in each]
         own = [each for each in service["command"] if not each.startswith(("--tls-", "--pool="))]
         assert own == base
         assert set(service) - {"command", "secrets"} <= {"profiles"}
-
-
-def test_the_workers_go_by_the_pool_in_their_certificate() -> None:
-    """So that each container has a name of its own which the certificate covers."""
     page = (ROOT / "docs" / "how-to" / "deploy-compose.md").read_text()
     for name in WORKERS:
         told = from_command_line(TLS_SERVICES[name]["command"])
-        certificate = f"pool-{told.pool}"
         assert told.worker_id == f"{socket.gethostname()}.{told.pool}"
-        assert TLS_SERVICES[name]["secrets"] == [
-            "ca.crt",
-            *(f"{certificate}.{end}" for end in ("crt", "key")),
-        ]
+        own = [f"pool-{told.pool}.{end}" for end in ("crt", "key")]
+        assert TLS_SERVICES[name]["secrets"] == ["ca.crt", *own]
         assert f"certs init certs --host coordinator --pool {told.pool}\n" in page
     files = {Path(each["file"]).name for each in TLS_COMPOSE["secrets"].values()}
     assert files == set(TLS_COMPOSE["secrets"])
@@ -113,7 +103,7 @@ def test_the_workers_go_by_the_pool_in_their_certificate() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_containers_may_do_little(name: str) -> None:
+def test_containers_may_do_little_and_have_the_version_of_the_project(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -123,14 +113,11 @@ def test_containers_may_do_little(name: str) -> None:
     expected = exceptions if name == "postgres" else {"tmpfs": ["/tmp"]}
     assert {key: service[key] for key in ("user", "tmpfs") if key in service} == expected
     assert service["restart"] == "unless-stopped"
+    if name in OWN:
+        assert service["image"].endswith(f":{VERSION}")
+        target = service["build"]["target"]
+        assert target in re.findall(r"^FROM runtime AS (\w+)$", DOCKERFILE, re.MULTILINE)
     assert not {"privileged", "network_mode", "pid", "ipc", "cap_add"} & set(service)
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_images_have_the_version_of_the_project(name: str) -> None:
-    assert SERVICES[name]["image"].endswith(f":{VERSION}")
-    target = SERVICES[name]["build"]["target"]
-    assert f"{target}" in re.findall(r"^FROM runtime AS (\w+)$", DOCKERFILE, re.MULTILINE)
 
 
 def test_ports_agree() -> None:
@@ -159,19 +146,23 @@ def health_command() -> str:
     return DOCKERFILE.partition("HEALTHCHECK")[2].partition("CMD ")[2].partition("\n")[0]
 
 
-@pytest.mark.parametrize("name", WORKERS)
-def test_workers_of_one_cluster_have_the_same_settings(name: str) -> None:
+DEFAULTS = dict(line.partition("=")[::2] for line in instructions("ARG"))
+"""Of the arguments of a build."""
+
+
+def test_workers_have_the_same_settings_and_all_have_time_to_stop() -> None:
     """Up to the device; threads are part of the numerics."""
-    assert worker(name).model_copy(update={"device": "cpu"}) == worker("worker")
-    assert SERVICES[name]["volumes"][1] == str(worker(name).data_dir)
-
-
-def test_a_container_has_time_to_stop() -> None:
     for name in WORKERS:
-        needed_s = worker(name).drain_grace_s + WORKER_STOP_GRACE_S
+        told = worker(name)
+        assert told.model_copy(update={"device": "cpu"}) == worker("worker")
+        assert SERVICES[name]["volumes"][1] == str(told.data_dir)
+        needed_s = told.drain_grace_s + WORKER_STOP_GRACE_S
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > needed_s
     grace_s = int(SERVICES["coordinator"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > 2 * COORDINATOR_STOP_GRACE_S
+    volume, _, path = SERVICES["coordinator"]["volumes"][0].partition(":")
+    assert volume in COMPOSE["volumes"], "what must survive"
+    assert str(coordinator().data_dir) == path
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -187,12 +178,6 @@ def test_images_of_others_are_pinned_and_stay_out_unless_asked_for(name: str) ->
             assert (ROOT / source).exists()
         else:
             assert source in COMPOSE["volumes"]
-
-
-def test_what_must_survive_lies_on_a_volume() -> None:
-    volume, _, path = SERVICES["coordinator"]["volumes"][0].partition(":")
-    assert volume in COMPOSE["volumes"]
-    assert str(coordinator().data_dir) == path
 
 
 # ---- the profile s3 ----
@@ -212,27 +197,30 @@ def test_keys_are_files_and_none_where_no_object_store_is_used() -> None:
             assert is_file or not re.search(r"SECRET|PASSWORD|TOKEN|ACCESS_KEY", name)
 
 
-def test_the_coordinator_keeps_its_states_in_a_folder_unless_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And in the bucket that the server has once it is told so."""
-    for name, value in SERVICES["coordinator"]["environment"].items():
+def test_states_and_journal_are_in_a_folder_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in the bucket and the database of the servers once it is told so."""
+    environment, server = SERVICES["coordinator"]["environment"], SERVICES["postgres"]
+    for name, value in environment.items():
         monkeypatch.setenv(name, str(value or ""))
-    assert coordinator().blob_store == ""
+    told = coordinator()
+    assert (told.blob_store, told.journal) == ("", "")
     assert "--address :9000" in SERVICES["s3"]["entrypoint"][-1]
-    assert SERVICES["coordinator"]["environment"]["AWS_ENDPOINT_URL"] == "http://s3:9000"
-    assert "s3" in dict(line.partition("=")[::2] for line in instructions("ARG"))[
-        "COORDINATOR_EXTRAS"
-    ].split(",")
+    assert environment["AWS_ENDPOINT_URL"] == "http://s3:9000"
+    assert str(told.journal_password_file) == server["environment"]["POSTGRES_PASSWORD_FILE"]
+    for service in (server, SERVICES["coordinator"]):
+        assert "journal_password" in service["secrets"]
+    assert {"s3", "postgres"} <= set(DEFAULTS["COORDINATOR_EXTRAS"].split(","))
 
 
-def test_the_keys_of_server_and_coordinator_are_the_same(tmp_path: Path) -> None:
-    script = [sys.executable, str(DOCKER / "s3_secrets.py"), str(tmp_path / "s3")]
+def test_server_and_coordinator_have_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, folder = runpy.run_path(str(DOCKER / "s3_secrets.py"))["main"], tmp_path / "s3"
 
     def made() -> tuple[dict[str, str], list[str]]:
-        out = subprocess.run(script, check=True, capture_output=True, text=True).stdout
-        named = dict(line.split("=", 1) for line in out.splitlines())
-        return named, [p.read_text() for p in sorted((tmp_path / "s3").iterdir())]
+        make(folder)
+        named = dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines())
+        return named, [p.read_text() for p in sorted(folder.iterdir())]
 
     named, contents = made()
     assert made() == (named, contents)
@@ -246,27 +234,10 @@ def test_the_keys_of_server_and_coordinator_are_the_same(tmp_path: Path) -> None
     told = Path(named["S3_SERVER_SECRETS"]).read_text()
     assert f"MINIO_ROOT_USER={keys['access_key_id']}\n" in told
     assert f"MINIO_ROOT_PASSWORD={keys['secret_access_key']}\n" in told
-    assert (tmp_path / "s3").stat().st_mode & 0o077 == 0
-    (tmp_path / "s3" / "server").unlink()
-    assert subprocess.run(script, capture_output=True, text=True).returncode == 1
-
-
-# ---- the profile postgres ----
-
-
-def test_the_journal_is_a_file_unless_told_and_the_password_always_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in SERVICES["coordinator"]["environment"].items():
-        monkeypatch.setenv(name, str(value or ""))
-    told, server = coordinator(), SERVICES["postgres"]
-    assert told.journal == ""
-    assert str(told.journal_password_file) == server["environment"]["POSTGRES_PASSWORD_FILE"]
-    for service in (server, SERVICES["coordinator"]):
-        assert "journal_password" in service["secrets"]
-    assert "postgres" in dict(line.partition("=")[::2] for line in instructions("ARG"))[
-        "COORDINATOR_EXTRAS"
-    ].split(",")
+    assert folder.stat().st_mode & 0o077 == 0
+    (folder / "server").unlink()
+    with pytest.raises(SystemExit, match="credentials is there, and its keys fit no other file"):
+        make(folder)
 
 
 def test_the_server_has_the_database_that_the_documentation_names() -> None:
@@ -282,10 +253,14 @@ def test_the_server_has_the_database_that_the_documentation_names() -> None:
 # ---- the Dockerfile ----
 
 
-def test_an_engine_without_buildkit_builds_it() -> None:
-    assert "# syntax" not in DOCKERFILE
+def test_an_engine_without_buildkit_builds_it_and_malloc_is_left_to_the_processes() -> None:
+    """Defaults of the build are said once."""
     assert not re.search(r"^(RUN|COPY) +--(mount|link|chmod|parents)", DOCKERFILE, re.MULTILINE)
-    assert "<<" not in DOCKERFILE
+    assert not [word for word in ("# syntax", "<<", "MALLOC", "LD_PRELOAD") if word in DOCKERFILE]
+    for service in (SERVICES[name] for name in OWN):
+        for name, value in service["build"]["args"].items():
+            is_gpu = "gpu" in service.get("profiles", [])
+            assert DEFAULTS[name] == value or (name == "TORCH_INDEX_URL" and is_gpu)
 
 
 def test_the_images_run_as_nobody_without_a_shell() -> None:
@@ -295,11 +270,6 @@ def test_the_images_run_as_nobody_without_a_shell() -> None:
         program, flag, module, *_ = json.loads(command)
         assert (program, flag) == ("python", "-m")
         assert any(ROOT.glob(f"*/{module.replace('.', '/')}*"))
-
-
-def test_malloc_is_left_to_the_processes() -> None:
-    assert "MALLOC" not in DOCKERFILE
-    assert "LD_PRELOAD" not in DOCKERFILE
 
 
 def test_the_engine_gets_all_that_is_copied() -> None:
@@ -317,24 +287,22 @@ def test_the_engine_gets_all_that_is_copied() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_defaults_of_the_build_are_said_once() -> None:
-    defaults = dict(line.partition("=")[::2] for line in instructions("ARG"))
-    for service in (SERVICES[name] for name in OWN):
-        for name, value in service["build"]["args"].items():
-            if name == "TORCH_INDEX_URL" and "gpu" in service.get("profiles", []):
-                continue
-            assert defaults[name] == value
-
-
 def test_requirements_are_those_of_the_extras() -> None:
-    def printed(extras: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(DOCKER / "requirements.py"), str(ROOT / "pyproject.toml")]
-        return subprocess.run([*command, extras], capture_output=True, text=True)
+    script = runpy.run_path(str(DOCKER / "requirements.py"))["requirements"]
 
-    for_coordinator = printed("coordinator").stdout
+    def printed(*extras: str) -> str:
+        return "\n".join(script(ROOT / "pyproject.toml", extras))
+
+    for_coordinator = printed("coordinator")
     assert "grpcio>=" in for_coordinator
     assert "sqlalchemy>=" in for_coordinator
     assert "torch" not in for_coordinator
-    assert "scikit-learn>=" in printed("worker,s3,examples").stdout
-    assert "extra 'wroker' is not one of coordinator, worker" in printed("wroker").stderr
-    assert printed("local").returncode == 1
+    for wrong, said in (
+        ("wroker", "'wroker' is not one of coordinator, worker"),
+        ("local", "name"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            printed(wrong)
+    command = [sys.executable, str(DOCKER / "requirements.py"), str(ROOT / "pyproject.toml")]
+    done = subprocess.run([*command, "worker,s3,examples"], check=True, capture_output=True)
+    assert b"\nscikit-learn>=" in done.stdout

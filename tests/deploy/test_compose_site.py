@@ -19,27 +19,32 @@ FILE = ROOT / "deploy" / "compose.site.yml"
 GIVEN = {"STRATAGEM_COORDINATOR": "coordinator.example.org:7070", "STRATAGEM_NAME": "st-anna"}
 
 
-def filled(match: re.Match[str]) -> str:
-    """The value of ${NAME:-default}, or that is given of ${NAME:?what it is}."""
-    name, kind, rest = match.groups()
-    return rest if kind == "-" else GIVEN[name]
-
-
 COMPOSE: dict[str, Any] = yaml.safe_load(
-    re.sub(r"\$\{(\w+):([-?])([^}]*)\}", filled, FILE.read_text())
+    # Of ${NAME:-default} and ${NAME:?what it is} the value.
+    re.sub(
+        r"\$\{(\w+):([-?])([^}]*)\}",
+        lambda found: found[3] if found[2] == "-" else GIVEN[found[1]],
+        FILE.read_text(),
+    )
 )
 SITE: dict[str, Any] = COMPOSE["services"]["worker"]
 PATH = {"PATH": os.environ["PATH"]}
 READ_BY_TLS = {"tls_ca": "ca.crt", "tls_cert": "worker.crt", "tls_key": "worker.key"}
 
 
-def test_it_dials_out_and_nobody_dials_it() -> None:
+def test_it_dials_out_and_no_command_line_has_a_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = from_command_line(SITE["command"])
     assert (told.tunnel, told.coordinator, told.name) == (True, *GIVEN.values())
     assert told.listen.startswith("127.0.0.1:"), "where the health port is, too"
     assert not {"ports", "expose", "network_mode", "networks", "links"} & set(SITE)
     assert not told.allow_insecure_network
     assert [*COMPOSE["services"]] == ["worker"]
+    assert SITE["environment"] == {"STRATAGEM_WORKER_PROXY": None}
+    assert ("proxy" not in str(SITE["command"]), told.proxy) == (True, "")
+    monkeypatch.setenv("STRATAGEM_WORKER_PROXY", "http://anna:secret@proxy:3128")
+    assert from_command_line(SITE["command"]).proxy == "http://anna:secret@proxy:3128"
 
 
 def test_its_container_may_do_as_little_as_those_of_a_cluster() -> None:
@@ -56,7 +61,7 @@ def test_its_container_may_do_as_little_as_those_of_a_cluster() -> None:
     ]
 
 
-def test_what_it_reads_and_keeps_is_mounted() -> None:
+def test_what_it_reads_and_keeps_is_mounted_and_the_page_names_it() -> None:
     told = from_command_line(SITE["command"])
     mounts = {each.split(":")[1]: each.split(":")[2:] for each in SITE["volumes"]}
     kept = str(told.data_dir)
@@ -68,17 +73,6 @@ def test_what_it_reads_and_keeps_is_mounted() -> None:
     for key, file in READ_BY_TLS.items():
         assert str(getattr(told, key)) == f"/run/secrets/{file}"
     assert set(COMPOSE["secrets"]) == set(SITE["secrets"]) == set(READ_BY_TLS.values())
-
-
-def test_a_proxy_and_its_password_stand_in_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SITE["environment"] == {"STRATAGEM_WORKER_PROXY": None}
-    assert "proxy" not in str(SITE["command"])
-    assert from_command_line(SITE["command"]).proxy == ""
-    monkeypatch.setenv("STRATAGEM_WORKER_PROXY", "http://anna:secret@proxy:3128")
-    assert from_command_line(SITE["command"]).proxy == "http://anna:secret@proxy:3128"
-
-
-def test_the_page_names_each_variable_and_path() -> None:
     page = (ROOT / "docs" / "how-to" / "tunnel.md").read_text()
     used = set(re.findall(r"\$\{(STRATAGEM_\w+):", FILE.read_text()))
     asked = used - {"STRATAGEM_TAG", "STRATAGEM_THREADS"}

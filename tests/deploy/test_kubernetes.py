@@ -21,9 +21,12 @@ from stratagem.coordinator.store.journal.postgres import SCHEME
 from stratagem.worker.process.worker_main import STOP_GRACE_S as WORKER_STOP_GRACE_S
 from tests.deploy.compose import VERSION
 from tests.deploy.overlays import (
-    FOLDER,
+    MONITORED,
     POD,
+    SECURE,
     Object,
+    check_fields,
+    check_restricted,
     component,
     containers,
     coordinator,
@@ -38,16 +41,7 @@ from tests.deploy.overlays import (
 
 pytestmark = pytest.mark.core
 
-OVERLAYS = [
-    *sorted(path.name for path in (FOLDER / "overlays").iterdir()),
-    *("cpu+metrics", "cpu+postgres-ha", "cpu+s3", "cpu+tls"),
-    *("cpu+metrics+pod-monitor", "cpu+metrics+service-monitor+tls", "cpu+metrics+keda"),
-]
-"""With components, each behind a plus."""
-OF_OTHERS = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1"}
-"""Kinds that Kubernetes itself does not know; test_monitors.py has their schemas."""
-VERSIONS = ("1.29", "1.32", "1.37")
-"""The oldest that has all fields, one in the middle, the newest that there are schemas of."""
+OVERLAYS = ["cpu", "gpu", "cpu+postgres-ha", "cpu+s3", "cpu+metrics+keda", MONITORED, SECURE]
 
 
 @pytest.fixture(params=OVERLAYS, name="objects")
@@ -66,28 +60,17 @@ def peers(policy: Object) -> Iterator[tuple[Object, Object]]:
 # ---- who means whom ----
 
 
-def test_all_stands_in_one_namespace(objects: tuple[Object, ...]) -> None:
-    (namespace,) = of_kind(objects, "Namespace")
-    for each in objects:
-        if each is not namespace:
-            assert each["metadata"]["namespace"] == namespace["metadata"]["name"]
-
-
-def test_each_stateful_set_selects_its_own_pods_alone(objects: tuple[Object, ...]) -> None:
+def test_sets_services_and_probes_mean_pods_and_their_ports(
+    objects: tuple[Object, ...],
+) -> None:
     for each in of_kind(objects, "StatefulSet"):
         assert selected(objects, each["spec"]["selector"]) == [each["spec"]["template"]]
         service = named(objects, "Service", each["spec"]["serviceName"])
         assert service["spec"]["selector"] == each["spec"]["selector"]["matchLabels"]
-
-
-def test_services_lead_to_open_ports(objects: tuple[Object, ...]) -> None:
     for service in of_kind(objects, "Service"):
         (pod,) = selected(objects, {"matchLabels": service["spec"]["selector"]})
         for port in service["spec"]["ports"]:
             assert ports_of(pod)[port["targetPort"]] == port["port"]
-
-
-def test_probes_ask_the_health_port(objects: tuple[Object, ...]) -> None:
     for pod in templates(objects):
         for container in pod["spec"]["containers"]:
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -95,44 +78,36 @@ def test_probes_ask_the_health_port(objects: tuple[Object, ...]) -> None:
                 assert asked["port"] == ports_of(pod)["health"]
                 # Who stands by, or reads a long journal, is well, and not ready.
                 may_wait = component(pod) == "coordinator" and probe != "readinessProbe"
-                wanted = LIVE if may_wait else ""
-                assert asked.get("service", "") == wanted
+                assert asked.get("service", "") == (LIVE if may_wait else "")
 
 
 def is_pair(objects: tuple[Object, ...]) -> bool:
     """With the component postgres-ha."""
-    return bool(named(objects, "StatefulSet", "stratagem-coordinator")["spec"]["replicas"] == 2)
+    replicas = named(objects, "StatefulSet", "stratagem-coordinator")["spec"]["replicas"]
+    assert replicas in (1, 2)
+    return bool(replicas == 2)
 
 
-def test_network_policies_and_budgets_mean_pods_and_ports_that_exist(
+def test_policies_mean_what_is_there_and_let_nothing_else_in(
     objects: tuple[Object, ...],
 ) -> None:
     for each in of_kind(objects, "PodDisruptionBudget"):
         assert selected(objects, each["spec"]["selector"])
+    deny = named(objects, "NetworkPolicy", "deny-all")["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    allowed: set[tuple[str, str, str]] = set()
     for policy in of_kind(objects, "NetworkPolicy"):
         targets = selected(objects, policy["spec"]["podSelector"])
         assert targets
         for rule, peer in peers(policy):
             others = selected(objects, peer["podSelector"]) if "podSelector" in peer else []
             assert others or "namespaceSelector" in peer
-            receivers = targets if rule in policy["spec"].get("ingress", []) else others
+            comes_in = rule in policy["spec"].get("ingress", [])
             for port in rule.get("ports", []):
+                receivers = targets if comes_in else others
                 assert all(port["port"] in ports_of(pod).values() for pod in receivers)
-
-
-def test_nobody_reaches_a_port_unless_a_policy_says_so(objects: tuple[Object, ...]) -> None:
-    deny = named(objects, "NetworkPolicy", "deny-all")["spec"]
-    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-    allowed = {
-        (component(pod), direction, component(other))
-        for policy in of_kind(objects, "NetworkPolicy")
-        for direction in ("ingress", "egress")
-        for rule in policy["spec"].get(direction, [])
-        for peer in rule.get("from", rule.get("to", []))
-        if "podSelector" in peer
-        for pod in selected(objects, policy["spec"]["podSelector"])
-        for other in selected(objects, peer["podSelector"])
-    }
+            direction = "ingress" if comes_in else "egress"
+            allowed |= {(component(a), direction, component(b)) for a in targets for b in others}
     talk = {("coordinator", "worker"), ("worker", "coordinator"), ("worker", "worker")}
     assert allowed == {(b, "ingress", a) for a, b in talk} | {(a, "egress", b) for a, b in talk}
 
@@ -156,40 +131,27 @@ def test_references_lead_somewhere(objects: tuple[Object, ...]) -> None:
 # ---- what pods may do ----
 
 
-def test_pods_fit_the_restricted_standard(objects: tuple[Object, ...]) -> None:
-    (namespace,) = of_kind(objects, "Namespace")
-    labels = namespace["metadata"]["labels"]
-    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+def test_pods_fit_the_restricted_standard_and_say_their_needs(
+    objects: tuple[Object, ...],
+) -> None:
+    check_restricted(objects)
     for pod in templates(objects):
         spec = pod["spec"]
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["runAsUser"] == 10001
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
         assert {key for v in spec["volumes"] for key in v} <= {"name", "emptyDir", "secret"}
         for container in spec["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }
             assert not any("hostPort" in port for port in container["ports"])
-
-
-def test_images_have_a_version_and_pods_their_resources(objects: tuple[Object, ...]) -> None:
-    for container in containers(objects):
-        assert container["image"].endswith(f":{VERSION}")
-        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
-        assert "memory" in container["resources"]["limits"]
-        assert "cpu" not in container["resources"]["limits"]
+            assert container["image"].endswith(f":{VERSION}")
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+            assert "cpu" not in container["resources"]["limits"]
 
 
 # ---- what our processes are told ----
 
 
-def test_workers_are_told_what_the_objects_say(
+def test_processes_are_told_what_the_objects_say(
     objects: tuple[Object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = worker(objects, monkeypatch)
@@ -209,17 +171,13 @@ def test_workers_are_told_what_the_objects_say(
     assert told.coordinator == ",".join(f"{host}:{port}" for host in hosts)
     needed_s = told.drain_grace_s + WORKER_STOP_GRACE_S
     assert pod["spec"]["terminationGracePeriodSeconds"] > needed_s
-
-
-def test_the_coordinator_is_told_what_the_objects_say(objects: tuple[Object, ...]) -> None:
-    told = coordinator(objects)
+    own = coordinator(objects)
     each = named(objects, "StatefulSet", "stratagem-coordinator")["spec"]
-    assert each["replicas"] == (2 if is_pair(objects) else 1)
     pod = each["template"]
-    assert told.listen == f"0.0.0.0:{ports_of(pod)['grpc']}"
-    assert told.health_port == ports_of(pod)["health"]
+    assert own.listen == f"0.0.0.0:{ports_of(pod)['grpc']}"
+    assert own.health_port == ports_of(pod)["health"]
     mounts = {m["name"]: m["mountPath"] for m in pod["spec"]["containers"][0]["volumeMounts"]}
-    assert mounts[each["volumeClaimTemplates"][0]["metadata"]["name"]] == str(told.data_dir)
+    assert mounts[each["volumeClaimTemplates"][0]["metadata"]["name"]] == str(own.data_dir)
     assert pod["spec"]["terminationGracePeriodSeconds"] > 2 * COORDINATOR_STOP_GRACE_S
 
 
@@ -232,40 +190,47 @@ def test_gpu_workers_have_one_gpu_and_know_it(monkeypatch: pytest.MonkeyPatch) -
     assert worker(rendered("cpu"), monkeypatch).device == "cpu"
 
 
-def test_metrics_are_scraped_where_they_are_served_and_only_from_there(
+def test_metrics_are_scraped_where_they_are_served_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    objects = rendered("cpu+metrics")
+    objects = rendered(MONITORED)
     for pod in templates(objects):
         port = ports_of(pod)["metrics"]
-        assert pod["metadata"]["annotations"] == {
+        annotations = {
             "prometheus.io/scrape": "true",
             "prometheus.io/port": str(port),
             "prometheus.io/path": "/metrics",
         }
+        assert pod["metadata"]["annotations"] == annotations
         assert coordinator(objects).metrics_port == port
         assert worker(objects, monkeypatch).metrics_port == port
         (rule,) = named(objects, "NetworkPolicy", "stratagem-metrics")["spec"]["ingress"]
         assert rule["ports"] == [{"port": port, "endPort": port + MAX_PER_POD - 1}]
         assert all("namespaceSelector" in peer for peer in rule["from"])
     assert coordinator(rendered("cpu")).metrics_port is None
-    for pod in templates(rendered("cpu+tls")):  # the processes' certificates serve them, too
-        assert pod["metadata"]["annotations"] == {"prometheus.io/scheme": "https"}
+    for pod in templates(rendered(SECURE)):  # the processes' certificates serve them, too
+        assert pod["metadata"]["annotations"] == annotations | {"prometheus.io/scheme": "https"}
+
+
+def secret_file(overlay: str, name: str) -> tuple[tuple[Object, ...], Object, str]:
+    """Objects, the coordinator's container, and where it alone has a secret mounted."""
+    objects = rendered(overlay)
+    mounted = {component(pod): pod["spec"] for pod in templates(objects)}
+    assert [v for v in mounted["worker"]["volumes"] if "secret" in v] == []
+    (volume,) = [v for v in mounted["coordinator"]["volumes"] if "secret" in v]
+    assert volume["secret"] == {"secretName": name, "defaultMode": 0o440}
+    (container,) = mounted["coordinator"]["containers"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+    return objects, container, str(mount["mountPath"])
 
 
 def test_the_keys_of_the_object_store_are_a_file_that_only_the_coordinator_sees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    objects = rendered("cpu+s3")
-    mounted = {component(pod): pod["spec"] for pod in templates(objects)}
-    assert [v for v in mounted["worker"]["volumes"] if "secret" in v] == []
-    (volume,) = [v for v in mounted["coordinator"]["volumes"] if "secret" in v]
-    assert volume["secret"] == {"secretName": "stratagem-s3", "defaultMode": 0o440}
-    (container,) = mounted["coordinator"]["containers"]
-    (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
+    objects, container, folder = secret_file("cpu+s3", "stratagem-s3")
     (source,) = container["envFrom"]
     environ = named(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
-    assert environ["AWS_SHARED_CREDENTIALS_FILE"] == f"{mount['mountPath']}/credentials"
+    assert environ["AWS_SHARED_CREDENTIALS_FILE"] == f"{folder}/credentials"
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     check_url(coordinator(objects).blob_store)
@@ -276,29 +241,20 @@ def test_the_keys_of_the_object_store_are_a_file_that_only_the_coordinator_sees(
 def test_of_a_pair_of_coordinators_each_has_a_name_and_nobody_waits_for_the_standby() -> None:
     objects = rendered("cpu+postgres-ha")
     each = named(objects, "StatefulSet", "stratagem-coordinator")["spec"]
-    assert (each["podManagementPolicy"], each["updateStrategy"]) == (
-        "Parallel",
-        {"type": "OnDelete"},
-    )
+    assert each["replicas"] == 2
+    assert each["podManagementPolicy"] == "Parallel"
+    assert each["updateStrategy"] == {"type": "OnDelete"}
     service = named(objects, "Service", each["serviceName"])["spec"]
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-    told = coordinator(objects)
-    assert told.advertise == f"$(POD_NAME).{each['serviceName']}:7070"
+    assert coordinator(objects).advertise == f"$(POD_NAME).{each['serviceName']}:7070"
     for budget in of_kind(objects, "PodDisruptionBudget"):
         held_up = {component(pod) for pod in selected(objects, budget["spec"]["selector"])}
         assert "coordinator" not in held_up
 
 
 def test_the_password_of_the_journal_is_a_file_that_only_the_coordinators_see() -> None:
-    objects = rendered("cpu+postgres-ha")
-    told = coordinator(objects)
-    pods = {component(pod): pod["spec"] for pod in templates(objects)}
-    assert [v for v in pods["worker"]["volumes"] if "secret" in v] == []
-    (volume,) = [v for v in pods["coordinator"]["volumes"] if "secret" in v]
-    assert volume["secret"] == {"secretName": "stratagem-journal", "defaultMode": 0o440}
-    (container,) = pods["coordinator"]["containers"]
-    (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
-    assert str(told.journal_password_file) == f"{mount['mountPath']}/password"
+    objects, container, folder = secret_file("cpu+postgres-ha", "stratagem-journal")
+    assert str(coordinator(objects).journal_password_file) == f"{folder}/password"
     (source,) = [e for e in container["env"] if e["name"] == "STRATAGEM_COORDINATOR_JOURNAL"]
     key = source["valueFrom"]["configMapKeyRef"]
     url = make_url(named(objects, "ConfigMap", key["name"])["data"][key["key"]])
@@ -307,10 +263,11 @@ def test_the_password_of_the_journal_is_a_file_that_only_the_coordinators_see() 
     assert rule == {"ports": [{"protocol": "TCP", "port": url.port}]}
 
 
-def test_with_certificates_nothing_but_probes_is_in_plaintext(
+def test_with_certificates_only_probes_are_in_plaintext(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    objects = rendered("cpu+tls")
+    """And a worker sees its own key alone, under the name that `stratagem certs init` gives it."""
+    objects = rendered(SECURE)
     told, own = worker(objects, monkeypatch), coordinator(objects)
     assert not told.allow_insecure_network
     assert not own.allow_insecure_network
@@ -327,26 +284,13 @@ def test_with_certificates_nothing_but_probes_is_in_plaintext(
             assert {file, file.parent} & set(read_only)
         for volume in pod["spec"]["volumes"]:
             assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
-
-
-def test_a_worker_sees_its_own_key_alone() -> None:
-    """Under the names that `stratagem certs init --worker POD` gives the files."""
-    (container,) = [each for each in containers(rendered("cpu+tls")) if each["name"] == "worker"]
+    (container,) = pods["worker"]["spec"]["containers"]
     mounts = [each for each in container["volumeMounts"] if each["name"] == "tls"]
     sources = [each.get("subPath") or each["subPathExpr"] for each in mounts]
     filled = [re.sub(r"\$\((\w+)\)", lambda m: POD[m[1]], each) for each in sources]
-    pod = POD["POD_NAME"]
-    assert filled == ["ca.crt", f"worker-{pod}.crt", f"worker-{pod}.key"]
+    name = POD["POD_NAME"]
+    assert filled == ["ca.crt", f"worker-{name}.crt", f"worker-{name}.key"]
 
 
-# ---- what Kubernetes knows ----
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_schemas_of_kubernetes_know_every_field(
-    objects: tuple[Object, ...], version: str
-) -> None:
-    schemas = pytest.importorskip("kubernetes_validate", reason="make kubernetes-test installs it")
-    for each in objects:
-        if each["apiVersion"] not in OF_OTHERS:
-            schemas.validate(each, version, strict=True)
+def test_the_schemas_of_kubernetes_know_every_field(objects: tuple[Object, ...]) -> None:
+    check_fields(*objects)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from stratagem.client.cli.main import app
+from stratagem.common.health.__main__ import main
 from stratagem.common.health.health_probe import health_of
 from stratagem.coordinator.store.journal.journal import Journal
 from stratagem.coordinator.store.journal.lead_holder import Holder
@@ -37,11 +37,6 @@ def settings(*flags: str) -> WorkerSettings:
 # ---- names and addresses ----
 
 
-def test_a_worker_is_called_as_its_host_unless_it_is_named() -> None:
-    assert settings().name == socket.gethostname()
-    assert settings("--name", "w7").name == "w7"
-
-
 @pytest.mark.parametrize(
     ("listen", "advertise", "expected"),
     [
@@ -54,11 +49,12 @@ def test_a_worker_is_called_as_its_host_unless_it_is_named() -> None:
         ("[::]:9", "", f"{socket.gethostname()}:9"),
     ],
 )
-def test_a_worker_advertises_where_it_can_be_reached(
+def test_a_worker_advertises_where_it_can_be_reached_under_the_name_of_its_host(
     listen: str, advertise: str, expected: str
 ) -> None:
     flags = ["--listen", listen, *(["--advertise", advertise] if advertise else [])]
-    assert advertised(settings(*flags), 9) == expected
+    told = settings(*flags)
+    assert (told.name, advertised(told, 9)) == (socket.gethostname(), expected)
 
 
 # ---- health ----
@@ -79,55 +75,46 @@ def _health_address(servicer: health.HealthServicer) -> Iterator[str]:
     server.stop(None)
 
 
-def test_health_is_what_the_service_says(
-    servicer: health.HealthServicer, health_address: str
-) -> None:
-    for status, name, code in ((SERVING, "SERVING", 0), (NOT_SERVING, "NOT_SERVING", 1)):
+def test_health_is_what_is_answered(servicer: health.HealthServicer, health_address: str) -> None:
+    for status, name, code in ((NOT_SERVING, "NOT_SERVING", 1), (SERVING, "SERVING", 0)):
         servicer.set("", status)
         assert health_of(health_address, timeout_s=PATIENCE_S) == name
         done = CliRunner().invoke(app, ["health", "--timeout", str(PATIENCE_S), health_address])
         assert (done.stdout, done.exit_code) == (f"{name}\n", code)
-
-
-def test_the_health_module_is_a_program(
-    health_address: str, servicer: health.HealthServicer
-) -> None:
-    servicer.set("", SERVING)
-    program = [*HEALTH, health_address]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("SERVING\n", 0)
-    wrong = subprocess.run([*HEALTH, "nowhere", "--timeout", "x"], capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert "--timeout: invalid float value: 'x'" in wrong.stderr
+    program = subprocess.run([*HEALTH, health_address], capture_output=True, text=True)
+    assert (program.stdout, program.returncode) == ("SERVING\n", 0)
 
 
 def test_the_program_asks_all_at_addresses_that_the_environment_may_complete(
-    health_address: str, servicer: health.HealthServicer
+    health_address: str,
+    servicer: health.HealthServicer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     servicer.set("", SERVING)
-    port = health_address.rpartition(":")[2]
-    program = [*HEALTH, f"$POD_IP:{port}", health_address]
-    environ = os.environ | {"POD_IP": "127.0.0.1"}
-    done = subprocess.run(program, env=environ, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("SERVING\nSERVING\n", 0)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        program[-1] = f"127.0.0.1:{closed.getsockname()[1]}"
-        done = subprocess.run(program, env=environ, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stdout.startswith("SERVING\nUNAVAILABLE: nobody answers at")
+    monkeypatch.setenv("POD_IP", "127.0.0.1")
 
+    def status(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["health", *arguments])
+        return main()
 
-def test_no_answer_is_not_healthy_and_says_why() -> None:
+    found = f"$POD_IP:{health_address.rpartition(':')[2]}"
+    assert status(found, health_address, "--timeout", str(PATIENCE_S)) == 0
+    assert capsys.readouterr().out == "SERVING\nSERVING\n"
     with socket.socket() as closed, socket.socket() as silent:
         closed.bind(("127.0.0.1", 0))
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-        assert health_of(nobody, timeout_s=PATIENCE_S) == f"UNAVAILABLE: nobody answers at {nobody}"
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        answer = health_of(address, timeout_s=0.2)
-        assert answer == f"DEADLINE_EXCEEDED: {address} has not answered within 0.2 s"
+        nobody, mute = (f"127.0.0.1:{each.getsockname()[1]}" for each in (closed, silent))
+        assert status(found, nobody) == 1
+        said = f"UNAVAILABLE: nobody answers at {nobody}"
+        assert capsys.readouterr().out == f"SERVING\n{said}\n"
+        answer = health_of(mute, timeout_s=0.2)
+        assert answer == f"DEADLINE_EXCEEDED: {mute} has not answered within 0.2 s"
+    with pytest.raises(SystemExit) as wrong:
+        status("nowhere", "--timeout", "x")
+    assert wrong.value.code == 2
+    assert "--timeout: invalid float value: 'x'" in capsys.readouterr().err
 
 
 def test_a_health_check_loads_little() -> None:

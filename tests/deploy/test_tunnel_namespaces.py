@@ -22,7 +22,8 @@ SITES, BETWEEN = "stratagem-sites", "stratagem-between"
 HERE, PROXY_HERE, PROXY_THERE, SITE = "10.203.1.1", "10.203.1.2", "10.203.2.1", "10.203.2.2"
 SITES_NETWORK = "10.203.2.0/30"
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
+# Processes that start by themselves in their namespaces; cluster/test_tunnel.py has the quick ones.
+pytestmark = [pytest.mark.sweep, pytest.mark.cluster, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 def ip(*arguments: str) -> None:

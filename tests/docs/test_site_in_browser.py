@@ -34,9 +34,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_site_is_read_and_searched_from_its_folder(
-    browser: Any, site: Path, width: int
-) -> None:
+def test_the_site_is_read_and_searched_as_files(browser: Any, site: Path, width: int) -> None:
     asked: list[str] = []
     context = browser.new_context(viewport={"width": width, "height": 800})
     context.set_default_timeout(PATIENCE_S * 1000)

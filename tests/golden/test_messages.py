@@ -140,9 +140,7 @@ async def test_a_run_of_before_ends_with_workers_of_before_in_the_same_states(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_other_calls_of_clients_and_workers_of_before_are_answered(
-    version: str, tmp_path: Path
-) -> None:
+async def test_other_calls_of_the_version_before_are_answered(version: str, tmp_path: Path) -> None:
     """With a run that is new, for which workers of before may not know the rules."""
     run_id = "recorded-cancelled"
     async with (

@@ -25,55 +25,41 @@ from tests.golden.replay import FOLDER, load, replay, summary_of
 from tests.postgres import Postgres
 
 JOURNALS = sorted(FOLDER.glob("*.sql"))
+AMONG = {
+    "federation": {
+        *("ClientsJoined", "ClientLeft", "ClientBenched", "ClientStateLost", "RoundAccounted"),
+        *("UpdatesJudged", "KeysPosted", "SharesRouted", "RoundRestarted"),
+        *("UploadDue", "CommitUploaded", "SoleCopiesLost"),
+    },
+    "merged": {"MetricsMerged"},
+}
+"""What must be among that which replays."""
 
 
 @pytest.mark.parametrize("sql", JOURNALS, ids=[each.stem for each in JOURNALS])
-async def test_a_journal_of_an_earlier_version_replays_to_the_same_runs(
-    sql: Path, tmp_path: Path
-) -> None:
-    """The first time from the facts, and then from the summaries that were made of them."""
+async def test_a_journal_of_another_version_has_the_same_runs(sql: Path, tmp_path: Path) -> None:
+    """The first time from the facts, and then from the summaries that were made of them. The facts
+    are read in either of two ways, and shown as this version writes them."""
     path, expected = tmp_path / "journal.sqlite", sql.with_suffix(".json").read_text()
-    assert summary_of(await replay(load(sql, path))) == expected
-    assert summary_of(await replay(Journal.open(path))) == expected
-
-
-@pytest.mark.parametrize("sql", JOURNALS, ids=[each.stem for each in JOURNALS])
-def test_facts_of_an_earlier_version_are_read_and_shown_as_this_one_writes_them(
-    sql: Path, tmp_path: Path
-) -> None:
-    """In whichever of two ways they are read."""
-    journal = load(sql, tmp_path / "journal.sqlite")
+    journal = load(sql, path)
+    kinds = set()
     for stored in events(journal):
         kind, payload = stored.record.kind, stored.record.payload
+        kinds.add(kind)
         fact = decode(kind, stored.record.schema_version, payload)
         known = KINDS[kind].model_validate(json.loads(payload))
         assert repr(fact) == repr(known)  # in which a loss that is not told is one, too
         assert json.loads(payload_now(kind, fact, payload)) == json.loads(encode(fact)[1])
-    journal.close()
-
-
-OF_FEDERATIONS = {
-    *("ClientsJoined", "ClientLeft", "ClientBenched", "ClientStateLost", "RoundAccounted"),
-    *("UpdatesJudged", "KeysPosted", "SharesRouted", "RoundRestarted"),
-    *("UploadDue", "CommitUploaded", "SoleCopiesLost"),
-}
-
-
-def test_what_happens_to_federations_and_replicas_is_among_what_replays(tmp_path: Path) -> None:
-    journal = load(FOLDER / "federation.sql", tmp_path / "journal.sqlite")
-    assert {stored.record.kind for stored in events(journal)} >= OF_FEDERATIONS
-    journal.close()
-
-
-def test_metrics_that_were_merged_are_among_what_replays(tmp_path: Path) -> None:
-    journal = load(FOLDER / "merged.sql", tmp_path / "journal.sqlite")
-    assert "MetricsMerged" in {stored.record.kind for stored in events(journal)}
-    journal.close()
+    assert kinds >= AMONG.get(sql.stem, set())
+    assert summary_of(await replay(journal)) == expected
+    assert summary_of(await replay(Journal.open(path))) == expected
 
 
 async def test_an_old_population_says_what_its_commits_were_trained_with(tmp_path: Path) -> None:
-    """Which stands in the facts, though summaries of that time do not say it."""
+    """Which stands in the facts, though summaries of that time do not say it. And runs of before
+    there were numbers of rules go on by the first ones."""
     found = await replay(load(JOURNALS[0], tmp_path / "journal.sqlite"))
+    assert {run.numerics for run in found.state.runs.values()} == {FIRST}
     (run,) = [each for each in found.runs if each.strategy.startswith("PopulationBased")]
     assert run.commits
     for commit in run.commits:
@@ -82,9 +68,7 @@ async def test_an_old_population_says_what_its_commits_were_trained_with(tmp_pat
         assert commit.schedule[-1].values.keys() == {"optimizer.lr"}
 
 
-async def test_events_that_move_to_another_database_replay_to_the_same_runs(
-    tmp_path: Path, postgres: Postgres
-) -> None:
+async def test_events_in_another_database_replay_alike(tmp_path: Path, postgres: Postgres) -> None:
     sql = JOURNALS[-1]
     old, new = load(sql, tmp_path / "journal.sqlite"), Journal.open(postgres.new_schema())
     lead = new.take_lead(Holder.of_this_process(), ttl_s=1)
@@ -135,9 +119,3 @@ async def test_what_was_accepted_before_there_was_a_limit_replays_and_is_refused
     assert state.runs[RunId("old")].ended is None
     with pytest.raises(InvalidInputError):  # also right after the old one has been read
         decide(state, SubmitRun(RunId("new"), BEYOND[what], 2.0))
-
-
-async def test_runs_of_before_there_were_numbers_go_on_by_the_first_rules(tmp_path: Path) -> None:
-    runs = (await replay(load(JOURNALS[0], tmp_path / "journal.sqlite"))).state.runs
-    assert runs
-    assert {run.numerics for run in runs.values()} == {FIRST}

@@ -1,6 +1,7 @@
 """What a user would write: losses and metrics that jobs of the tests name, and a function of
 arguments that are not its own."""
 
+import multiprocessing
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ def loading_loss(output: Tensor, target: Tensor) -> Tensor:
     loaded = [row for batch in DataLoader(Numbers(), 4, num_workers=2) for row in batch.tolist()]
     assert loaded == list(range(8))
     return nn.functional.cross_entropy(output, target)
+
+
+def forking_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Says how a process of its own would begin."""
+    raise ValueError(multiprocessing.get_start_method())
 
 
 def quitting_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,23 +22,17 @@ from stratagem.worker.data.data_sources import (
 )
 from stratagem.worker.data.datasets import Gather, as_dataset
 from stratagem.worker.data.order.sampler import BatchOrder, epoch_order
-from tests.jobs import job, user_data
+from tests.cluster.jobs import federated
+from tests.jobs import user_data
 from tests.userland.data import rows_of
 from tests.worker.engine.support import ALLOWED, CPU
 
-FEDERATED = {
-    "type": "Federated",
-    "num_clients": 4,
-    "rounds": 2,
-    "aggregation": {"method": "FedAvg"},
-    "client_selection": {"method": "All"},
-}
-
 
 def data_job(data: dict[str, Any], **changes: Any) -> Any:
-    return job(data=data, strategy=FEDERATED, **changes)
+    return federated(data=data, num_clients=4, **changes)
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
 def test_every_epoch_has_every_row_once(num_rows: int, batch_size: int, seed: int) -> None:
     order = BatchOrder(num_rows, batch_size, seed)
@@ -60,6 +54,7 @@ def test_position_follows_from_the_step_alone() -> None:
         BatchOrder(0, 4, 0)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_partitions_give_every_row_to_one_client(data: st.DataObject) -> None:
     drawn = data.draw(st.lists(st.integers(0, 4), max_size=60))
@@ -120,20 +115,15 @@ def test_data_that_clients_share_are_loaded_and_divided_once(
 
 def test_data_made_per_client_are_kept_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_CLIENTS_KEPT", 2)
-    data = ClientData(
-        data_job({"entrypoint": "tests.userland.data:per_client"}), ALLOWED, DataSources()
-    )
+    spec = data_job({"entrypoint": "tests.userland.data:per_client"})
+    assert len(load_data(spec, ALLOWED, DataSources())["train"]) == 40
+    data = ClientData(spec, ALLOWED, DataSources())
     first, second = data.of(ClientShare(0, 4)), data.of(ClientShare(1, 4))
+    assert len(second["train"]) == 10
     assert data.of(ClientShare(0, 4)) is first
     data.of(ClientShare(2, 4))
     assert data.of(ClientShare(0, 4)) is first
     assert data.of(ClientShare(1, 4)) is not second
-
-
-def test_factory_that_knows_clients_is_asked_per_client() -> None:
-    spec = data_job({"entrypoint": "tests.userland.data:per_client"})
-    assert len(load_data(spec, ALLOWED, DataSources(), ClientShare(1, 4))["train"]) == 10
-    assert len(load_data(spec, ALLOWED, DataSources())["train"]) == 40
 
 
 def test_files_inline_and_local_data(tmp_path: Path) -> None:
@@ -167,9 +157,7 @@ def test_files_inline_and_local_data(tmp_path: Path) -> None:
         load_data(data_job({"path": str(tmp_path / "bad.safetensors")}), ALLOWED, DataSources())
 
 
-def test_a_job_reads_no_file_outside_of_the_folders_of_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_reads_files_of_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"train.x": torch.rand(3, 2), "train.y": torch.arange(3)}
     for folder in ("data", "data-of-others"):
         (tmp_path / folder).mkdir()
@@ -195,15 +183,18 @@ def test_a_job_reads_no_file_outside_of_the_folders_of_data(
         load_data(data_job({"path": "data/x.safetensors"}), ALLOWED, DataSources(roots=()))
 
 
-def test_wrong_data_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="same number of rows"):
-        as_dataset((torch.rand(3, 2), torch.rand(4)), "train")
-    with pytest.raises(InvalidInputError, match="same number of rows"):
-        as_dataset((torch.tensor(1.0),), "train")
-    with pytest.raises(InvalidInputError, match=r"data\.train: is a str"):
-        as_dataset("rows", "train")
-    with pytest.raises(InvalidInputError, match="holds a str"):
-        as_dataset((["a"], ["b"]), "train")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ((torch.rand(3, 2), torch.rand(4)), "same number of rows"),
+        ((torch.tensor(1.0),), "same number of rows"),
+        ("rows", r"data\.train: is a str"),
+        ((["a"], ["b"]), "holds a str"),
+    ],
+)
+def test_wrong_data_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        as_dataset(value, "train")
     with pytest.raises(InvalidInputError, match=r"not named <split>\.x"):
         from_tensors({"train_x": torch.rand(2)})
 
@@ -235,7 +226,7 @@ def test_which_client_has_no_rows_does_not_decide_about_the_model(
     """The model is built with the rows of the first client that has any; what is evaluated is, as
     ever, of client 0 of 1."""
     data = user_data("of_sizes", sizes=sizes, test=has_test)
-    spec = job(data=data, strategy={**FEDERATED, "num_clients": len(sizes)})
+    spec = federated(data=data, num_clients=len(sizes))
     splits = load_data(spec, ALLOWED, DataSources())
     assert len(splits["train"]) == num_rows
     if has_test and sizes[0] >= 0:
@@ -244,10 +235,8 @@ def test_which_client_has_no_rows_does_not_decide_about_the_model(
 
 
 def test_rows_that_no_client_can_load_and_those_to_evaluate_fail_the_build() -> None:
-    strategy = {**FEDERATED, "num_clients": 2}
     for sizes, evaluation in (([-1, -1], None), ([-1, 3], {"split": "test"})):
-        spec = job(
-            data=user_data("of_sizes", sizes=sizes), strategy=strategy, evaluation=evaluation
-        )
+        data = user_data("of_sizes", sizes=sizes)
+        spec = federated(data=data, num_clients=2, evaluation=evaluation)
         with pytest.raises(UserCodeError, match="client 0"):
             load_data(spec, ALLOWED, DataSources())

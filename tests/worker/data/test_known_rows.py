@@ -134,9 +134,7 @@ def texts_of(batch: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", [*PLAIN, *DRAWING])
 @pytest.mark.parametrize("collate", [default_collate, pad])
-def test_a_batch_is_what_its_rows_are_fetched_with_keys(
-    name: str, collate: Callable[[list[Any]], Any]
-) -> None:
+def test_a_batch_is_that_of_keyed_rows(name: str, collate: Callable[[list[Any]], Any]) -> None:
     source = {**PLAIN, **DRAWING}[name]
     for numbers in ([], [3], [0, 3, 11, NUM_ROWS + 3, 5, 2 * NUM_ROWS + 3, 1]):
         if not numbers and collate is default_collate:
@@ -148,7 +146,7 @@ def test_a_batch_is_what_its_rows_are_fetched_with_keys(
 
 
 @pytest.mark.parametrize("name", [*PLAIN, "memory map"])
-def test_plain_rows_are_fetched_without_seeding(
+def test_plain_rows_need_no_seed(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Which takes longer than fetching them."""
@@ -160,7 +158,7 @@ def test_plain_rows_are_fetched_without_seeding(
     assert texts_of(found) == texts_of(expected)
 
 
-def test_a_batch_is_made_with_keys_where_somebody_has_changed_how(
+def test_a_batch_is_made_with_keys_where_that_was_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def noisy(values: list[Any], **_: Any) -> Tensor:

@@ -4,11 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -112,9 +110,7 @@ def test_batches_are_read_ahead_and_keep_their_memory_while_they_are_used(
         assert_alike(pool.batch(dataset, each), dataset.read(each))
 
 
-def test_what_the_users_code_raises_is_raised_here(
-    pool: ReaderPool, data: dict[str, RowDataset]
-) -> None:
+def test_what_users_code_raises_comes_here(pool: ReaderPool, data: dict[str, RowDataset]) -> None:
     """Also where the batch was read ahead; and batches that nobody asks for raise nothing."""
     for kind in ("raises", "text", "sparse"):
         dataset = data[kind]
@@ -136,72 +132,56 @@ def test_what_the_users_code_raises_is_raised_here(
             assert "row 3 of data.raises" in str(caught.value)
 
 
-@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "is_killed", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["ends", "killed"]
+)
 def test_a_reader_that_dies_is_replaced_and_its_orders_are_repeated(
-    pool: ReaderPool, data: dict[str, RowDataset]
+    pool: ReaderPool, data: dict[str, RowDataset], is_killed: bool
 ) -> None:
-    dataset = data["ends once"]
-    orders = [order(dataset, [step, BAD_ROW], step) for step in range(6)]
+    dataset = data["plain" if is_killed else "ends once"]
+    orders = [order(dataset, [step, BAD_ROW], step) for step in range(5)]
     lines: list[tuple[str, str]] = []
     with output_capture.to(lambda *line: lines.append(line)):
-        for each in orders[:1]:  # which ends its first reader
-            assert_alike(pool.batch(dataset, each), dataset.read(each))
+        assert_alike(pool.batch(dataset, orders[0]), dataset.read(orders[0]))
         pool.expect(iter(orders[1:]))
-        for pid in pool.pids:
+        for pid in pool.pids if is_killed else ():
             os.kill(pid, signal.SIGKILL)
         for each in orders[1:]:
             assert_alike(pool.batch(dataset, each), dataset.read(each))
     told = [text.partition(" ended ")[2] for level, text in lines if level == "WARNING"]
-    assert told[0] == "(exit status 7); another takes its place"
-    assert told[1:] == 2 * ["(signal 9); another takes its place"]
+    deaths = 2 * ["signal 9"] if is_killed else ["exit status 7"]
+    assert told == [f"({how}); another takes its place" for how in deaths]
 
 
-def test_rows_at_which_three_readers_end_are_named(
+@pytest.mark.sweep  # each has to import all that a reader needs
+def test_rows_that_end_readers_are_named(
     function: DataFunction, data: dict[str, RowDataset]
 ) -> None:
-    dataset, is_over = data["plain"], threading.Event()
-    pool = ReaderPool(ReaderSetup(function, SEED, ALLOWED), 1)
-
-    def end_each() -> None:
-        while not is_over.is_set():
-            for pid in pool.pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    with ExitStack() as opened:
-        opened.callback(pool.stop)
-        opened.enter_context(ThreadPoolExecutor(1)).submit(end_each)
-        opened.callback(is_over.set)
-        said = r"3 processes ended .* data\.plain: 2, 3 \(while reading rows of data\.plain\)"
-        with pytest.raises(UserCodeError, match=said):
-            pool.batch(dataset, order(dataset, [2, NUM_ROWS + 3]))
-        is_over.set()
+    pool, dataset = ReaderPool(ReaderSetup(function, SEED, ALLOWED), 1), data["ends"]
+    said = r"3 processes ended .* data\.ends: 2, 3 \(while reading rows of data\.ends\)"
+    with pytest.raises(UserCodeError, match=said):
+        pool.batch(dataset, order(dataset, [2, NUM_ROWS + BAD_ROW]))
+    pool.stop()
 
 
-def test_what_is_printed_while_rows_are_read_is_told(
+def test_what_is_printed_is_told_and_a_data_set_that_differs_in_the_reader_is_refused(
     pool: ReaderPool, data: dict[str, RowDataset]
 ) -> None:
     lines: list[tuple[str, str]] = []
     with output_capture.to(lambda *line: lines.append(line)):
         pool.batch(data["prints"], order(data["prints"], [4, 5]))
-    assert [line for line in lines if line[0] == "PRINT"] == [
-        ("PRINT", "reading row 4"),
-        ("PRINT", "reading row 5"),
-    ]
-
-
-def test_a_data_set_that_differs_in_the_reader_is_refused(
-    pool: ReaderPool, data: dict[str, RowDataset]
-) -> None:
+    printed = [line for line in lines if line[0] == "PRINT"]
+    assert printed == [("PRINT", "reading row 4"), ("PRINT", "reading row 5")]
     short = RowDataset([1, 2], "plain", 2, torch.stack)
     with pytest.raises(InvalidInputError, match=r"data\.plain: has 2 rows .* 20 in its reader"):
         pool.batch(short, order(short, [0]))
 
 
+@pytest.mark.sweep  # of which each imports torch
 def test_readers_end_with_their_worker(tmp_path: Path) -> None:
     """However that ends, and whatever they do."""
     code = (
-        "import os, sys, threading\n"
+        "import os, sys\n"
         "from stratagem.worker.data.data_factory import DataFunction\n"
         "from stratagem.worker.data.reader.reader_messages import ReaderSetup\n"
         "from stratagem.worker.data.reader.reader_pool import ReaderPool\n"
@@ -222,7 +202,10 @@ def test_readers_end_with_their_worker(tmp_path: Path) -> None:
         assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_worker_has_no_more_readers_than_it_allows() -> None:
+def test_a_worker_has_no_more_readers_than_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    idle = SimpleNamespace(pid=1, end=lambda: ended.append("a reader"))
+    monkeypatch.setattr(ReaderPool, "_process", lambda _: idle)
     readers = WorkerReaders(max_readers=3)
 
     def asking(number: int, **changes: Any) -> Any:
@@ -249,32 +232,17 @@ def test_a_worker_has_no_more_readers_than_it_allows() -> None:
     second.start()
     assert (len(first.pids), len(second.pids)) == (0, 3)
     readers.close("second")
-    assert second.pids == []
-
-
-@pytest.mark.sweep
-def test_runs_share_the_readers_of_a_worker_and_the_last_one_reads_without(
-    function: DataFunction, data: dict[str, RowDataset]
-) -> None:
-    """None of them is ended for another one whose turn it is: it would be started again at once."""
-    readers, dataset = WorkerReaders(max_readers=2), data["noisy"]
-    assert function.collate is not None
-    section = {"entrypoint": function.entrypoint, "collate": function.collate, "readers": 2}
-    section["kwargs"] = dict(function.kwargs)
-    pools = [readers.of(str(number), job(data=section), ALLOWED) for number in range(3)]
-    pids = []
-    for turn in range(3):
+    assert (second.pids, len(ended)) == ([], 5)
+    # Of three runs the last one reads without: none is ended for another one whose turn it is, as
+    # it would be started again at once.
+    readers = WorkerReaders(max_readers=2)
+    pools = [readers.of(str(number), asking(2), ALLOWED) for number in range(3)]
+    for _ in range(3):
         for pool in pools:
             assert pool is not None
-            orders = [order(dataset, [turn, step], step) for step in range(4)]
-            pool.expect(iter(orders))
-            for each in orders[turn:]:
-                assert_alike(pool.batch(dataset, each), dataset.read(each))
-        pids.append([pool.pids for pool in pools if pool is not None])
-    assert [len(each) for each in pids[0]] == [1, 1, 0]
-    assert pids[0] == pids[1] == pids[2]
-    for number in range(3):
-        readers.close(str(number))
+            pool.start()
+        assert [len(pool.pids) for pool in pools if pool is not None] == [1, 1, 0]
+    assert len(ended) == 6
 
 
 def test_readers_need_an_entry_point_of_rows() -> None:

@@ -18,6 +18,7 @@ from stratagem.worker.data.data_sources import ClientShare, DataSources, load_da
 from stratagem.worker.data.datasets import Gather, Subset, as_dataset
 from stratagem.worker.data.purity_check import check_purity
 from stratagem.worker.data.row_datasets import BatchKeys, RowDataset
+from tests.cluster.jobs import federated
 from tests.jobs import job
 from tests.userland.data import NoisyRows
 from tests.worker.engine.support import ALLOWED, CPU
@@ -32,19 +33,8 @@ def rows_of(value: Any, indices: list[int], keys: BatchKeys = KEYS) -> tuple[Any
 
 
 def test_a_row_is_the_same_in_whichever_batch_and_another_in_another_epoch() -> None:
-    rows = NoisyRows(20)
-    whole, labels = rows_of(rows, list(range(20)))
-    x, y = rows_of(rows, [7, 3], BatchKeys(KEYS.rows, ("another", "batch")))
-    assert torch.equal(x, whole[[7, 3]])
-    assert torch.equal(y, labels[[7, 3]])
-    assert not torch.equal(rows_of(rows, [7], BatchKeys((3, "row", 1), ()))[0][0], whole[7])
-    assert not torch.equal(whole[7] / rows.x[7], whole[3] / rows.x[3])
-    # The same row of a client's subset has the number that it has in the whole.
-    own = Subset(as_dataset(rows, "train"), torch.tensor([3, 7]))
-    assert torch.equal(GATHER(own, torch.tensor([1]), "a test", KEYS)[0][0], whole[7])
+    """And the generators stay as they were."""
 
-
-def test_the_generators_stay_as_they_were() -> None:
     def drawn() -> tuple[Any, ...]:
         return random.random(), np.random.rand(), torch.rand(()).item()
 
@@ -53,8 +43,17 @@ def test_the_generators_stay_as_they_were() -> None:
     expected = drawn()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5)
-    rows_of(NoisyRows(20), [1, 2])
+    rows = NoisyRows(20)
+    whole, labels = rows_of(rows, list(range(20)))
     assert drawn() == expected
+    x, y = rows_of(rows, [7, 3], BatchKeys(KEYS.rows, ("another", "batch")))
+    assert torch.equal(x, whole[[7, 3]])
+    assert torch.equal(y, labels[[7, 3]])
+    assert not torch.equal(rows_of(rows, [7], BatchKeys((3, "row", 1), ()))[0][0], whole[7])
+    assert not torch.equal(whole[7] / rows.x[7], whole[3] / rows.x[3])
+    # The same row of a client's subset has the number that it has in the whole.
+    own = Subset(as_dataset(rows, "train"), torch.tensor([3, 7]))
+    assert torch.equal(GATHER(own, torch.tensor([1]), "a test", KEYS)[0][0], whole[7])
 
 
 def test_memory_maps_lists_and_data_sets_of_torch_are_rows(tmp_path: Path) -> None:
@@ -73,26 +72,29 @@ def test_memory_maps_lists_and_data_sets_of_torch_are_rows(tmp_path: Path) -> No
     assert x.middle.tolist() == [3, 6]
 
 
-def test_what_others_call_take_is_not_ours() -> None:
-    class Foreign:
-        def __len__(self) -> int:
-            return 4
+class Foreign:
+    """What others call `take` is not ours: it is of the first rows, and not of those named."""
 
-        def __getitem__(self, row: int) -> tuple[int, int]:
-            return row, -row
+    def __len__(self) -> int:
+        return 4
 
-        def take(self, count: int) -> "Foreign":
-            raise AssertionError("the first rows, and not those that are named")
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        return row, -row
 
-    Foreign.__module__ = "datasets.arrow_dataset"
-    assert rows_of(Foreign(), [2])[1].tolist() == [-2]
+    def take(self, count: int) -> "Foreign":
+        raise AssertionError
+
+
+Foreign.__module__ = "datasets.arrow_dataset"
+
+
+class Unbounded:
+    def __getitem__(self, row: int) -> int:
+        return row
 
 
 def test_data_sets_that_cannot_be_used_are_refused() -> None:
-    class Unbounded:
-        def __getitem__(self, row: int) -> int:
-            return row
-
+    assert rows_of(Foreign(), [2])[1].tolist() == [-2]
     loader: DataLoader[Any] = DataLoader(TorchDataset(torch.arange(3)))
     said = r"give its dataset: its collate_fn is data\.collate, its batch_size the job's"
     for value, words in (
@@ -103,6 +105,11 @@ def test_data_sets_that_cannot_be_used_are_refused() -> None:
     ):
         with pytest.raises(InvalidInputError, match=rf"data\.train: .*{words}"):
             as_dataset(value, "train")
+    growing = [(torch.zeros(2), 1)]
+    dataset = as_dataset(growing, "train")
+    growing.append((torch.zeros(2), 1))
+    with pytest.raises(InvalidInputError, match="had 1 rows when it was loaded and has 2 now"):
+        GATHER(dataset, torch.tensor([0]), "a test")
 
 
 def test_what_goes_wrong_in_a_row_names_the_row() -> None:
@@ -117,14 +124,6 @@ def test_what_goes_wrong_in_a_row_names_the_row() -> None:
     assert "row 4 of data.train" in str(caught.value)
     with pytest.raises(InvalidInputError, match="holds a str"):
         rows_of(["a", "b"], [1])
-
-
-def test_a_data_set_keeps_its_number_of_rows() -> None:
-    growing = [(torch.zeros(2), 1)]
-    dataset = as_dataset(growing, "train")
-    growing.append((torch.zeros(2), 1))
-    with pytest.raises(InvalidInputError, match="had 1 rows when it was loaded and has 2 now"):
-        GATHER(dataset, torch.tensor([0]), "a test")
 
 
 def test_settings_that_do_not_go_with_the_data() -> None:
@@ -142,15 +141,7 @@ def test_settings_that_do_not_go_with_the_data() -> None:
 
 
 def test_labels_of_rows_divide_clients() -> None:
-    strategy = {
-        "type": "Federated",
-        "num_clients": 4,
-        "rounds": 2,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-    }
-    partition = {"method": "by_label"}
-    spec = job(data=NOISY, steps=None, strategy=strategy, partition=partition)
+    spec = federated(data=NOISY, num_clients=4, partition={"method": "by_label"})
     expected = by_label(NoisyRows(50).y, 4, 2, spec.seed)
     for client in range(4):
         own = load_data(spec, ALLOWED, DataSources(), ClientShare(client, 4))["train"]
@@ -204,6 +195,7 @@ def test_a_row_that_differs_when_it_is_fetched_again_is_refused(what: str, words
 
 
 def test_pure_rows_pass_and_leave_the_generators_alone() -> None:
+    """They are checked when they are loaded, unless bits may change."""
     for value in (NoisyRows(20), Impure(""), [1.5], []):
         dataset = as_dataset(value, "train")
         assert isinstance(dataset, RowDataset)
@@ -212,9 +204,6 @@ def test_pure_rows_pass_and_leave_the_generators_alone() -> None:
         torch.manual_seed(1)
         check_purity(dataset)
         assert torch.equal(torch.rand(()), expected)
-
-
-def test_rows_are_checked_when_they_are_loaded_unless_bits_may_change() -> None:
     data = {"entrypoint": "tests.userland.data:impure_rows"}
     with pytest.raises(InvalidInputError, match=r"data\.train: row 0 is not the same"):
         load_data(job(data=data), ALLOWED, DataSources())

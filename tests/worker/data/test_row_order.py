@@ -30,8 +30,9 @@ def ordered(order: Any, data: str = "noisy_rows", **changes: Any) -> Any:
     return job(data={"entrypoint": f"{DATA}{data}", "order": order}, **changes)
 
 
-@pytest.mark.parametrize("data", ["classes", "noisy_rows"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "data"), [*((order, "noisy_rows") for order in ORDERS), ("weighted", "classes")]
+)
 def test_an_order_equals_the_reference_loop_to_the_bit(order: str, data: str) -> None:
     spec = ordered(ORDERS[order], data, steps=9)
     made = trainer_of(spec)
@@ -44,33 +45,27 @@ def test_an_order_equals_the_reference_loop_to_the_bit(order: str, data: str) ->
     assert_same_bits(model_of(again), dict(expected.state))
 
 
-def test_a_shuffle_that_is_named_is_the_shuffle_that_is_not() -> None:
-    named, silent = ordered("shuffle"), job(data={"entrypoint": f"{DATA}noisy_rows"})
-    assert train(trainer_of(named), 2, 9) == train(trainer_of(silent), 2, 9)
-
-
-def test_epochs_are_as_long_as_the_order() -> None:
+def test_epochs_are_as_long_as_the_order_and_a_shuffle_may_be_named() -> None:
     for order, steps in ((WEIGHTED, 4), (f"{HERE}row_batches", 3), ("sequential", 4)):
         assert trainer_of(ordered(order, steps=None, epochs=2)).num_steps == 2 * steps
+    named, silent = ordered("shuffle"), job(data={"entrypoint": f"{DATA}noisy_rows"})
+    assert train(trainer_of(named), 2, 5) == train(trainer_of(silent), 2, 5)
 
 
-def test_a_row_that_comes_again_draws_anew() -> None:
+def test_a_row_that_comes_again_draws_anew_and_a_sampler_of_torch_is_an_order() -> None:
     spec = ordered(WEIGHTED)
-    made = trainer_of(spec)
-    batches = epoch_batches(spec, ALLOWED, made.setup.data["train"], 0)
-    rows = torch.cat(batches)
+    made, sampled = trainer_of(spec), trainer_of(ordered(f"{HERE}sampled"))
+    rows = torch.cat(epoch_batches(spec, ALLOWED, made.setup.data["train"], 0))
     assert (rows >= 50).any(), "some row came twice"
     assert len(rows.unique()) == len(rows)
     of_step = [made.setup.batch_order().batch(step)[1] for step in range(4)]
     assert torch.equal(torch.cat(of_step), rows)
-
-
-def test_a_sampler_of_torch_is_an_order() -> None:
-    made = trainer_of(ordered(f"{HERE}sampled"))
-    rows = torch.cat([made.setup.batch_order().batch(step)[1] for step in range(4)])
-    assert sorted(rows.tolist()) == list(range(50))
-    other = torch.cat([made.setup.batch_order().batch(step)[1] for step in range(4, 8)])
-    assert not torch.equal(rows, other)
+    first, second = (
+        torch.cat([sampled.setup.batch_order().batch(step)[1] for step in steps])
+        for steps in (range(4), range(4, 8))
+    )
+    assert sorted(first.tolist()) == list(range(50))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +111,5 @@ def test_federated_clients_shuffle() -> None:
     with pytest.raises(InvalidInputError, match=r"data\.order: .*strategy Federated"):
         federated(data=data)
     assert federated(data={**data, "order": "shuffle"})
-
-
-def test_the_functions_of_an_order_are_entry_points_of_the_job() -> None:
-    assert f"{HERE}row_weights" in entry_points(ordered(WEIGHTED))
-    assert f"{HERE}row_batches" in entry_points(ordered(f"{HERE}row_batches"))
+    for order, name in ((WEIGHTED, "row_weights"), (f"{HERE}row_batches", "row_batches")):
+        assert f"{HERE}{name}" in entry_points(ordered(order))

@@ -72,15 +72,12 @@ def test_what_need_not_be_the_same_is_not_compared() -> None:
     assert described_rows(SPEC, split_of([])) == described_rows(SPEC, split_of(torch.empty(0, 2)))
 
 
-def test_a_silos_rows_are_those_of_all() -> None:
+def test_single_clients_and_streams_have_rows_of_their_own_and_a_silo_those_of_all() -> None:
+    for data in (user_data("per_client"), streamed("plain", impure=False)):
+        spec = job(data=data)
+        text = rows_to_compare(spec, ALLOWED, load_data(spec, ALLOWED, DataSources()), 3)
+        assert '"train":{"' not in text
+    assert rows_to_compare(SPEC, ALLOWED, load_data(SPEC, ALLOWED, DataSources()), 2) == ""
     whole = split_of((torch.randn(10, 3), torch.arange(10)))
     own = {"train": Subset(whole["train"], torch.tensor([3, 4]))}
     assert described_rows(SPEC, own) == described_rows(SPEC, whole)
-
-
-@pytest.mark.parametrize("data", [user_data("per_client"), streamed("plain", impure=False)])
-def test_single_clients_and_streams_have_rows_of_their_own(data: dict[str, Any]) -> None:
-    spec = job(data=data)
-    text = rows_to_compare(spec, ALLOWED, load_data(spec, ALLOWED, DataSources()), 3)
-    assert '"train":{"' not in text
-    assert rows_to_compare(SPEC, ALLOWED, load_data(SPEC, ALLOWED, DataSources()), 2) == ""

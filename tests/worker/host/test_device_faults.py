@@ -19,9 +19,7 @@ pytestmark = pytest.mark.core
         ("CUDA error: unspecified launch failure", False),
     ],
 )
-def test_a_fault_that_stays_is_found_in_what_it_was_raised_from(
-    reason: str, is_the_jobs: bool
-) -> None:
+def test_a_fault_that_stays_is_found_in_what_raised_it(reason: str, is_the_jobs: bool) -> None:
     raised = torch.AcceleratorError(f"{reason}\nSearch for it in the documentation.")
     assert device_fault(raised) == DeviceFault(reason, is_the_jobs)
     wrapped = UserCodeError("RuntimeError", "of the user's")

@@ -31,8 +31,14 @@ def ended(folder: Path, end: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", DYING.replace("{end}", end), str(folder)])
 
 
-def test_sigkill_takes_nothing_of_it(tmp_path: Path) -> None:
+def test_sigkill_takes_nothing_of_it_and_only_its_owner_may_read_it(
+    tmp_path: Path,
+) -> None:
+    """It holds what the code of jobs has printed."""
+    (tmp_path / "w.last-words").touch(0o644)  # of an earlier version
     assert ended(tmp_path, "os.kill(os.getpid(), 9)").returncode == -signal.SIGKILL
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"w.last-words": 0o600, "w.fault": 0o600}
     told = LastWords(tmp_path, "w", "second").previous
     assert (told.incarnation, told.knows_work, told.stopped) == ("first", True, False)
     assert (told.session.run_id, told.session.party, told.step) == ("run-1", "client3", 4999)
@@ -40,74 +46,52 @@ def test_sigkill_takes_nothing_of_it(tmp_path: Path) -> None:
     assert not told.HasField("status")
 
 
-def test_a_fault_names_its_signal_without_a_supervisor(tmp_path: Path) -> None:
-    assert ended(tmp_path, "ctypes.string_at(0)").returncode == -signal.SIGSEGV
-    told = LastWords(tmp_path, "w", "second").previous
-    assert told.status == -signal.SIGSEGV
-    at = list(told.last_lines).index("Fatal Python error: Segmentation fault")
-    own, *others = told.last_lines[at + 1 :]
-    assert own.startswith('File "<string>", line ')  # the user's frame first
-    assert "ctypes" in others[0]
-
-
-def test_a_few_frames_of_a_fault_are_told_and_not_more(tmp_path: Path) -> None:
+def test_a_fault_names_its_signal_without_a_supervisor_and_a_few_frames(tmp_path: Path) -> None:
     calls = "chr(10).join(f'def f{n}(): f{n + 1}()' for n in range(30))"
     deep = f"exec({calls} + chr(10) + 'def f30(): ctypes.string_at(0)'); f0()"
     assert ended(tmp_path, deep).returncode == -signal.SIGSEGV
-    told = LastWords(tmp_path, "w", "second").previous.last_lines
-    at = list(told).index("Fatal Python error: Segmentation fault")
-    assert len(told) == MAX_LINES
-    assert len(told[at + 1 :]) == MAX_FRAMES
-    assert told[at + 1].endswith("in f30")
-    assert "ctypes" in told[at + 2]
-    assert told[at + 3].endswith("in f29")
+    told = LastWords(tmp_path, "w", "second").previous
+    assert told.status == -signal.SIGSEGV
+    at = list(told.last_lines).index("Fatal Python error: Segmentation fault")
+    assert len(told.last_lines) == MAX_LINES
+    own, library, caller, *others = told.last_lines[at + 1 :]
+    assert own.startswith('File "<string>", line ')  # the user's frame first
+    assert own.endswith("in f30")
+    assert "ctypes" in library
+    assert caller.endswith("in f29")
+    assert len(others) == MAX_FRAMES - 3
 
 
-def test_a_folder_that_takes_no_files_ends_no_worker(tmp_path: Path) -> None:
-    no_folder = tmp_path / "data"
-    no_folder.write_text("a file")
-    words = LastWords(no_folder, "w", "first")
+@pytest.mark.parametrize("is_there", [False, True])
+def test_without_a_folder_that_takes_files_nothing_is_kept(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "data"
+    folder.write_text("a file")
+    words = LastWords(folder if is_there else None, "w", "first")
     words.explain_faults()
     words.registered()
     with words.at("run-1", ""):
+        words.step(1)
         words.line("kept nowhere")
-    assert not words.previous.incarnation
-
-
-def test_a_disk_that_fills_up_later_has_room_for_all_of_it(tmp_path: Path) -> None:
-    words = LastWords(tmp_path, "w", "first")
-    words.registered()
-    file = os.open(tmp_path / "w.last-words", os.O_RDONLY)
-    try:
-        assert os.lseek(file, 0, os.SEEK_HOLE) == os.fstat(file).st_size
-    finally:
-        os.close(file)
-
-
-def test_only_its_owner_may_read_them(tmp_path: Path) -> None:
-    """They hold what the code of jobs has printed."""
-    (tmp_path / "w.last-words").touch(0o644)  # of an earlier version
-    assert ended(tmp_path, "pass").returncode == 0
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"w.last-words": 0o600, "w.fault": 0o600}
+    words.stopped()
+    assert words.previous.incarnation == ""
 
 
 def test_who_executed_nothing_says_so_and_who_was_stopped_too(tmp_path: Path) -> None:
+    """And who ended before it registered has taken nobody's place."""
     words = LastWords(tmp_path, "w", "first")
     words.registered()
+    file = os.open(tmp_path / "w.last-words", os.O_RDONLY)
+    try:  # a disk that fills up later has room for all of it
+        assert os.lseek(file, 0, os.SEEK_HOLE) == os.fstat(file).st_size
+    finally:
+        os.close(file)
     with words.at("run-1", ""):
         words.line("not of interest")
     told = LastWords(tmp_path, "w", "second").previous
     assert (told.knows_work, told.HasField("session"), list(told.last_lines)) == (True, False, [])
     words.stopped()
-    assert LastWords(tmp_path, "w", "second").previous.stopped
-
-
-def test_who_ended_before_it_registered_has_taken_nobodys_place(tmp_path: Path) -> None:
-    LastWords(tmp_path, "w", "first").registered()
-    LastWords(tmp_path, "w", "second")
     third = LastWords(tmp_path, "w", "third")
-    assert third.previous.incarnation == "first"
+    assert (third.previous.incarnation, third.previous.stopped) == ("first", True)
     third.registered()
     assert LastWords(tmp_path, "w", "fourth").previous.incarnation == "third"
 
@@ -124,7 +108,7 @@ def test_who_ended_before_it_registered_has_taken_nobodys_place(tmp_path: Path) 
         ("", None, False),
     ],
 )
-def test_the_supervisor_adds_how_it_ended(
+def test_a_supervisor_adds_to_it(
     tmp_path: Path, said: str, status: int | None, is_stopped: bool
 ) -> None:
     LastWords(tmp_path, "w", "first").registered()
@@ -133,20 +117,10 @@ def test_the_supervisor_adds_how_it_ended(
     assert told.stopped == is_stopped
 
 
-@pytest.mark.parametrize("content", [b"", b"lastwrd1", b"\0" * 16384, b"x" * 100])
-def test_what_cannot_be_read_tells_nothing(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "w.last-words").write_bytes(content)
-    assert LastWords(tmp_path, "w", "second", "3").previous.incarnation == ""
-
-
-def test_without_a_folder_nothing_is_kept() -> None:
-    words = LastWords(None, "w", "first")
-    with words.at("run-1", ""):
-        words.step(1)
-        words.line("text")
-    words.stopped()
-    words.registered()
-    assert words.previous.incarnation == ""
+def test_what_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    for content in (b"", b"lastwrd1", b"\0" * 16384, b"x" * 100):
+        (tmp_path / "w.last-words").write_bytes(content)
+        assert LastWords(tmp_path, "w", "second", "3").previous.incarnation == ""
 
 
 def test_a_supervisor_that_says_something_else_is_told() -> None:

@@ -39,6 +39,7 @@ def receive(cache: ReceivedBlobs) -> None:
 
 
 def test_files_of_a_killed_worker_are_removed_when_the_next_begins(tmp_path: Path) -> None:
+    """And the folder of the next one is made again where somebody has removed it."""
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
     folders = []
     with ExitStack() as stack:
@@ -66,6 +67,11 @@ def test_files_of_a_killed_worker_are_removed_when_the_next_begins(tmp_path: Pat
         cache.drop_run("run")
         assert not [*own.iterdir()]
         receive(cache)
+        shutil.rmtree(own)
+        cache.drop_run("run")
+        receive(cache)
+        (again,) = set(tmp_path.iterdir()) - {*folders}
+        assert again != own
         cache.clear()
         assert {*tmp_path.iterdir()} == {*folders[:2]}
 
@@ -103,7 +109,9 @@ def test_a_disk_that_is_full_is_waited_for_and_what_was_torn_begins_again(
     cache.clear()
 
 
-def test_memory_that_is_short_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_sessions_of_others_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none_left(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
@@ -111,23 +119,7 @@ def test_memory_that_is_short_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(LimitError) as short:
         receive(ReceivedBlobs(None, 0))
     assert short.value.retry_after_s
-
-
-def test_sessions_that_other_runs_hold_are_waited_for() -> None:
     sessions = Sessions(None, 0)  # type: ignore[arg-type]
     with pytest.raises(LimitError, match="max_sessions") as full:
         sessions.begin(worker_pb2.ExecuteRequest(), None)  # type: ignore[arg-type]
     assert full.value.retry_after_s
-
-
-def test_a_folder_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
-    cache = ReceivedBlobs(tmp_path, 0, worker_id="w")
-    receive(cache)
-    (own,) = tmp_path.iterdir()
-    shutil.rmtree(own)
-    cache.drop_run("run")
-    receive(cache)
-    (again,) = tmp_path.iterdir()
-    assert again != own
-    cache.clear()
-    assert not [*tmp_path.iterdir()]

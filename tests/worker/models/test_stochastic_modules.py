@@ -70,10 +70,10 @@ UNKNOWN: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_what_may_be_the_users_is_not_known(what: str) -> None:
     assert not runs_only_known_code(UNKNOWN[what]())
-
-
-def test_torch_is_known_unless_there_are_hooks_for_all() -> None:
     assert runs_only_known_code(layers())
+
+
+def test_torch_is_not_known_while_there_are_hooks_for_all() -> None:
     handle = register_module_forward_hook(noise)
     try:
         assert not runs_only_known_code(layers())

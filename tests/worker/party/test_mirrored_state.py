@@ -137,9 +137,17 @@ WITH_LATE = {
     "who has summed up the step gives sums": ("03", "0132", "", "0132", "03"),
     "and of two the one": ("03", "13", "", "13", "3"),
 }
+TORN = ("the first one is done", "another one is done then", "another one is gone then")
 CASES = [
     *(
-        pytest.param(job, False, *chain, "", id=f"{job}: {name}")
+        pytest.param(
+            job,
+            False,
+            *chain,
+            "",
+            id=f"{job}: {name}",
+            marks=pytest.mark.sweep if job == "full" else (),
+        )
         for job in ("slices", "full")
         for name, chain in CHAINS.items()
     ),
@@ -147,11 +155,7 @@ CASES = [
     *(
         pytest.param(job, True, *CHAINS[name], "", id=f"{job}, torn: {name}")
         for job in ("full", "much beside")
-        for name in (
-            "the first one is done",
-            "another one is done then",
-            "another one is gone then",
-        )
+        for name in TORN
     ),
 ]
 

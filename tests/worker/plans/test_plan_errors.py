@@ -60,16 +60,13 @@ def test_what_is_ours_or_the_hosts_or_the_interpreters_is_none_of_the_jobs(text:
     assert not isinstance(caught.value, UserCodeError)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_what_torch_says_of_the_host_is_none_of_the_jobs() -> None:
+    for message in (
         "unable to mmap 400 bytes from file </dev/shm/a>: Cannot allocate memory (12)",
         "[enforce fail at inline_container.cc:664] . write: No space left on device",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    ],
-)
-def test_what_torch_says_of_the_host_is_none_of_the_jobs(message: str) -> None:
-    code = compile(f"raise RuntimeError({message!r})", torch.__file__, "exec")
-    with pytest.raises(RuntimeError) as caught, typed_errors(WORK):
-        exec(code)
-    assert type(caught.value) is RuntimeError
+    ):
+        code = compile(f"raise RuntimeError({message!r})", torch.__file__, "exec")
+        with pytest.raises(RuntimeError) as caught, typed_errors(WORK):
+            exec(code)
+        assert type(caught.value) is RuntimeError

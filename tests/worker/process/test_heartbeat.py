@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message_factory import GetMessageClass
 
 from stratagem.common.rpc.leader_channel import Coordinators
 from stratagem.common.rpc.server import bind, make_server
@@ -34,14 +33,23 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fake(CoordinatorServiceServicer):
-    """Counts what comes; `waits_for` wakes whoever looks at it."""
+    """A coordinator that counts what comes, and answers as it is told to."""
 
-    def __init__(self) -> None:
+    is_old = False
+    """Of the version before, which knows no stream."""
+    is_talkative = False
+    """Says something unasked before each answer."""
+    answers = True
+    released = run_unknown = False
+
+    def __init__(self, **told: bool) -> None:
+        self.__dict__ |= told
         self.num_registered = 0
         self.singles: list[pb.HeartbeatRequest] = []
         self.streams: list[list[pb.HeartbeatStreamRequest]] = []
         self.left: list[pb.LeaveRequest] = []
-        self.released = self.run_unknown = False
+        self.ends_after: list[tuple[int, grpc.StatusCode | None]] = []
+        """Of each stream to come: how many beats it takes, and its status; None: OK."""
         self.changed = asyncio.Condition()
 
     async def wait(self, condition: Any) -> None:
@@ -64,30 +72,22 @@ class Fake(CoordinatorServiceServicer):
         await self.note()
         return pb.LeaveResponse()
 
-
-class Old(Fake):
-    """Of the version before, which knows no stream."""
-
     async def Heartbeat(self, request: Any, context: Any) -> pb.HeartbeatResponse:
         self.singles.append(request)
         await self.note()
         return pb.HeartbeatResponse(term=1, time_s=5.0, released=self.released)
 
-
-class New(Fake):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends_after: list[tuple[int, grpc.StatusCode | None]] = []
-        """Of each stream to come: how many beats it takes, and its status; None: OK."""
-        self.answers = True
-
     async def HeartbeatStream(
         self, requests: Any, context: Any
     ) -> AsyncIterator[pb.HeartbeatStreamResponse]:
+        if self.is_old:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         beats: list[pb.HeartbeatStreamRequest] = []
         self.streams.append(beats)
         limit, status = self.ends_after.pop(0) if self.ends_after else (None, None)
         async for request in requests:
+            if self.is_talkative:
+                yield pb.HeartbeatStreamResponse(term=2, num_beats=len(beats), time_s=1.0)
             beats.append(request)
             await self.note()
             if len(beats) == limit:
@@ -99,34 +99,16 @@ class New(Fake):
                     term=2,
                     num_beats=len(beats),
                     interval_s=INTERVAL_S,
+                    time_s=9.0,
                     released=self.released,
                     run_unknown=self.run_unknown,
                 )
 
 
-def _of_the_version_before(fake: Old) -> grpc.GenericRpcHandler:
-    """The calls of a coordinator that was made without HeartbeatStream."""
-    methods = pb.DESCRIPTOR.services_by_name["CoordinatorService"].methods_by_name
-    return grpc.method_handlers_generic_handler(
-        "stratagem.v1.CoordinatorService",
-        {
-            name: grpc.unary_unary_rpc_method_handler(
-                getattr(fake, name),
-                GetMessageClass(methods[name].input_type).FromString,
-                GetMessageClass(methods[name].output_type).SerializeToString,
-            )
-            for name in ("RegisterWorker", "Heartbeat", "Leave")
-        },
-    )
-
-
 @asynccontextmanager
 async def served(fake: Fake) -> AsyncIterator[str]:
     server = make_server()
-    if isinstance(fake, Old):
-        server.add_generic_rpc_handlers((_of_the_version_before(fake),))
-    else:
-        add_CoordinatorServiceServicer_to_server(fake, server)
+    add_CoordinatorServiceServicer_to_server(fake, server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     try:
@@ -148,28 +130,29 @@ async def beating(*addresses: str) -> AsyncIterator[Agent]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_the_first_message_names_the_worker_and_no_other_does() -> None:
-    fake = New()
-    async with served(fake) as address, beating(address):
-        await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 3)
-    (beats,) = fake.streams
-    first = pb.HeartbeatStreamRequest(worker_id="w", incarnation="one", for_run="r-1")
-    assert beats[0] == first
-    assert set(map(str, beats[1:])) == {""}
-    assert fake.num_registered == 1
-
-
-async def test_each_registration_tells_the_name_of_the_folder_of_states() -> None:
-    fake, told = New(), list[str]()
-    fake.ends_after = [(1, grpc.StatusCode.NOT_FOUND)]
+@pytest.mark.parametrize(
+    ("status", "num_registered"),
+    [(None, 1), (grpc.StatusCode.UNAVAILABLE, 1), (grpc.StatusCode.NOT_FOUND, 3)],
+)
+async def test_a_stream_that_ends_is_opened_again_by_who_registers_where_it_is_not_known(
+    status: grpc.StatusCode | None, num_registered: int
+) -> None:
+    """Each registration tells the folder of states; of each stream the first message alone names
+    the worker."""
+    fake, told = Fake(), list[str]()
+    fake.ends_after = [(2, status), (1, status)]
     async with served(fake) as address, beating(address) as agent:
         agent.on_store = told.append
-        await fake.wait(lambda: len(fake.streams) == 2 and fake.streams[1])
-    assert told == ["store 1", "store 2"]
+        await fake.wait(lambda: len(fake.streams) == 3 and len(fake.streams[2]) >= 3)
+    assert told == [f"store {number + 1}" for number in range(num_registered)]
+    first = pb.HeartbeatStreamRequest(worker_id="w", incarnation="one", for_run="r-1")
+    for beats in fake.streams:
+        assert beats[0] == first
+        assert set(map(str, beats[1:])) <= {""}
 
 
 async def test_a_drain_and_the_leaving_are_said_at_once() -> None:
-    fake = New()
+    fake = Fake()
     async with served(fake) as address, beating(address) as agent:
         await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 2)
         agent.drain()
@@ -180,28 +163,8 @@ async def test_a_drain_and_the_leaving_are_said_at_once() -> None:
         assert [each.reason for each in fake.left] == ["done"]
 
 
-@pytest.mark.parametrize("status", [None, grpc.StatusCode.UNAVAILABLE])
-async def test_a_stream_that_ends_is_opened_again_without_registering(
-    status: grpc.StatusCode | None,
-) -> None:
-    fake = New()
-    fake.ends_after = [(2, status), (1, status)]
-    async with served(fake) as address, beating(address):
-        await fake.wait(lambda: len(fake.streams) == 3 and len(fake.streams[2]) >= 2)
-    assert fake.num_registered == 1
-    assert all(beats[0].worker_id == "w" for beats in fake.streams)
-
-
-async def test_a_worker_that_is_not_known_registers_again() -> None:
-    fake = New()
-    fake.ends_after = [(2, grpc.StatusCode.NOT_FOUND)]
-    async with served(fake) as address, beating(address):
-        await fake.wait(lambda: len(fake.streams) == 2 and len(fake.streams[1]) >= 2)
-    assert fake.num_registered == 2
-
-
 async def test_a_coordinator_of_the_version_before_gets_single_beats() -> None:
-    fake = Old()
+    fake = Fake(is_old=True)
     async with served(fake) as address, beating(address) as agent:
         released = asyncio.Event()
         agent.on_released = released.set
@@ -218,31 +181,15 @@ async def test_a_coordinator_of_the_version_before_gets_single_beats() -> None:
     assert fake.num_registered == 1
 
 
-async def test_a_coordinator_that_does_not_answer_is_left_for_the_next(
+async def test_a_silent_coordinator_is_left_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heartbeat_stream, "LEAST_TIMEOUT_S", 0.2)
-    silent, other = New(), New()
-    silent.answers = False
+    silent, other = Fake(answers=False), Fake()
     async with served(silent) as first, served(other) as second, beating(first, second):
         await other.wait(lambda: any(len(beats) >= 2 for beats in other.streams))
     assert silent.num_registered == 1
     assert other.num_registered == 0
-
-
-class Talkative(New):
-    """Says something unasked before each answer."""
-
-    async def HeartbeatStream(
-        self, requests: Any, context: Any
-    ) -> AsyncIterator[pb.HeartbeatStreamResponse]:
-        beats: list[pb.HeartbeatStreamRequest] = []
-        self.streams.append(beats)
-        async for request in requests:
-            yield pb.HeartbeatStreamResponse(term=1, num_beats=len(beats), time_s=1.0)
-            beats.append(request)
-            yield pb.HeartbeatStreamResponse(term=1, num_beats=len(beats), time_s=9.0)
-            await self.note()
 
 
 class Readings(CoordinatorClock):
@@ -258,20 +205,20 @@ class Readings(CoordinatorClock):
 
 async def test_what_is_said_unasked_is_no_answer() -> None:
     """It neither ends the wait for one nor counts as a reading of the clock."""
-    fake, readings = Talkative(), Readings()
+    fake, readings = Fake(is_talkative=True), Readings()
     async with served(fake) as address, beating(address) as agent:
         agent.clock = readings
         await fake.wait(lambda: fake.streams and len(fake.streams[0]) >= 5)
     assert set(readings.times_s) == {9.0}
 
 
-async def test_a_registration_that_waits_is_given_more_time_each_time(
+async def test_a_registration_is_given_more_time_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where thousands begin together, those that give up have to begin anew."""
     monkeypatch.setattr(heartbeat, "CALL_TIMEOUT_S", 0.2)
 
-    class Busy(New):
+    class Busy(Fake):
         """Answers who waits for more than twice as long as at first."""
 
         async def RegisterWorker(self, request: Any, context: Any) -> pb.RegisterWorkerResponse:
@@ -286,7 +233,7 @@ async def test_a_registration_that_waits_is_given_more_time_each_time(
 
 @pytest.mark.parametrize("was_there", [False, True], ids=["never there", "deleted"])
 async def test_a_run_that_was_never_there_is_told_from_one_that_is_gone(was_there: bool) -> None:
-    fake, told = New(), asyncio.Queue[str]()
+    fake, told = Fake(), asyncio.Queue[str]()
     fake.released = fake.run_unknown = not was_there
     async with served(fake) as address, beating(address) as agent:
         agent.on_released = lambda: told.put_nowait("ended")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.common.base.errors import InvalidInputError
@@ -61,28 +61,13 @@ def place(wanted: Launcher, environ: Mapping[str, str]) -> Place:
 
 
 @pytest.mark.parametrize(("launcher", "environ", "expected"), PLACES)
-def test_a_launcher_is_found_by_its_variables(
+def test_a_launcher_is_found(
     launcher: Launcher, environ: Mapping[str, str], expected: Place
 ) -> None:
     assert place(launcher, environ) == expected
     assert place("env", environ) == expected
-
-
-def test_torchrun_counts_where_another_launcher_has_started_it() -> None:
+    # Torchrun counts where another launcher has started it.
     assert place("env", {**SLURM, **KUBERNETES, **OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_a_start_again_has_a_name_of_its_own() -> None:
-    assert place("slurm", SLURM | {"SLURM_RESTART_COUNT": "3"}).name == "slurm-77-3-9"
-
-
-def test_runs_of_torchrun_without_an_id_are_told_apart_by_where_they_meet() -> None:
-    name = place("torchrun", TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).name
-    assert name == "torchrun-n1-site-29500-2-5"
-
-
-def test_without_a_pods_name_the_host_has_it() -> None:
-    assert place("kubernetes", {"JOB_COMPLETION_INDEX": "0"}).name == "n1-site"
 
 
 WRONG: list[tuple[Launcher, Mapping[str, str], str]] = [
@@ -104,13 +89,14 @@ WRONG: list[tuple[Launcher, Mapping[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("launcher", "environ", "problem"), WRONG)
-def test_what_is_wrong_names_the_variable(
+def test_the_variable_is_named(
     launcher: Launcher, environ: Mapping[str, str], problem: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=f"--rendezvous.*{problem}"):
         place(launcher, environ)
 
 
+@settings(max_examples=30)
 @given(st.text(min_size=1, max_size=200), st.integers(0, 10**8))
 def test_every_name_is_one_of_a_worker_and_of_a_pool(host: str, pid: int) -> None:
     name = detect("mpi", OPEN_MPI, host, pid).name
@@ -118,35 +104,33 @@ def test_every_name_is_one_of_a_worker_and_of_a_pool(host: str, pid: int) -> Non
     assert "." not in name
 
 
-def test_long_names_stay_different() -> None:
-    names = {detect("mpi", OPEN_MPI, "h" * 70, pid).name for pid in range(100)}
-    assert len(names) == 100
+def test_names_stay_different() -> None:
+    """Long ones, one that starts again, and runs of torchrun without an id by where they meet."""
+    assert len({detect("mpi", OPEN_MPI, "h" * 70, pid).name for pid in range(100)}) == 100
+    assert place("slurm", SLURM | {"SLURM_RESTART_COUNT": "3"}).name == "slurm-77-3-9"
+    name = place("torchrun", TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).name
+    assert name == "torchrun-n1-site-29500-2-5"
+    assert place("kubernetes", {"JOB_COMPLETION_INDEX": "0"}).name == "n1-site"
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
+def test_the_coordinator_is_not_where_the_launcher_listens() -> None:
+    for environ, expected in (
         ({}, ""),
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "n1:7070"),
         ({"MASTER_ADDR": "fe80::1"}, "[fe80::1]:7070"),
         ({"STRATAGEM_COORDINATOR": "c:1,d:2", "MASTER_ADDR": "n1"}, "c:1,d:2"),
-    ],
-)
-def test_the_coordinator_is_not_where_the_launcher_listens(
-    environ: Mapping[str, str], expected: str
-) -> None:
-    assert coordinator_of(environ) == expected
+    ):
+        assert coordinator_of(environ) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_visible", "local_rank", "device"),
-    [(0, 3, "cpu"), (4, 3, "cuda:3"), (1, 0, "cuda:0"), (1, 3, "cuda:0")],
-)
-def test_each_process_has_a_device(num_visible: int, local_rank: int, device: str) -> None:
-    assert device_at(Place("env", "w", local_rank, local_rank, 4), num_visible) == device
-
-
-def test_more_processes_than_devices_are_refused() -> None:
+def test_each_process_has_a_device() -> None:
+    for num_visible, rank, device in (
+        (0, 3, "cpu"),
+        (4, 3, "cuda:3"),
+        (1, 0, "cuda:0"),
+        (1, 3, "cuda:0"),
+    ):
+        assert device_at(Place("env", "w", rank, rank, 4), num_visible) == device
     with pytest.raises(InvalidInputError, match="process 3 of this host has none of its 2 CUDA"):
         device_at(Place("env", "w", 3, 3, 4), 2)
 

@@ -29,34 +29,28 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nobody_says_follows_from_the_place() -> None:
+    """And without a launcher from nothing."""
     settings = from_command_line(["--rendezvous", "env"])
     assert settings.worker_id == "torchrun-f3a1-0-1"
     assert settings.coordinator == "127.0.0.1:7070"
     assert settings.listen == "127.0.0.1:0"
     assert (settings.threads, settings.max_readers, settings.ephemeral) == (3, 3, True)
     assert settings.device == "cpu"
+    assert from_command_line(["--rendezvous", "env", "--tunnel"]).tunnel
+    alone = from_command_line(["--coordinator", "127.0.0.1:1"])
+    assert (alone.worker_id, alone.ephemeral) == (socket.gethostname(), False)
 
 
 def test_what_is_said_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATAGEM_WORKER_THREADS", "4")
-    given = [
-        "--coordinator",
-        "10.0.0.1:1",
-        "--name",
-        "w",
-        "--listen",
-        "0.0.0.0:9",
-        "--no-ephemeral",
-    ]
+    given = ["--coordinator=10.0.0.1:1", "--name=w", "--listen=0.0.0.0:9", "--no-ephemeral"]
     settings = from_command_line(["--rendezvous", "torchrun", *given])
     assert (settings.worker_id, settings.coordinator) == ("w", "10.0.0.1:1")
     assert (settings.listen, settings.threads, settings.ephemeral) == ("0.0.0.0:9", 4, False)
 
 
 @pytest.mark.parametrize("place", [["--rendezvous", "env"], []], ids=["launched", "alone"])
-def test_threads_are_those_of_the_environment(
-    place: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_are_of_the_environment(place: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The cores are for readers all the same; and a number that is given counts."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     given = ["--coordinator", "127.0.0.1:1", *place]
@@ -64,17 +58,6 @@ def test_threads_are_those_of_the_environment(
     assert (settings.threads, settings.threads_text) == (1, "1 thread (OMP_NUM_THREADS)")
     assert settings.max_readers == (3 if place else available_cores())
     assert from_command_line([*given, "--threads", "4"]).threads_text == "4 threads"
-
-
-def test_a_tunnelled_worker_listens_nowhere() -> None:
-    settings = from_command_line(["--rendezvous", "env", "--tunnel"])
-    assert settings.tunnel
-
-
-def test_without_a_launcher_nothing_is_read() -> None:
-    settings = from_command_line(["--coordinator", "127.0.0.1:1"])
-    assert settings.worker_id == socket.gethostname()
-    assert not settings.ephemeral
 
 
 @pytest.mark.parametrize(

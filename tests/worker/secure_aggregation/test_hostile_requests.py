@@ -72,7 +72,7 @@ def answered(
         return pb.SecureRoundResponse()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ALL), steps), min_size=1, max_size=5))
 def test_whatever_is_asked_of_a_client_that_has_shared_gets_an_answer(
     asked: list[tuple[int, dict[str, Any]]],
@@ -86,7 +86,7 @@ def test_whatever_is_asked_of_a_client_that_has_shared_gets_an_answer(
         assert not answer.HasField("signature")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(ALL), some, some, st.booleans()), min_size=8, max_size=24)
 )

@@ -1,6 +1,7 @@
 """What a client does in a secure round once, what it repeats, and what it refuses to anybody."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def send(clients: RoundOfClients, client: int, value: float, routed: tuple[int, 
     masked = masked_update(BASE, trained, masking, 1)
     rounds.keep_update(own, client, routed, masked.digest)
     return masked.digest
+
+
+def unsigned(clients: RoundOfClients) -> str:
+    """Why the first client does not sign that all survive."""
+    return clients.refusal(0, sign_survivors=pb.SignSurvivors(survivors=ALL))
 
 
 def sent(clients: RoundOfClients) -> dict[int, dict[int, bytes]]:
@@ -85,7 +91,7 @@ def test_a_worker_that_has_lost_its_keys_says_so(tmp_path: Path) -> None:
     clients = RoundOfClients.of()
     clients.shares()
     clients.workers = {**clients.workers, 0: worker(0)}
-    told = clients.refusal(0, sign_survivors=pb.SignSurvivors(survivors=ALL))
+    told = unsigned(clients)
     assert told.startswith("keys_lost: the worker of client 0 has no keys of round 1, attempt 0")
     with pytest.raises(KeysLostError):
         send(clients, 0, 1.0)
@@ -93,10 +99,10 @@ def test_a_worker_that_has_lost_its_keys_says_so(tmp_path: Path) -> None:
     damaged.mkdir()
     (damaged / "a.secret").write_text("{")
     clients.workers = {**clients.workers, 0: worker(0, tmp_path)}
-    assert "keys_lost" in clients.refusal(0, sign_survivors=pb.SignSurvivors(survivors=ALL))
+    assert "keys_lost" in unsigned(clients)
 
 
-def test_secrets_are_on_the_disk_for_their_owner_alone_and_gone_with_the_run(
+def test_secrets_are_on_disk_for_their_owner_alone_and_gone_with_the_run(
     tmp_path: Path,
 ) -> None:
     clients = RoundOfClients.of(4, tmp_path)
@@ -109,9 +115,11 @@ def test_secrets_are_on_the_disk_for_their_owner_alone_and_gone_with_the_run(
     assert "keys_lost" in clients.refusal(0, post_keys=clients.post_step())
 
 
-def test_a_second_update_under_the_same_masks_does_not_leave() -> None:
+def test_a_second_update_under_the_same_masks_and_one_that_is_not_finite_do_not_leave() -> None:
     clients = RoundOfClients.of()
     clients.shares()
+    with pytest.raises(Exception, match="the change of 'w' is not finite"):
+        send(clients, 0, float("nan"))
     assert send(clients, 0, 1.0) == send(clients, 0, 1.0)
     with pytest.raises(RefusedBySiteError, match="got other numbers"):
         send(clients, 0, 1.5)
@@ -124,7 +132,7 @@ def test_a_round_is_opened_for_one_set_of_survivors_and_in_one_attempt() -> None
     shares = sent(clients)
     three = (0, 1, 2)
     signatures = [clients.sign(client, three) for client in three]
-    told = clients.refusal(0, sign_survivors=pb.SignSurvivors(survivors=ALL))
+    told = unsigned(clients)
     assert "has signed another set of survivors" in told
     answer = clients.ask(0, open_shares=clients.open_step(0, three, signatures, shares))
     kinds = {share.client: share.is_of_mask_key for share in answer.opened.shares}
@@ -145,73 +153,58 @@ def test_shares_open_only_for_enough_right_signatures() -> None:
     clients = RoundOfClients.of()
     shares = sent(clients)
     signatures = [clients.sign(client, ALL) for client in ALL]
-    few = clients.open_step(0, ALL, signatures[:2], shares)
-    assert "2 clients have signed the survivors, and 3 are needed" in clients.refusal(
-        0, open_shares=few
-    )
     forged = pb.SurvivorSignature(client=2, signature=signatures[1].signature)
-    wrong = clients.open_step(0, ALL, [signatures[1], forged], shares)
-    assert "2 clients have signed the survivors, and 3 are needed; client 2 has not signed" in (
-        clients.refusal(0, open_shares=wrong)
-    )
     foreign = pb.SurvivorSignature(client=9, signature=b"")
-    stranger = clients.open_step(0, ALL, [*signatures, foreign], shares)
-    assert "client 9 is of no neighbour" in clients.refusal(0, open_shares=stranger)
-    missing = clients.open_step(0, ALL, signatures, {0: {1: shares[0][1]}})
-    assert "not those of the client's neighbours" in clients.refusal(0, open_shares=missing)
-    swapped = {0: {**shares[0], 1: shares[0][2]}}
-    told = clients.refusal(0, open_shares=clients.open_step(0, ALL, signatures, swapped))
-    assert "share of client 1 is not what that client has sealed" in told
+    few = "2 clients have signed the survivors, and 3 are needed"
+    for signed, given, said in (
+        (signatures[:2], shares, few),
+        ([signatures[1], forged], shares, f"{few}; client 2 has not signed"),
+        ([*signatures, foreign], shares, "client 9 is of no neighbour"),
+        (signatures, {0: {1: shares[0][1]}}, "not those of the client's neighbours"),
+        (signatures, {0: {**shares[0], 1: shares[0][2]}}, "client 1 is not what that client has s"),
+    ):
+        assert said in clients.refusal(0, open_shares=clients.open_step(0, ALL, signed, given))
     one_wrong = [signatures[1], forged, signatures[3]]  # of a site that ends no round of others
-    for step in (one_wrong, signatures):
-        answer = clients.ask(0, open_shares=clients.open_step(0, ALL, step, shares))
+    for signed in (one_wrong, signatures):
+        answer = clients.ask(0, open_shares=clients.open_step(0, ALL, signed, shares))
         assert answer.HasField("opened")
 
 
 def test_keys_of_others_must_be_signed_for_this_round_and_be_different() -> None:
     clients = RoundOfClients.of()
-    keys = clients.keys()
-
-    def told(**changes: pb.PostedKeys) -> str:
-        changed = {**keys, **{int(name[1:]): value for name, value in changes.items()}}
-        return clients.refusal(0, share_secrets=clients.share_step(0, changed))
-
+    keys, unsigned_keys = clients.keys(), "client 1 has not signed its keys for this round"
     other = pb.PostedKeys.FromString(keys[1].SerializeToString())
     other.mask_key = keys[2].mask_key
-    assert "client 1 has not signed its keys for this round" in told(_1=other)
+    assert unsigned_keys in unshared(clients, {**keys, 1: other})
     other.CopyFrom(keys[1])
     other.identity = b"short"
-    assert "client 1 has no Ed25519 key" in told(_1=other)
+    assert "client 1 has no Ed25519 key" in unshared(clients, {**keys, 1: other})
     clients.attempt = 1
     later = {client: clients.ask(client, post_keys=clients.post_step()).keys for client in ALL}
-    mixed = {**later, 1: keys[1]}
-    refused = clients.refusal(0, share_secrets=clients.share_step(0, mixed))
-    assert "client 1 has not signed its keys for this round" in refused
+    assert unsigned_keys in unshared(clients, {**later, 1: keys[1]})
     step = clients.share_step(0, {c: later[c] for c in (0, 1, 2)})
     step.neighbours[1].CopyFrom(later[3])
     assert "not those of the client's neighbours" in clients.refusal(0, share_secrets=step)
 
 
+def unshared(clients: RoundOfClients, keys: Mapping[int, pb.PostedKeys]) -> str:
+    """Why the first client shares no secrets with those that have these keys."""
+    return clients.refusal(0, share_secrets=clients.share_step(0, keys))
+
+
 def test_what_the_round_is_made_of_is_checked_against_the_job() -> None:
     clients = RoundOfClients.of()
     keys = clients.keys()
-    two = clients.share_step(0, {c: keys[c] for c in (0, 1)})
-    assert "2 clients are fewer than 3" in clients.refusal(0, share_secrets=two)
-    none = clients.share_step(0, {c: keys[c] for c in (1, 2, 3)})
-    assert "members: is no increasing list" in clients.refusal(0, share_secrets=none)
+    assert "2 clients are fewer than 3" in unshared(clients, {c: keys[c] for c in (0, 1)})
+    assert "members: is no increasing list" in unshared(clients, {c: keys[c] for c in (1, 2, 3)})
     short = clients.share_step(0, keys)
     short.ring_seed = SEED[:4]
     assert "ring_seed: has 4 bytes" in clients.refusal(0, share_secrets=short)
-    assert "has shared no secrets" in clients.refusal(
-        0, sign_survivors=pb.SignSurvivors(survivors=ALL)
-    )
+    assert "has shared no secrets" in unsigned(clients)
     first = clients.ask(0, share_secrets=clients.share_step(0, keys))
     assert first.HasField("shares")
-    fewer = clients.share_step(0, {c: keys[c] for c in (0, 1, 2)})
-    assert "among other clients already" in clients.refusal(0, share_secrets=fewer)
-    assert "has sent no update" in clients.refusal(
-        0, sign_survivors=pb.SignSurvivors(survivors=ALL)
-    )
+    assert "among other clients already" in unshared(clients, {c: keys[c] for c in (0, 1, 2)})
+    assert "has sent no update" in unsigned(clients)
     other = replace(clients, job=secure_job(5))
     assert "keys for another job" in other.refusal(0, post_keys=other.post_step())
 
@@ -245,10 +238,3 @@ def test_a_job_without_the_section_has_no_keys_to_post() -> None:
     clients.attempt = 5000
     with pytest.raises(InvalidInputError, match="attempt: 5000 is not in"):
         clients.ask(0, post_keys=clients.post_step())
-
-
-def test_a_change_that_is_not_finite_does_not_leave() -> None:
-    clients = RoundOfClients.of()
-    clients.shares()
-    with pytest.raises(Exception, match="the change of 'w' is not finite"):
-        send(clients, 0, float("nan"))

@@ -49,9 +49,7 @@ def replicas(inner: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_job_that_cannot_go_on_is_refused_with_the_field(
-    sections: dict[str, Any], expected: str
-) -> None:
+def test_a_job_that_cannot_go_on_is_refused_there(sections: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         check_built(job(**sections), MODEL, ROWS)
     assert str(caught.value) == expected

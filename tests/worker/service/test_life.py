@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -93,80 +94,52 @@ async def test_a_drained_member_lets_the_others_go_on(own_rig: Rig, tmp_path: Pa
 
 @pytest.mark.core
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_repeated_signal_is_no_second_one(second: signal.Signals) -> None:
+def test_a_repeated_signal_is_no_second_one_but_ctrl_c_ends_at_once(
+    second: signal.Signals,
+) -> None:
     """Slurm sends SIGTERM twice within a tenth of a second."""
-    stop = Stop()
+    stop, interrupted = Stop(), Stop()
     assert not stop.note(signal.SIGTERM, 100.0)
-    assert (stop.told.is_set(), stop.reason) == (True, "SIGTERM")
     assert not stop.note(second, 100.0 + REPEAT_S)
     assert stop.note(second, 100.1 + REPEAT_S)
+    assert not interrupted.note(signal.SIGINT, 100.0)
+    assert interrupted.note(signal.SIGINT, 100.1)
 
 
-@pytest.mark.core
-def test_a_second_ctrl_c_ends_at_once() -> None:
-    stop = Stop()
-    assert not stop.note(signal.SIGINT, 100.0)
-    assert stop.note(signal.SIGINT, 100.1)
-
-
-@pytest.mark.core
-def test_who_is_released_is_not_preempted() -> None:
-    stop = Stop()
+def preempted_and_released(stop: Stop) -> None:
+    stop.note(signal.SIGTERM, 100.0)
     stop.release("the end of run r")
-    assert (stop.told.is_set(), stop.reason) == (True, "the end of run r")
-    assert not stop.note(signal.SIGTERM, 100.0), "it ends already"
-    assert not stop.is_preemption
-    assert stop.note(signal.SIGTERM, 100.1 + REPEAT_S)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("number", "is_preemption"),
-    [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False)],
+    ("end", "reason", "launched", "alone", "is_preemption"),
+    [
+        # Who is preempted is started again by a launcher, and by nobody who was released.
+        (lambda stop: stop.note(signal.SIGTERM, 1.0), "SIGTERM", PREEMPTED, 0, True),
+        (lambda stop: stop.note(signal.SIGUSR1, 1.0), "SIGUSR1", PREEMPTED, 0, True),
+        (lambda stop: stop.note(signal.SIGINT, 1.0), "SIGINT", 0, 0, False),
+        (lambda stop: stop.release("the end of run r"), "the end of run r", 0, 0, False),
+        (preempted_and_released, "", PREEMPTED, 0, True),
+        # Who was started for a run that is not there has not done its work.
+        (lambda stop: stop.refuse("no run"), "no run", MISTAKEN, MISTAKEN, False),
+        (lambda stop: stop.replace("no device"), "no device", PREEMPTED, 1, False),
+    ],
 )
-def test_a_scheduler_preempts_and_a_person_does_not(
-    number: signal.Signals, is_preemption: bool
+def test_how_it_ends_says_its_status(
+    end: Callable[[Stop], object], reason: str, launched: int, alone: int, is_preemption: bool
 ) -> None:
-    stop = Stop()
-    assert not stop.is_preemption
-    stop.note(number, 100.0)
-    stop.release("the end of run r")
-    assert stop.is_preemption is is_preemption
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("is_launched", [False, True])
-def test_who_was_started_for_a_run_that_is_not_there_has_not_done_its_work(
-    is_launched: bool,
-) -> None:
-    stop = Stop()
-    stop.refuse("no run is known")
-    assert (stop.told.is_set(), stop.status(is_launched)) == (True, MISTAKEN)
-    assert not stop.note(signal.SIGTERM, 100.0), "it ends already"
-    assert stop.status(is_launched) == MISTAKEN
-
-
-@pytest.mark.core
-def test_who_is_to_be_replaced_ends_with_a_status_that_starts_it_again() -> None:
     stop = Stop()
     assert (stop.status(is_launched=True), stop.status(is_launched=False)) == (0, 0)
-    stop.replace("the device was lost")
-    assert (stop.told.is_set(), stop.reason) == (True, "the device was lost")
-    assert not stop.note(signal.SIGTERM, 100.0)
-    assert not stop.is_preemption
-    assert (stop.status(is_launched=True), stop.status(is_launched=False)) == (PREEMPTED, 1)
-
-
-@pytest.mark.core
-def test_a_launcher_starts_the_preempted_again_and_nobody_the_released() -> None:
-    preempted, released = Stop(), Stop()
-    preempted.note(signal.SIGTERM, 100.0)
-    released.release("the end of run r")
-    assert (preempted.status(is_launched=True), preempted.status(is_launched=False)) == (
-        PREEMPTED,
-        0,
-    )
-    assert released.status(is_launched=True) == 0
+    assert (stop.told.is_set(), stop.is_preemption) == (False, False)
+    end(stop)
+    assert stop.told.is_set()
+    assert stop.reason == reason or not reason
+    if not reason.startswith("SIG"):
+        assert not stop.note(signal.SIGTERM, 100.0), "it ends already"
+    assert (stop.status(is_launched=True), stop.status(is_launched=False)) == (launched, alone)
+    assert stop.is_preemption is is_preemption
+    assert stop.note(signal.SIGTERM, 200.0)
 
 
 async def test_a_plan_that_nobody_attends_lets_others_go_first(w0: Worker) -> None:

@@ -38,6 +38,7 @@ def test_a_folder_that_is_not_the_coordinators_is_named(
 
 
 def test_a_folder_that_cannot_be_looked_into_is_said_to_be_so(tmp_path: Path) -> None:
+    """And the doctor is told what is seen."""
     (tmp_path / "file").write_text("")
     for name, problem in (("gone", "is not there"), ("file", "cannot be read: Not a directory")):
         folder = StateFolder(tmp_path / name)
@@ -46,11 +47,7 @@ def test_a_folder_that_cannot_be_looked_into_is_said_to_be_so(tmp_path: Path) ->
         text = f"--state-folder {tmp_path / name} {problem}, and the coordinator's has ours"
         assert [line["reason"] for line in lines] == [text]
         assert surroundings(None, PLAINTEXT, folder).state_folder_problem == problem
-
-
-def test_the_doctor_is_told_what_is_seen(tmp_path: Path) -> None:
     (tmp_path / "store-id").write_text("theirs\n")
     seen = surroundings(None, PLAINTEXT, StateFolder(tmp_path))
     assert (seen.state_folder, seen.store_id) == (str(tmp_path), "theirs")
-    assert seen.state_folder_problem == ""
-    assert surroundings(None, PLAINTEXT).state_folder == ""
+    assert seen.state_folder_problem == surroundings(None, PLAINTEXT).state_folder == ""

@@ -93,7 +93,7 @@ def test_a_plan_whose_coordinator_comes_back_is_not_in_the_way_from_before() -> 
 
 @pytest.mark.parametrize("end", [ended, deserted])
 @pytest.mark.parametrize(("is_over", "last_s"), [(True, 530.0), (False, 1430.0)])
-def test_a_thread_is_given_up_for_others_alone(
+def test_it_is_given_up_for_others(
     end: Callable[[Plan], None], is_over: bool, last_s: float
 ) -> None:
     scene = Scene()
@@ -130,7 +130,7 @@ def test_what_is_usual_for_a_run_is_known_to_its_later_plans() -> None:
     assert scene.lost_at(42.0, 100.0, 121.0, 122.0) == [122.0]
 
 
-def test_odd_code_of_the_users_ends_neither_the_watchdog_nor_what_it_says(
+def test_odd_code_of_the_users_does_not_end_the_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def odd(*_: object) -> list[str]:
@@ -154,7 +154,7 @@ def test_odd_code_of_the_users_ends_neither_the_watchdog_nor_what_it_says(
     assert scene.dog._has_failed
 
 
-def test_the_timer_for_a_held_lock_ends_nothing_and_may_be_without_a_file(
+def test_the_timer_for_a_held_lock_may_have_no_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[dict[str, Any]] = []

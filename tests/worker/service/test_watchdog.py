@@ -67,9 +67,7 @@ async def test_a_blocked_plan_is_reported_and_once_it_is_ended_so_is_the_process
     assert "exit_status=1" in last
 
 
-async def test_a_thread_that_moves_on_takes_back_what_it_has_said(
-    own_rig: Rig, tmp_path: Path
-) -> None:
+async def test_a_thread_that_moves_on_takes_it_all_back(own_rig: Rig, tmp_path: Path) -> None:
     worker, run_id = await own_rig.start("w", *PROMPT), "slow"
     gate = Gate(tmp_path)
     spec = evaluated_job(user_model("acting_models:gated", **gate.kwargs))

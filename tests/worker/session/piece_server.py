@@ -1,18 +1,30 @@
-"""A member that gives pieces of its snapshot, on a real server."""
+"""A member that gives pieces of its snapshot, on a real server, and a folder of states."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from stratagem.common.files.state_folder import StateFolder
 from stratagem.common.rpc.server import bind, make_server
 from stratagem.common.rpc.tensor_transfer import serve_get
 from stratagem.v1 import worker_pb2 as pb
 from stratagem.v1 import worker_pb2_grpc
 from stratagem.worker.session.joined_leaves import sent_pieces
 from stratagem.worker.session.session_states import Frozen
+
+
+def empty_folder(path: Path) -> StateFolder:
+    """A folder of states, as the coordinator prepares it."""
+    made = StateFolder(path)
+    made.temporary.mkdir(parents=True)
+    for number in range(256):
+        (made.leaves / f"{number:02x}").mkdir()
+    (path / "store-id").write_text("ours\n")
+    return made
 
 
 class PieceServer(worker_pb2_grpc.WorkerServiceServicer):

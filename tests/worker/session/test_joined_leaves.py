@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from stratagem.v1 import worker_pb2 as pb
 from stratagem.worker.session.joined_leaves import LeafPieces, check_leaves, sent_pieces
 from stratagem.worker.session.session_states import Frozen, freeze
 from stratagem.worker.session.written_leaves import check_request, written_leaves
-from tests.worker.session.piece_server import serving
+from tests.worker.session.piece_server import empty_folder, serving
 
 UPLOAD = f"{7:010}-{'a' * 16}"
 
@@ -56,7 +55,10 @@ def asked(address: str, name: str = OTHER.name) -> pb.WriteLeavesRequest:
 EXPECTED = data(OTHER)[40:140] + data(OWN)[:33] + data(OTHER)[3:12] + data(OWN)[1000:]
 
 
-async def test_pieces_make_the_leaf() -> None:
+async def test_pieces_make_the_leaf_and_joined_leaves_are_written(
+    tmp_path: Path,
+) -> None:
+    folder = empty_folder(tmp_path)
     async with serving(OTHER) as (address, other):
         request = asked(address)
         async with LeafPieces(OWN, request, PLAINTEXT) as pieces:
@@ -65,15 +67,6 @@ async def test_pieces_make_the_leaf() -> None:
         (once,) = other.asked
         assert [(each.offset, each.size) for each in once.pieces.ranges] == [(40, 100), (3, 9)]
         assert once.snapshot == 3
-
-
-async def test_leaves_that_are_put_together_are_written(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path)
-    folder.temporary.mkdir(parents=True)
-    for number in range(256):
-        (folder.leaves / f"{number:02x}").mkdir()
-    async with serving(OTHER) as (address, _):
-        request = asked(address)
         check_request(request)
         first, *told = [each async for each in written_leaves(folder, OWN, request)]
     assert first.name == OWN.name
@@ -82,20 +75,16 @@ async def test_leaves_that_are_put_together_are_written(tmp_path: Path) -> None:
     assert found == [EXPECTED, data(OWN)]
 
 
-async def test_a_part_is_described_and_nothing_written(tmp_path: Path) -> None:
-    request = pb.WriteLeavesRequest(upload=UPLOAD, describe=True)
-    check_request(request)
-    (only,) = [each async for each in written_leaves(StateFolder(tmp_path), OWN, request)]
-    assert only.manifest.total_bytes == OWN.manifest.total_bytes
-    assert only.name == OWN.name
-
-
-async def test_a_mirror_is_described_and_given_too(tmp_path: Path) -> None:
+async def test_a_part_and_its_mirror_are_described_and_given(tmp_path: Path) -> None:
     both = replace(OWN, mirror=OTHER)
     request = pb.WriteLeavesRequest(upload=UPLOAD, describe=True)
-    own, mirror = [each async for each in written_leaves(StateFolder(tmp_path), both, request)]
-    assert (own.name, own.of_mirror) == (OWN.name, False)
-    assert (mirror.name, mirror.of_mirror) == (OTHER.name, True)
+    check_request(request)
+    folder = StateFolder(tmp_path)  # in which nothing can be written
+    (only,) = [each async for each in written_leaves(folder, OWN, request)]
+    assert only.manifest.total_bytes == OWN.manifest.total_bytes
+    own, mirror = [each async for each in written_leaves(folder, both, request)]
+    assert only.name == own.name == OWN.name
+    assert (own.of_mirror, mirror.name, mirror.of_mirror) == (False, OTHER.name, True)
     request = asked("")
     async with LeafPieces(both, request, PLAINTEXT) as pieces:
         assert b"".join(await pieces.gather(request.leaves[0])) == EXPECTED
@@ -106,7 +95,7 @@ async def test_a_mirror_is_described_and_given_too(tmp_path: Path) -> None:
         OWN.mirrored()
 
 
-async def test_a_snapshot_is_meant_by_its_name() -> None:
+async def test_a_snapshot_is_meant_by_its_name_and_who_is_gone_is_said() -> None:
     async with serving(part(2)) as (address, _):
         request = asked(address)
         async with LeafPieces(OWN, request, PLAINTEXT) as pieces:
@@ -115,42 +104,20 @@ async def test_a_snapshot_is_meant_by_its_name() -> None:
         async with LeafPieces(part(1), request, PLAINTEXT) as pieces:
             with pytest.raises(NotFoundError, match="is here any more"):
                 await pieces.gather(request.leaves[1])
-
-
-async def test_who_is_gone_is_said() -> None:
-    async with serving(OTHER) as (address, _):
-        request = asked(address)
     async with LeafPieces(OWN, request, PLAINTEXT) as pieces:
         with pytest.raises(UnavailableError, match=f"no pieces from {address}"):
             await pieces.gather(request.leaves[0])
 
 
-def of_nobody(request: pb.WriteLeavesRequest) -> None:
-    request.leaves[0].pieces[0].holder = 2
-
-
-def too_large(request: pb.WriteLeavesRequest) -> None:
-    request.leaves[1].pieces.add(size=LEAF_BYTES)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (of_nobody, "leaves: piece of holder 2; there are 2"),
-        (too_large, f"leaves: leaf 1 has {LEAF_BYTES + 1248} bytes; allowed are up to"),
-    ],
-)
-def test_what_makes_no_leaf_is_refused(
-    change: Callable[[pb.WriteLeavesRequest], None], match: str
-) -> None:
+def test_what_makes_no_leaf_and_ranges_beyond_the_end_are_refused() -> None:
     request = asked("nowhere:1")
-    change(request)
-    with pytest.raises(InvalidInputError, match=match):
+    request.leaves[1].pieces.add(size=LEAF_BYTES)
+    said = f"leaves: leaf 1 has {LEAF_BYTES + 1248} bytes; allowed are up to"
+    with pytest.raises(InvalidInputError, match=said):
         check_leaves(request)
-
-
-def test_ranges_beyond_the_end_are_refused() -> None:
-    pieces = pb.SnapshotPieces(name=OWN.name)
-    pieces.ranges.add(offset=1240, size=9)
+    request.leaves[0].pieces[0].holder = 2
+    with pytest.raises(InvalidInputError, match="leaves: piece of holder 2; there are 2"):
+        check_leaves(request)
+    pieces = pb.SnapshotPieces(name=OWN.name, ranges=[pb.ByteRange(offset=1240, size=9)])
     with pytest.raises(OutOfRangeError, match="end behind the 1248"):
         sent_pieces(OWN, pieces)

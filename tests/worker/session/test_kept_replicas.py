@@ -54,7 +54,9 @@ def test_files_of_earlier_commits_and_of_ended_runs_are_deleted(kept: KeptReplic
     assert kept.unsent == {"run-2"}
 
 
-def test_a_file_outlives_the_process(tmp_path: Path) -> None:
+def test_a_file_outlives_the_process_but_those_of_open_runs_stay_few(
+    tmp_path: Path,
+) -> None:
     digest = KeptReplicas(tmp_path).write(RUN, 3, state(1))
     path = tmp_path / RUN / "3.safetensors"
     assert file_digest(path) == digest
@@ -64,6 +66,10 @@ def test_a_file_outlives_the_process(tmp_path: Path) -> None:
     assert again.write(RUN, 3, state(2)) != digest
     with pytest.raises(SoleCopyLostError, match="another digest"):
         again.load(RUN, 3, digest)
+    for number in range(MAX_RUNS + 2):
+        again.write(f"other-{number}", 1, state(number))
+    KeptReplicas(tmp_path)
+    assert len(list(tmp_path.iterdir())) == MAX_RUNS
 
 
 def test_a_damaged_file_is_lost(tmp_path: Path) -> None:
@@ -78,11 +84,3 @@ def test_a_damaged_file_is_lost(tmp_path: Path) -> None:
     path.write_bytes(whole[:5])
     with pytest.raises(NotFoundError):
         kept.frozen(RUN, 3)
-
-
-def test_runs_that_nobody_has_closed_do_not_pile_up(tmp_path: Path) -> None:
-    before = KeptReplicas(tmp_path)
-    for number in range(MAX_RUNS + 2):
-        before.write(f"run-{number}", 1, state(number))
-    KeptReplicas(tmp_path)
-    assert len(list(tmp_path.iterdir())) == MAX_RUNS

@@ -74,30 +74,23 @@ def test_what_is_the_same_is_not_hashed_again(hashing: Hashing) -> None:
     assert hashing.again(state) == 1, "and now all that was hashed"
 
 
-def by_numpy(tensor: Tensor) -> None:
-    tensor.detach().numpy()[-1] += 1
-
-
 def by_storage(tensor: Tensor) -> None:
     storage = tensor.untyped_storage()
     storage[storage.nbytes() - 1] ^= 1
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change"),
     [
-        lambda tensor: tensor.mul_(2),
-        lambda tensor: tensor.data.mul_(2),
-        lambda tensor: tensor.data[-1:].mul_(-1),
-        by_numpy,
-        by_storage,
+        ("frozen", lambda tensor: tensor.mul_(2)),
+        ("other", lambda tensor: tensor.data.mul_(2)),
+        ("frozen", lambda tensor: tensor.data[-1:].mul_(-1)),  # in its last row
+        ("other", lambda tensor: tensor.detach().numpy().__setitem__(-1, 7.0)),
+        ("frozen", by_storage),  # in one bit
+        ("other", by_storage),
     ],
-    ids=["in place", "by .data", "in its last row", "by numpy", "in one bit of its storage"],
 )
-@pytest.mark.parametrize("name", ["frozen", "other"])
-def test_a_change_is_noticed_however_it_is_made(
-    hashing: Hashing, name: str, change: Change
-) -> None:
+def test_a_change_is_noticed_however_made(hashing: Hashing, name: str, change: Change) -> None:
     """Of parameters that do not train: torch counts only some of these."""
     model = Model()
     hashing.digests(model.snapshot())
@@ -105,20 +98,14 @@ def test_a_change_is_noticed_however_it_is_made(
     assert hashing.digests(model.snapshot()) == 1
 
 
-def test_a_state_of_other_tensors_is_hashed(hashing: Hashing) -> None:
+def test_a_state_of_other_tensors_and_one_whose_base_is_gone_are_hashed(hashing: Hashing) -> None:
     model = Model()
     hashing.digests(model.snapshot())
     assert hashing.digests(model.snapshot(more=torch.zeros(300_000))) == 4
     assert hashing.digests(model.snapshot()) == 3
-
-
-def test_a_snapshot_whose_memory_is_gone_is_no_base(hashing: Hashing) -> None:
-    model = Model()
-    hashing.digests(model.snapshot())
     hashing.states.keep(100, model.snapshot())
     hashing.states.keep(101, model.snapshot())
-    state = model.snapshot()
-    assert hashing.digests(state) == 3
+    assert hashing.digests(model.snapshot()) == 3
 
 
 def test_memory_is_taken_back_between_two_leaves(hashing: Hashing) -> None:

@@ -22,18 +22,23 @@ def update(*, offered: bool = True) -> Frozen:
     return Frozen(made.manifest, made.buffers, copy=copy)
 
 
-def test_an_update_that_was_offered_is_counted_once_and_again_when_it_is_asked_for_again() -> None:
-    store, state = StateStore(), update()
-    store.keep(1, state, 1)
-    assert store.end_offer(state)
-    assert not store.end_offer(state)
+def session_of(monkeypatch: pytest.MonkeyPatch) -> tuple[Session, WorkerServicer]:
+    """A session, and what serves it."""
+    session = Session(key_from(REF), RunCache())
+    servicer, sessions = object.__new__(WorkerServicer), Sessions(None)  # type: ignore[arg-type]
+    servicer.sessions = sessions
+    monkeypatch.setitem(sessions._sessions, session.key, session)
+    return session, servicer
 
 
-def test_what_was_offered_of_a_snapshot_is_forgotten_with_it() -> None:
-    store, state, sent = StateStore(), update(), update(offered=False)
-    store.keep(1, state, 1)
-    store.keep(2, sent, 1)
-    assert not store.end_offer(state)
+def test_an_update_that_was_offered_is_counted_once_and_forgotten_with_its_snapshot() -> None:
+    for is_last in (True, False):
+        store, state, sent = StateStore(), update(), update(offered=False)
+        store.keep(1, state, 1)
+        if not is_last:
+            store.keep(2, sent, 1)
+        assert store.end_offer(state) == is_last
+        assert not store.end_offer(state)
     assert not store.end_offer(sent)
     store.note_offered(sent)
     assert store.end_offer(sent)
@@ -46,11 +51,8 @@ def test_what_was_offered_of_a_snapshot_is_forgotten_with_it() -> None:
 async def test_a_stream_in_place_of_an_offer_that_could_not_be_read_counts_no_byte_again(
     offered: bool, place: str, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, session = update(offered=offered), Session(key_from(REF), RunCache())
+    state, (session, servicer) = update(offered=offered), session_of(monkeypatch)
     session.states.keep(1, state, 1)
-    servicer, sessions = object.__new__(WorkerServicer), Sessions(None)  # type: ignore[arg-type]
-    servicer.sessions = sessions
-    monkeypatch.setitem(sessions._sessions, session.key, session)
     ask = worker_pb2.GetStateRequest(session=REF, snapshot=1, place=place)
     flow = sent(Purpose.UPDATE)
     for is_counted in (counted, False):
@@ -67,10 +69,7 @@ async def test_a_stream_in_place_of_an_offer_that_could_not_be_read_counts_no_by
 def test_a_copy_of_a_snapshot_counts_again_only_for_who_reads_files_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state, session = update(offered=False), Session(key_from(REF), RunCache())
-    servicer, sessions = object.__new__(WorkerServicer), Sessions(None)  # type: ignore[arg-type]
-    servicer.sessions = sessions
-    monkeypatch.setitem(sessions._sessions, session.key, session)
+    state, (_, servicer) = update(offered=False), session_of(monkeypatch)
     ask = worker_pb2.GetStateRequest(session=REF, snapshot=1, place="here")
     for _ in range(2):  # a coordinator that was started anew has read both
         assert not servicer._note_offer(ask, state, has_copy=True)
@@ -80,17 +79,15 @@ def test_a_copy_of_a_snapshot_counts_again_only_for_who_reads_files_still(
 
 
 def test_to_abort_a_session_closes_what_it_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = update()
+    state, (session, servicer) = update(), session_of(monkeypatch)
     assert state.copy is not None
     offer = state.copy.offer()
-    session, sessions = Session(key_from(REF), RunCache()), Sessions(None)  # type: ignore[arg-type]
-    monkeypatch.setitem(sessions._sessions, session.key, session)
     session.states.keep(1, state, 1)
     found = opened_copy(offer)
     assert found is not None
     found.close()
-    sessions.abort(REF)
+    servicer.sessions.abort(REF)
     assert readable_copy(offer, state.manifest.total_bytes) is None
     with session.states.reading(1) as read:
         assert read.buffers == state.buffers
-    sessions.abort(types_pb2.SessionRef(run_id="r-2"))
+    servicer.sessions.abort(types_pb2.SessionRef(run_id="r-2"))

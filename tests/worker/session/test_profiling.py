@@ -58,7 +58,7 @@ def event(name: str, ts: float, dur: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_recording_is_bounded_and_in_the_coordinators_time(
+def test_a_recording_is_short_and_in_the_coordinators_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(profiling, "MAX_EVENTS", 2)

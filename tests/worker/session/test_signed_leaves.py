@@ -266,21 +266,18 @@ async def test_a_state_is_read(tmp_path: Path, in_memory: bool, num: int) -> Non
     blobs.clear()
 
 
-async def test_other_bytes_are_no_state() -> None:
+async def test_other_bytes_are_no_state_and_other_lists_no_lists() -> None:
     stored, blobs = Stored(state()), ReceivedBlobs(None, 2**30)
     stored.store.objects["2"] = stored.store.objects["2"][:-1] + b"?"
     with pytest.raises(IntegrityError, match="has other bytes than were written"):
         await stored.read(blobs)
     assert blobs.find("run", stored.digest) is None
     assert blobs.memory_bytes == 0, "nothing is left of it, so it may come as a stream"
-
-
-async def test_a_list_that_is_none_is_refused() -> None:
     with pytest.raises(LimitError, match=r"header\.list_bytes: 1099511627776, the limit is"):
-        await Stored(state()).read(ReceivedBlobs(None, 2**30), list_bytes=2**40)
+        await Stored(state()).read(blobs, list_bytes=2**40)
     with pytest.raises(IntegrityError, match="has another digest"):
-        await Stored(state()).read(ReceivedBlobs(None, 2**30), digest="0" * 64)
+        await Stored(state()).read(blobs, digest="0" * 64)
     stored = Stored(state())
     stored.signer.send(pb.FetchStateRequest(signed=pb.SignedRequests()))
     with pytest.raises(InvalidInputError, match="the whole list must follow"):
-        await stored.read(ReceivedBlobs(None, 2**30))
+        await stored.read(blobs)

@@ -22,6 +22,7 @@ from stratagem.worker.host.direct_states import DirectStates
 from stratagem.worker.host.worker_blob_cache import ReceivedBlobs
 from stratagem.worker.session.session_states import Frozen, freeze
 from stratagem.worker.session.written_leaves import check_folder, check_request, written_leaves
+from tests.worker.session.piece_server import empty_folder
 
 UPLOAD = f"{7:010}-{'a' * 16}"
 
@@ -40,12 +41,7 @@ def state() -> Frozen:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> StateFolder:
-    made = StateFolder(tmp_path)
-    made.temporary.mkdir(parents=True)
-    for number in range(256):
-        (made.leaves / f"{number:02x}").mkdir()
-    (tmp_path / "store-id").write_text("ours\n")
-    return made
+    return empty_folder(tmp_path)
 
 
 async def write(
@@ -82,7 +78,7 @@ async def test_shares_make_the_whole(folder: StateFolder, num_ranks: int) -> Non
     assert named != state_digest(frozen.manifest, [data])
 
 
-async def test_what_is_there_is_not_written(folder: StateFolder) -> None:
+async def test_what_is_there_is_not_written_and_equal_leaves_once(folder: StateFolder) -> None:
     frozen = state()
     (first, *others) = await write(folder, frozen)
     known = Digest(first.digest.hex())
@@ -92,13 +88,13 @@ async def test_what_is_there_is_not_written(folder: StateFolder) -> None:
     assert [leaf.written for leaf in again] == [False, True, True]
     assert [leaf.digest for leaf in again] == [first.digest, *(each.digest for each in others)]
     assert folder.copies(known) == []
-
-
-async def test_equal_leaves_are_written_once(folder: StateFolder) -> None:
-    frozen = freeze({name: torch.zeros(300_000) for name in "abcd"}, {})
-    told = await write(folder, frozen)
+    before = len(list(folder.leaves.glob("??/*")))
+    told = await write(folder, freeze({name: torch.zeros(300_000) for name in "abcd"}, {}))
     assert len({leaf.digest for leaf in told}) == 1
-    assert len(list(folder.leaves.glob("??/*"))) == 1
+    assert len(list(folder.leaves.glob("??/*"))) == before + 1
+    folder.temporary.rmdir()
+    with pytest.raises(UnavailableError, match="cannot be written"):
+        await write(folder, state())
 
 
 async def test_nothing_reads_the_snapshot_once_the_call_has_ended(
@@ -128,29 +124,17 @@ async def test_nothing_reads_the_snapshot_once_the_call_has_ended(
     assert ended.is_set()
 
 
-async def test_a_folder_that_cannot_be_written_says_so(folder: StateFolder) -> None:
-    folder.temporary.rmdir()
-    with pytest.raises(UnavailableError, match="cannot be written"):
-        await write(folder, state())
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"upload": "../../etc/passwd"}, "upload: '../../etc/passwd' is not TERM-TOKEN"),
-        ({"num_ranks": 0}, "rank: 0 is not below num_ranks, 0"),
-        ({"rank": 2, "num_ranks": 2}, "rank: 2 is not below num_ranks, 2"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, object], match: str) -> None:
-    request = pb.WriteLeavesRequest(upload=UPLOAD, num_ranks=1)
-    for name, value in changes.items():
-        setattr(request, name, value)
-    with pytest.raises(InvalidInputError, match=match):
-        check_request(request)
-
-
-def test_only_the_folder_that_is_meant_is_written(folder: StateFolder, tmp_path: Path) -> None:
+def test_a_request_that_makes_no_sense_and_another_folder_are_refused(
+    folder: StateFolder, tmp_path: Path
+) -> None:
+    for upload, rank, num_ranks, said in (
+        ("../../etc/passwd", 0, 1, "upload: '../../etc/passwd' is not TERM-TOKEN"),
+        (UPLOAD, 0, 0, "rank: 0 is not below num_ranks, 0"),
+        (UPLOAD, 2, 2, "rank: 2 is not below num_ranks, 2"),
+    ):
+        request = pb.WriteLeavesRequest(upload=upload, rank=rank, num_ranks=num_ranks)
+        with pytest.raises(InvalidInputError, match=said):
+            check_request(request)
     assert check_folder(folder, "ours") is folder
     for wrong in ("", "another"):
         with pytest.raises(NotFoundError, match="is not the coordinator's folder"):
@@ -179,9 +163,8 @@ async def test_a_state_is_read_without_the_coordinator(
     digest = await listed(folder, frozen)
     states = DirectStates(folder, DEFAULT_LIMITS)
     blobs = ReceivedBlobs(tmp_path / "data", 2**30 if in_memory else 0)
-    assert all(await asyncio.gather(*(states.read(blobs, "run", digest, 1) for _ in range(3)))), (
-        "those who ask at once share the reading"
-    )
+    read = await asyncio.gather(*(states.read(blobs, "run", digest, 1) for _ in range(3)))
+    assert all(read), "those who ask at once share the reading"
     blob = blobs.find("run", digest)
     assert blob is not None
     tensors, metadata = blob.load()
@@ -192,9 +175,7 @@ async def test_a_state_is_read_without_the_coordinator(
     blobs.clear()
 
 
-async def test_what_cannot_be_read_is_asked_of_the_coordinator(
-    folder: StateFolder, tmp_path: Path
-) -> None:
+async def test_what_cannot_be_read_comes_otherwise(folder: StateFolder, tmp_path: Path) -> None:
     digest = await listed(folder, state())
     for path in folder.leaves.glob("??/*"):
         path.write_bytes(bytes(path.stat().st_size))

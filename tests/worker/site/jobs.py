@@ -46,3 +46,5 @@ def site_of(folder: Path, *rules: str, more: str = "", head: str = "") -> SiteFi
 
 ANY = 'data = ["xray"]\nentrypoints = ["tests.userland.*:*"]'
 """A rule that takes any job on the x-rays."""
+NIGHTS = f'{ANY}\nwindows = ["Mon-Fri 19:00-06:00"]\ntimezone = "Europe/Vienna"'
+PEERS = f'peers = ["sha256:{"a" * 64}"]\n'

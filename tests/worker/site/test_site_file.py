@@ -7,8 +7,11 @@ import pytest
 
 from stratagem.common.base.errors import InvalidInputError
 from stratagem.common.code.signatures import make_keys
+from stratagem.common.process.process_exit import MISTAKEN
+from stratagem.worker.process import worker_main
 from stratagem.worker.site.site_file import read_site
 from tests.repository import ROOT
+from tests.worker.site.jobs import ANY, PEERS, site_of
 
 pytestmark = pytest.mark.core
 
@@ -31,10 +34,9 @@ def test_a_short_file_has_careful_defaults(tmp_path: Path) -> None:
     assert (site.spec.share_errors, site.spec.audit.share_logs) == ("type", False)
     assert site.path(site.spec.audit.file) == tmp_path / "audit.jsonl"
     assert site.digest == hashlib.sha256(WHOLE.encode()).hexdigest()
-
-
-def test_the_example_is_right() -> None:
     assert read_site(ROOT / "examples" / "sites" / "st-anna.toml").spec.site == "st-anna"
+    with pytest.raises(InvalidInputError, match="No such file"):
+        read_site(tmp_path / "gone.toml")
 
 
 def test_keys_and_consent_are_read_with_it(tmp_path: Path) -> None:
@@ -90,6 +92,12 @@ def test_keys_and_consent_are_read_with_it(tmp_path: Path) -> None:
         (f"{WHOLE}[audit]\nshare_logs = 1\n", "audit.share_logs: 1 is not true or false"),
         (f'share_errors = "all"\n{WHOLE}', "share_errors: 'all' is not one of type, message"),
         (f"sites = 3\n{WHOLE}", "sites: unknown key; did you mean site"),
+        (f"{WHOLE}submitters = []\n", r"submitters: \[\] is not allowed; must not be empty"),
+        *(
+            (f"peers = {wrong}\n{WHOLE}", "hex digits of a certificate's fingerprint")
+            for wrong in ('["a"]', '["sha256:zz"]', f'["md5:{"a" * 64}"]')
+        ),
+        (f'peer_authority = "missing.pem"\n{WHOLE}', "peer_authority"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -107,13 +115,53 @@ def test_a_list_with_a_wrong_item_is_not_called_empty(tmp_path: Path) -> None:
     ]
 
 
-def test_an_empty_list_is_called_so(tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidInputError, match="submitters: \\[\\] is not allowed; must not be empty"
-    ):
-        read_site(written(tmp_path, f"{WHOLE}submitters = []\n"))
+def test_who_requires_masks_names_its_peers(tmp_path: Path) -> None:
+    required = f'{ANY}\nrequire = ["secure_aggregation"]'
+    with pytest.raises(InvalidInputError, match=r"accept\[0\].require: .*needs peers or peer_auth"):
+        site_of(tmp_path, required)
+    assert site_of(tmp_path, ANY).pins is None
+    pins = site_of(tmp_path, required, head=PEERS).pins
+    assert pins is not None
+    assert pins.fingerprints == {"a" * 64}
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="No such file"):
-        read_site(tmp_path / "site.toml")
+@pytest.mark.parametrize("written", ["AB" * 32, "ab" * 32, ":".join(["AB"] * 32)])
+def test_a_fingerprint_may_be_written_as_openssl_prints_it(tmp_path: Path, written: str) -> None:
+    site = site_of(tmp_path, ANY, head=f'peers = ["sha256:{written}"]\n')
+    assert site.pins is not None
+    assert site.pins.fingerprints == {"ab" * 32}
+
+
+# ---- a worker takes what it allows from that file alone ----
+
+
+def started(capfd: pytest.CaptureFixture[str], *flags: str, status: int = MISTAKEN) -> str:
+    """What a worker says that does not start."""
+    assert worker_main.main(["--coordinator", "127.0.0.1:1", "--name", "w", *flags]) == status
+    return capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--allow-code", "any"], "--allow-code"),
+        (["--allow-code", "signed:keys.pem"], "--allow-code"),
+        (["--allow", "consortium.*:*"], "--allow"),
+        (["--local-data", "xray=x.safetensors"], "--local-data"),
+    ],
+)
+def test_what_the_file_says_is_said_nowhere_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], name: str
+) -> None:
+    site_of(tmp_path, ANY)
+    file = tmp_path / "site.toml"
+    said = started(capfd, "--site", str(file), *flags)
+    assert f"{name} is said by the file of --site, {file}; leave {name} out" in said
+
+
+def test_a_wrong_file_is_said_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    site_of(tmp_path, ANY)
+    file = tmp_path / "site.toml"
+    file.write_text(f"{file.read_text()}max_rounds = 0\n")
+    said = started(capfd, "--site", str(file), status=1)
+    assert f"stratagem worker: --site {file}: accept[0].max_rounds: 0 is not allowed" in said

@@ -122,9 +122,7 @@ def test_a_bundle_is_looked_in_first_and_only_what_is_in_it_is_allowed(store: Co
         resolver(store, pack(FIRST)).resolve("model.part:build")
 
 
-def test_a_bundle_is_unpacked_whole_and_for_nobody_to_change(
-    store: CodeStore, tmp_path: Path
-) -> None:
+def test_a_bundle_is_unpacked_whole_and_stays_as_it_is(store: CodeStore, tmp_path: Path) -> None:
     archive = pack(SECOND)
     digest = digest_of(archive)
     (tmp_path / "code" / ".part-of-one-that-was-killed").mkdir()
@@ -213,14 +211,8 @@ def test_policies(tmp_path: Path) -> None:
             CodePolicy(wrong)
 
 
-def test_nothing_is_fetched_that_the_policy_refuses(store: CodeStore) -> None:
-    code = UserCode(EntryPoints(["*:*"]), CodePolicy(), store)
-    spec = job(code={"digest": "0" * 64})
-    with pytest.raises(InvalidInputError, match="takes no code"):
-        code.entry_points_of(spec, "run", lambda _: pytest.fail("was fetched"))
-
-
 def test_what_a_job_requires_is_looked_for_before_anything_else(store: CodeStore) -> None:
+    """And nothing is fetched that the policy refuses."""
     code = UserCode(EntryPoints(["*:*"]), CodePolicy(), store)
     spec = job(requires=["numpy>=1,<99", "missing-package>=3", "torch<1; python_version>'3'"])
     with pytest.raises(InvalidInputError, match=r"requires: .* lacks missing-package>=3, torch<1"):
@@ -230,3 +222,6 @@ def test_what_a_job_requires_is_looked_for_before_anything_else(store: CodeStore
     for wrong in ("numpy >", "numpy @ https://example.org/numpy.whl", "", "n" * 300):
         with pytest.raises(InvalidInputError, match=r"requires\[0\]"):
             job(requires=[wrong])
+    spec = job(code={"digest": "0" * 64})
+    with pytest.raises(InvalidInputError, match="takes no code"):
+        code.entry_points_of(spec, "run", lambda _: pytest.fail("was fetched"))

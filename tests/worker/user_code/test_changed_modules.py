@@ -58,9 +58,7 @@ def test_a_file_that_was_touched_has_not_changed_and_one_that_is_gone_has(folder
     assert changed() == ["changing_task"]
 
 
-def test_of_what_is_installed_nothing_is_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_installed_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(folder))
     EntryPoints(["changing_task:*"], [folder]).resolve("changing_task:build")
     assert changes._seen == {}

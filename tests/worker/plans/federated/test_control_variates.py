@@ -1,14 +1,10 @@
 """The control variates of a client: what its steps are corrected by, and what it measures."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stratagem.common.base.errors import InvalidInputError
-from stratagem.common.job import JobSpec
 from stratagem.worker.engine import ClientRunner
 from stratagem.worker.engine.step.callbacks import Callbacks
 from stratagem.worker.engine.trainers.federated_client import ClientRound, RoundSettings
@@ -19,29 +15,9 @@ from stratagem.worker.plans.federated.control_variates import (
     control_zeros,
     correction,
 )
-from tests.jobs import document
 from tests.worker.engine.client_rounds import federated
 from tests.worker.engine.support import ALLOWED, CPU, trainer_of
-
-NO_HOOKS = Callbacks(0, {})
-
-
-def job_with(**options: Any) -> JobSpec:
-    strategy = {
-        "type": "Federated",
-        "num_clients": 2,
-        "rounds": 1,
-        "aggregation": {"method": "FedAvg"},
-        "client_selection": {"method": "All"},
-        "options": options,
-    }
-    sgd = {"name": "sgd", "lr": 0.1}
-    sections: dict[str, Any] = {
-        "strategy": strategy,
-        "optimizer": sgd,
-        "data": {"worker_local": "ward"},
-    }
-    return JobSpec.parse(document(**sections))
+from tests.worker.site.jobs import offered
 
 
 def round_of(after: dict[str, Tensor], reach: dict[str, float]) -> ClientRound:
@@ -49,6 +25,7 @@ def round_of(after: dict[str, Tensor], reach: dict[str, float]) -> ClientRound:
 
 
 def test_what_is_kept_is_the_mean_gradient_of_the_steps() -> None:
+    """Steps of no length tell nothing."""
     base = {"model/w": torch.tensor([1.0, 2.0]), "control/w": torch.tensor([0.5, -0.5])}
     own, gradient = {"control/w": torch.tensor([0.25, 0.0])}, torch.tensor([3.0, -1.0])
     assert correction(base, own)["w"].tolist() == [0.25, -0.5]
@@ -56,12 +33,7 @@ def test_what_is_kept_is_the_mean_gradient_of_the_steps() -> None:
     moved, changed = control_moved(base, own, round_of({"model/w": stepped}, {"w": 0.5}))
     assert moved["control/w"].tolist() == gradient.tolist()
     assert changed["control/w"].tolist() == [2.75, -1.0]
-
-
-def test_steps_of_no_length_tell_nothing() -> None:
-    base = {"model/w": torch.ones(2), "control/w": torch.ones(2)}
-    own = {"control/w": torch.full((2,), 0.5)}
-    moved, changed = control_moved(base, own, round_of({"model/w": torch.ones(2)}, {"w": 0.0}))
+    moved, changed = control_moved(base, own, round_of({"model/w": base["model/w"]}, {"w": 0.0}))
     assert torch.equal(moved["control/w"], own["control/w"])
     assert not changed["control/w"].any()
 
@@ -108,25 +80,19 @@ def test_a_parameter_that_no_loss_reaches_is_corrected_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "callbacks", "expected"),
+    ("model", "hook", "expected"),
     [
-        (nn.Linear(2, 2).bfloat16(), NO_HOOKS, "weight is torch.bfloat16, whose steps are too"),
-        (
-            nn.Linear(2, 2),
-            replace(NO_HOOKS, hooks={"on_gradients": print}),
-            "on_gradients of callbacks changes them",
-        ),
+        (nn.Linear(2, 2).bfloat16(), "on_step", "weight is torch.bfloat16, whose steps are too"),
+        (nn.Linear(2, 2), "on_gradients", "on_gradients of callbacks changes them"),
+        (nn.Linear(2, 2).double(), "on_step", ""),
     ],
 )
-def test_what_does_not_tell_the_gradient_is_refused(
-    model: nn.Module, callbacks: Callbacks, expected: str
-) -> None:
-    check_control(job_with(), model, callbacks)
+def test_what_hides_the_gradient_is_refused(model: nn.Module, hook: str, expected: str) -> None:
+    callbacks, scaffold = Callbacks(0, {hook: print}), offered(options={"control": "scaffold"})
+    check_control(offered(), model, callbacks)
+    if not expected:
+        check_control(scaffold, model, callbacks)
+        return
     with pytest.raises(InvalidInputError, match=expected) as error:
-        check_control(job_with(control="scaffold"), model, callbacks)
+        check_control(scaffold, model, callbacks)
     assert "strategy.options.control" in str(error.value)
-
-
-def test_wide_parameters_and_other_hooks_are_accepted() -> None:
-    seen = replace(NO_HOOKS, hooks={"on_step": print})
-    check_control(job_with(control="scaffold"), nn.Linear(2, 2).double(), seen)
